@@ -27,12 +27,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class HeadCheckpoint:
-    """A head as it is stored; CheckpointError where tensors are missing, unknown, misshapen, or ``d2t`` is no map into
-    the target's vocabulary."""
+    """A head as it is stored. Raises CheckpointError if tensors are missing, unknown or misshapen,
+    or ``d2t`` is no map into the target's vocabulary.
+    """
 
     config: Any
     tensors: Mapping[str, Tensor]
-    """By the names of the kind's module; on the CPU, each in the dtype that it was stored in."""
+    """The tensors by the names of the kind's module, on the CPU, each in the dtype it was stored
+    in.
+    """
     notes: tuple[str, ...] = ()  # What a reader could not know for certain, as sentences for the user
 
     def __post_init__(self) -> None:
@@ -40,17 +43,19 @@ class HeadCheckpoint:
 
     @classmethod
     def of(cls, head: Head) -> HeadCheckpoint:
-        """A copy of a head's weights as they are now."""
+        """Copy a head's weights as they are now."""
         tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
         return cls(config=head.config, tensors=tensors)
 
     @property
     def unknown(self) -> list[str]:
-        """Keys of the file it came from of which nothing is known: they may change what engines compute."""
+        """Keys of the source file that are unknown here and may change what engines compute."""
         return unknown_keys({**self.config.extra, "rope_scaling": getattr(self.config, "rope_scaling", None) or {}})
 
     def build(self, dtype: torch.dtype | None = None) -> Any:
-        """A module of the head's kind with copies of these weights, in `dtype` or each as it was stored."""
+        """Build a module of the head's kind with copies of these weights, in `dtype` or each as it
+        was stored.
+        """
         with torch.random.fork_rng(devices=[]), _Unfilled():  # what is drawn all the same must disturb nobody's seed
             head = kind_named(self.config.kind).head(self.config)
         # Assigned one by one: Module.to() would also round the rotary frequencies.
@@ -63,7 +68,9 @@ class HeadCheckpoint:
 
 
 def differences(first: HeadCheckpoint, second: HeadCheckpoint) -> list[str]:
-    """Names of configuration fields and tensors that are not the same, the tensors compared bit for bit."""
+    """Return the names of configuration fields and tensors that differ, tensors compared bit for
+    bit.
+    """
     if type(first.config) is not type(second.config):
         return ["config.kind"]
     fields = [
@@ -77,7 +84,7 @@ def differences(first: HeadCheckpoint, second: HeadCheckpoint) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetFacts:
-    """What writing and checking a head needs to know of its target."""
+    """The facts about a target that writing and checking a head needs."""
 
     name_or_path: str
     architectures: tuple[str, ...]
@@ -88,7 +95,9 @@ class TargetFacts:
 
     @classmethod
     def of(cls, config: Any, name_or_path: str | Path) -> TargetFacts:
-        """From a transformers configuration; of a multimodal model, its text part."""
+        """Read the facts from a transformers configuration, of a multimodal model from its text
+        part.
+        """
         text = config.get_text_config(decoder=True)
         return cls(
             name_or_path=str(name_or_path),
@@ -101,7 +110,9 @@ class TargetFacts:
 
     @classmethod
     def read(cls, name: str | Path) -> TargetFacts:
-        """From a directory, a hub id or a shipped model's name; the weights are not opened. Errors as `read_config`."""
+        """Read the facts of a directory, a hub id or a shipped model's name; the weights are not
+        opened. Raises as `read_config` does.
+        """
         from forerun.model.load import LoadOptions, read_config
         from forerun.model.names import resolve
 
@@ -111,7 +122,7 @@ class TargetFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFiles:
-    """Configuration and tensors of a directory, before a format has read them."""
+    """The configuration and tensors of a directory, before a format has read them."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -123,29 +134,36 @@ class Format:
 
     name: ClassVar[str]
     mark: ClassVar[str]
-    """What stands in every ``config.json`` of this format, in lower case: a directory without it is somebody else's."""
+    """A word, in lower case, that every ``config.json`` of this format holds: a directory without
+    it belongs to somebody else.
+    """
     weights: ClassVar[str] = SINGLE
 
     def recognises(self, config: Config) -> bool:
-        """Whether a ``config.json`` is written in this format."""
+        """Return whether a ``config.json`` is written in this format."""
         raise NotImplementedError
 
     def keeps(self, config: Config, name: str) -> bool:
-        """Whether a tensor of the files is read; all are, where they hold nothing but a head."""
+        """Return whether a tensor of the files is read; all are, where they hold nothing but a
+        head.
+        """
         return True
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        """The head in a file; CheckpointError if it is incomplete, contradictory or none of this kind. `num_layers` of
-        the target is needed where the file names no layers."""
+        """Return the head in a file. Raises CheckpointError if it is incomplete, contradictory or
+        none of this kind. `num_layers` of the target is needed where the file names no layers.
+        """
         raise NotImplementedError
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        """What the files hold; CheckpointError if the format has no words for this head."""
+        """Return the contents of the files to write. Raises CheckpointError if the format cannot
+        express this head.
+        """
         raise NotImplementedError
 
 
 class _Unfilled(TorchFunctionMode):
-    """While open, layers are made without drawing their first weights: the file's take their place."""
+    """Skip the initialisation of new layers while open, for a file's weights take their place."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
@@ -155,14 +173,16 @@ class _Unfilled(TorchFunctionMode):
 
 
 def expected_shapes(config: HeadConfig) -> dict[str, Shape]:
-    """Name -> shape of every tensor of such a head, ``d2t`` included."""
+    """Return name -> shape of every tensor of such a head, ``d2t`` included."""
     with torch.device("meta"), _Unfilled():
         head = kind_named(config.kind).head(config)
     return {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
 
 
 def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a wrong dtype."""
+    """Raise CheckpointError, naming them, for tensors that are missing, unknown, misshapen or of a
+    wrong dtype.
+    """
     expected = expected_shapes(config)
     common = sorted(expected.keys() & tensors.keys())
     misshapen = [name for name in common if tuple(tensors[name].shape) != expected[name]]
@@ -184,7 +204,9 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
 
 
 def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
-    """(Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,); CheckpointError for wrong offsets."""
+    """Return (Vd,) the target's id of each draft token, from the offsets ``d2t`` (Vd,). Raises
+    CheckpointError for wrong offsets.
+    """
     ids = torch.arange(len(d2t)) + d2t
     outside = ((ids < 0) | (ids >= vocab_size)).nonzero().flatten()
     if len(outside):
@@ -203,14 +225,18 @@ def token_ids(d2t: Tensor, vocab_size: int) -> Tensor:
 
 
 def target_mask(d2t: Tensor, vocab_size: int) -> Tensor:
-    """``t2d`` (V,) bool: which tokens of the target the head can propose. Errors as `token_ids`."""
+    """Return ``t2d`` (V,) bool: which tokens of the target the head can propose. Raises as
+    `token_ids` does.
+    """
     mask = torch.zeros(vocab_size, dtype=torch.bool)
     mask[token_ids(d2t, vocab_size)] = True
     return mask
 
 
 def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> dict[str, Tensor]:
-    """With ``d2t`` as int64 (the identity if an unreduced head has none), without ``t2d``, which must agree."""
+    """Return the tensors with ``d2t`` as int64 (the identity if an unreduced head has none) and
+    without ``t2d``, which must agree with it.
+    """
     found = dict(tensors)
     t2d = found.pop("t2d", None)
     if "d2t" not in found and draft_vocab_size == vocab_size:
@@ -233,7 +259,7 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
 
 
 def some(names: list[str], most: int = 6) -> str:
-    """The first few names, and how many more there are."""
+    """Join the first few names, and say how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 

@@ -1,7 +1,8 @@
-"""What serving engines make of DFlash and DSpark heads, from their loaders' sources (vLLM 0.32 and 0.33,
-``qwen3_dflash.py``, ``qwen3_dspark.py``; llama.cpp 0.5.0, ``conversion/qwen.py``, ``src/models/dflash.cpp``). On the
-CPU vLLM 0.32 was run with a DFlash head (``tests_vllm``), llama.cpp with DFlash, DFlash 2 and DSpark
-(``tests_llama``), no other engine with any."""
+"""How serving engines treat DFlash and DSpark heads, from their loaders' sources (vLLM 0.32 and
+0.33, ``qwen3_dflash.py``, ``qwen3_dspark.py``; llama.cpp 0.5.0, ``conversion/qwen.py``,
+``src/models/dflash.cpp``). On the CPU vLLM 0.32 was run with a DFlash head (``tests_vllm``),
+llama.cpp with DFlash, DFlash 2 and DSpark (``tests_llama``), no other engine with any.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +22,13 @@ from forerun.checkpoints.speculators import KIND, NON_CAUSAL
 RETRAIN = "train one without it"
 ANCHOR, OF_DSPARK = "a root that predicts the token after it (sample_from_anchor)", "takes that of DSpark heads only"
 METHODS = {"dflash": "dflash", "dflash2": "dflash", "dspark": "dspark", "domino": "dflash"}
-"""Kind -> what engines call its drafter; vLLM's and SGLang's for DFlash know DFlash 2, SGLang's Domino."""
+"""The name that engines give each kind's drafter. vLLM's and SGLang's for DFlash know DFlash 2,
+SGLang's Domino.
+"""
 
 
 class BlockEngines(Engines):
-    """What is known of engines and heads that draft a block."""
+    """Known facts about engines and heads that draft a block."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         config = head.config
@@ -72,7 +75,9 @@ class BlockEngines(Engines):
             yield from check("sglang", what, why, "compare its acceptance with ours")
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        """What vLLM makes of keys in the speculators format (``configs/speculators/algos.py``)."""
+        """Yield what vLLM makes of keys in the speculators format
+        (``configs/speculators/algos.py``).
+        """
         keys, config, remedy = stored.config, head.config, "forerun export --to vllm"
         if KIND not in keys:
             return
@@ -88,7 +93,9 @@ class BlockEngines(Engines):
 
 
 def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
-    """What vLLM's loader drops or stops at; its model runner V1, which its CPU build has alone, stops at more."""
+    """Yield what vLLM's loader drops or stops at. Its model runner V1, the only one of its CPU
+    build, stops at more.
+    """
     config = head.config
     yield from whole_order(head)
     yield from sorted_states(config.boundaries)
@@ -113,7 +120,7 @@ def _vllm_loader(head: HeadCheckpoint) -> Iterator[Finding]:
 
 
 def _llama_cpp_loader(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """Where llama.cpp's converter has no name for a tensor, or its loader wants one more."""
+    """Yield where llama.cpp's converter has no name for a tensor, or its loader wants one more."""
     config, stops = head.config, "has no place for it and stops"
     for what, stopping in (
         ("biases of the attention", config.attention_bias),
@@ -160,7 +167,7 @@ def _sglang(launch: Launch) -> str:
 
 
 def _trtllm(launch: Launch) -> Mapping[str, str]:
-    """TensorRT-LLM's own file; values as JSON, which YAML understands."""
+    """Return TensorRT-LLM's own file, with values as JSON, which YAML understands."""
     config = launch.head.config
     speculation: dict[str, Any] = {
         "decoding_type": {"dflash": "DFlash", "dspark": "DSpark"}[METHODS[config.kind]],
@@ -182,7 +189,7 @@ def _llama_cpp(launch: Launch) -> str:
 
 
 def _destinations() -> dict[str, Destination]:
-    """Those of EAGLE's heads, started in their own way."""
+    """Return the destinations of EAGLE's heads with this kind's own launch commands."""
     own: dict[str, dict[str, Any]] = {
         "vllm": {"command": _vllm},
         "sglang": {"command": _sglang},

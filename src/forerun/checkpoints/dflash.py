@@ -1,8 +1,9 @@
-"""The format of z-lab's DFlash and DeepSeek's DSpark heads, which vLLM, SGLang and TensorRT-LLM read: Qwen3's
-configuration with a ``dflash_config`` (DSpark: the same keys at the top), tensors ``fc``, ``hidden_norm``,
-``layers.N.*``, ``norm``; DSpark's ``markov_head.*`` and ``confidence_head.proj``. Of JetSpec, whose heads are DFlash's
-with causal blocks; of SpecForge's Domino (``projector_type``, ``prefix_gru.*``, ``embed_proj.*``), and of ModelOpt,
-which names DSpark's tensors without what stands before them.
+"""The format of z-lab's DFlash and DeepSeek's DSpark heads, which vLLM, SGLang and TensorRT-LLM
+read: Qwen3's configuration with a ``dflash_config`` (DSpark: the same keys at the top), tensors
+``fc``, ``hidden_norm``, ``layers.N.*``, ``norm``; DSpark's ``markov_head.*`` and
+``confidence_head.proj``. JetSpec's heads have it too (DFlash's with causal blocks), SpecForge's
+Domino (``projector_type``, ``prefix_gru.*``, ``embed_proj.*``), and ModelOpt's exports, which name
+DSpark's tensors without their prefixes.
 
 ``target_layer_ids`` name the 0-based layer whose output is read: one less than our boundaries. Where nothing says
 whether places of a block see those behind them, vLLM (``qwen3_dflash.py``) lets them, but in layers whose
@@ -34,23 +35,23 @@ ARCHITECTURES = {
     "domino": "DFlashDraftModel",
 }
 ANYWHERE = ("block_size", "mask_token_id", "sample_from_anchor", "causal", "is_causal", "emb_dim")
-"""Keys that stand at the top or in `NESTED`, by publisher."""
+"""Keys that stand at the top or in `NESTED`, depending on the publisher."""
 
 
 SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Of DFlash 2's, likewise."""
+"""Keys of DFlash 2 that stand at the top or in `NESTED`."""
 DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
-"""Keys of Domino's, called as the fields of its configuration."""
+"""Keys of Domino, named as the fields of its configuration."""
 LEAST = {"pure_draft_prefix_len": 0}  # Where a file leaves it out
 OWN: dict[type[DFlashConfig], tuple[str, ...]] = {DominoConfig: DOMINO, DFlash2Config: SELECTOR}
 MODELOPT = {"confidence_proj.": "confidence_head.proj."} | {
     f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")
 }
-"""How ModelOpt's names of DSpark's tensors begin -> how ours do."""
+"""Prefixes of ModelOpt's names of DSpark's tensors, and our prefixes for them."""
 
 
 class DFlashFormat(Format):
-    """Heads of z-lab, of DeepSeek, and of everybody who writes theirs alike."""
+    """Heads of z-lab, of DeepSeek, and of others who write the same format."""
 
     name = "dflash"
     mark = "mask_token_id"
@@ -134,7 +135,7 @@ class DFlashFormat(Format):
 
 
 def read_markov(keys: Keys) -> dict[str, Any]:
-    """What DSpark adds to DFlash."""
+    """Return the configuration fields that DSpark adds to DFlash."""
     return {
         RANK: keys.integer(RANK, 256),
         "markov_head_type": keys.text("markov_head_type", "vanilla"),
@@ -144,13 +145,15 @@ def read_markov(keys: Keys) -> dict[str, Any]:
 
 
 def write_markov(config: DSparkConfig) -> dict[str, Any]:
-    """The keys that `read_markov` reads."""
+    """Return the keys that `read_markov` reads."""
     names = (RANK, "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     return {name: getattr(config, name) for name in names}
 
 
 def _made(keys: Keys) -> type[DFlashConfig]:
-    """The kind of head that a configuration means, by its ``projector_type`` and DSpark's keys."""
+    """Return the kind of head that a configuration means, by its ``projector_type`` and DSpark's
+    keys.
+    """
     usual = "dspark" if keys.get(RANK) else "dflash2" if keys.get("selector_rank") else "dflash"
     projector = keys.text(PROJECTOR, usual)
     known = {"dflash": DFlashConfig, "dflash2": DFlash2Config, "dspark": DSparkConfig, "domino": DominoConfig}
@@ -160,12 +163,14 @@ def _made(keys: Keys) -> type[DFlashConfig]:
 
 
 def _shifted(keys: Keys, made: type[DFlashConfig]) -> bool:
-    """Whether the root predicts, by SpecForge's ``shift_label``, where ``sample_from_anchor`` does not say so."""
+    """Return whether the root predicts, by SpecForge's ``shift_label``, where
+    ``sample_from_anchor`` does not say so.
+    """
     return made is DSparkConfig if keys.get(PROJECTOR) is None else keys.flag("shift_label", made is DSparkConfig)
 
 
 def _from_modelopt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With DSpark's tensors under our names."""
+    """Return DSpark's tensors under our names."""
     found = {}
     for name, tensor in tensors.items():
         begin = next((begin for begin in MODELOPT if name.startswith(begin)), "")
@@ -174,7 +179,9 @@ def _from_modelopt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int, ...]:
-    """What the head reads; without ids, the default for the target's number of layers."""
+    """Return the boundaries that the head reads; without ids, the default for the target's number
+    of layers.
+    """
     ids, stated = keys.integers(LAYER_IDS), keys.integer("num_target_layers", target_layers or 0)
     if ids is None and not stated:
         raise CheckpointError(f"config.json has neither {LAYER_IDS} nor num_target_layers: name the target")
@@ -182,14 +189,16 @@ def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int
 
 
 def _causality(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Which layers' blocks are causal; vLLM's default where nothing says so."""
+    """Return which layers' blocks are causal; vLLM's default if no key says so."""
     said = [keys.flag(name) for name in ("is_causal", "causal", "causal_head") if keys.get(name) is not None]
     windows = fields["sliding_window"] is not None and keys.get("layer_types") is not None
     return {"is_causal": said[0]} if said else {"causal_windows": windows}
 
 
 def _window(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """vLLM's ``use_swa`` and ``swa_window_size`` where no layer's window is said in transformers' way."""
+    """Return the window that vLLM's ``use_swa`` and ``swa_window_size`` state, if transformers' own
+    keys state none.
+    """
     switched, window = keys.flag("use_swa"), keys.get("swa_window_size")
     if not switched or fields["sliding_window"] is not None:
         return {}
@@ -199,7 +208,9 @@ def _window(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_file(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
-    """Tensors as stored: ``d2t`` and ``t2d`` where draft ids are not the target's ids."""
+    """Return the tensors as stored, with ``d2t`` and ``t2d`` where draft ids are not the target's
+    ids.
+    """
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
     if checkpoint.config.reduced_vocabulary or bool(d2t.any()):

@@ -1,4 +1,5 @@
-"""What the formats of EAGLE heads share: tensor names, layer ids, and the keys of their decoder layers.
+"""The parts that the formats of EAGLE heads share: tensor names, layer ids, and the keys of their
+decoder layers.
 
 Our layer ids are boundaries: b is the state after b layers. Top-level lists (vLLM, EAGLE, speculators) mean the same.
 Lists inside ``eagle_config`` (SGLang, SpecForge, ModelOpt), ``target_layer_ids`` (DeepSpec: EAGLE-3, DFlash and DSpark
@@ -27,7 +28,7 @@ from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-"""Of `EagleConfig`: how features are normed."""
+"""Fields of `EagleConfig` that say how features are normed."""
 MIDLAYER, FIRST = "midlayer.", "layers.0."
 ALIASES = {f"aux_norm_{where}.weight": f"fc_norm.{i}.weight" for i, where in enumerate(("low", "mid", "high"))}
 """SGLang's earlier names of the norms before ``fc``."""
@@ -35,7 +36,8 @@ UPPER_HIDDEN_NORM = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight")
 
 
 def to_canonical(tensors: Mapping[str, Tensor], *, regular: bool = True) -> dict[str, Tensor]:
-    """A file's tensors under forerun's names, without what is computed anew (``rotary_emb.inv_freq``); ``t2d`` stays.
+    """Return a file's tensors under forerun's names, without those that are recomputed
+    (``rotary_emb.inv_freq``); ``t2d`` stays.
 
     `regular` layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``;
     either name is taken, both if they are equal. CheckpointError if they differ, or a tensor is there twice.
@@ -55,7 +57,7 @@ def to_canonical(tensors: Mapping[str, Tensor], *, regular: bool = True) -> dict
 
 
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """As `to_canonical`, but both names of a norm above the first layer stay."""
+    """Rename tensors as `to_canonical` does, but keep both names of a norm above the first layer."""
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         if stored.endswith("rotary_emb.inv_freq"):
@@ -68,8 +70,10 @@ def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
-    """Tensors under the names of a file whose first layer is called `first`; EAGLE-3's norms above it under both names.
-    ``d2t``, and ``t2d`` if asked for, are there where draft ids are not the target's ids."""
+    """Return the tensors under the names of a file whose first layer is called `first`; EAGLE-3's
+    norms above it get both names. ``d2t``, and ``t2d`` if asked for, are included where draft ids
+    are not the target's ids.
+    """
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
@@ -89,7 +93,9 @@ LAYER_IDS = "target_layer_ids"  # DeepSpec's, of every kind of head
 
 
 def to_outputs(boundaries: Sequence[int]) -> list[int]:
-    """0-based layers whose outputs are these boundaries; CheckpointError for the state after the final norm."""
+    """Return the 0-based layers whose outputs are these boundaries. Raises CheckpointError for the
+    state after the final norm.
+    """
     if LAST_HIDDEN in boundaries:
         raise CheckpointError(
             "the head reads the target's state after the final norm; no format of EAGLE-3 heads has a layer id for "
@@ -99,7 +105,7 @@ def to_outputs(boundaries: Sequence[int]) -> list[int]:
 
 
 def from_outputs(layers: Sequence[int]) -> tuple[int, ...]:
-    """Boundaries after these 0-based layers."""
+    """Return the boundaries after these 0-based layers."""
     return tuple(layer + 1 for layer in layers)
 
 
@@ -113,7 +119,7 @@ class LayerIds:
 
     @property
     def boundaries(self) -> tuple[int, ...]:
-        """What it means, where there is one."""
+        """The boundaries that the list means; empty if the file has no such list."""
         return (from_outputs if self.outputs else tuple)(self.ids or ())
 
     def __str__(self) -> str:
@@ -122,7 +128,7 @@ class LayerIds:
 
 
 def agreed(*stated: LayerIds, count: int | None, num_layers: int | None) -> tuple[int, ...]:
-    """The boundaries that a file means, from its lists of ids and their `count`.
+    """Return the boundaries that a file means, from its lists of ids and their `count`.
 
     Without ids it is the default for a target of `num_layers`. CheckpointError for what contradicts itself, or if there
     are neither ids nor `num_layers`.
@@ -151,12 +157,12 @@ def agreed(*stated: LayerIds, count: int | None, num_layers: int | None) -> tupl
 
 
 def dtype_name(checkpoint: HeadCheckpoint) -> str:
-    """``torch_dtype`` of a file: of the layers' weights."""
+    """Return ``torch_dtype`` for a file: the dtype of the layers' weights."""
     return str(checkpoint.tensors["layers.0.self_attn.o_proj.weight"].dtype).removeprefix("torch.")
 
 
 def is_default(boundaries: Sequence[int], num_layers: int) -> bool:
-    """Whether engines that are told no ids would read these boundaries of such a target."""
+    """Return whether engines that are told no ids would read these boundaries of such a target."""
     return tuple(boundaries) == (2, num_layers // 2, num_layers - 3)
 
 
@@ -165,7 +171,7 @@ SAME_NAME = (
     "hidden_act", "rms_norm_eps", "vocab_size", "max_position_embeddings", "attention_bias", "mlp_bias",
     "initializer_range",
 )  # fmt: skip
-"""Keys of a file that `DecoderConfig` calls the same."""
+"""Keys of a file that are named as in `DecoderConfig`."""
 WINDOW_NOTE = (
     "sliding_window without layer_types is read as the window of every layer, which is how the head is drafted with. "
     "vLLM applies a window only where layer_types names it. Written with layer_types."
@@ -173,7 +179,9 @@ WINDOW_NOTE = (
 
 
 def read_layers(keys: Keys) -> dict[str, Any]:
-    """The fields of `DecoderConfig` that describe its layers; CheckpointError if a key is missing or wrong."""
+    """Return the fields of `DecoderConfig` that describe its layers. Raises CheckpointError if a
+    key is missing or wrong.
+    """
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     if heads < 1:
         raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
@@ -200,7 +208,9 @@ def read_layers(keys: Keys) -> dict[str, Any]:
 
 
 def read_latent(keys: Keys) -> LatentConfig | None:
-    """Latent attention as DeepSeek's configurations say it; None: the layers have ordinary attention."""
+    """Return the latent attention that keys named as in DeepSeek's configurations describe; None if
+    the layers have ordinary attention.
+    """
     names = [one.name for one in fields(LatentConfig) if one.name != "rope_interleave"]
     sizes: dict[str, Any] = {name: (keys.get(name) and keys.integer(name)) or None for name in names}
     interleave = keys.flag("rope_interleave", True)
@@ -213,7 +223,9 @@ def read_latent(keys: Keys) -> LatentConfig | None:
 
 
 def write_layers(config: DecoderConfig) -> dict[str, Any]:
-    """The keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true would hide the output head."""
+    """Return the keys that `read_layers` reads; ``tie_word_embeddings`` is false, because true
+    would hide the output head.
+    """
     window: dict[str, Any] = {}
     if config.sliding_window is not None:
         # Engines look for the kind of each layer; Qwen3's configuration forgets a window that is not switched on.
@@ -233,8 +245,9 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
 def make_head(
     made: type[DecoderConfig], tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
 ) -> HeadCheckpoint:
-    """The head of a file's canonical tensors and the `fields` of its configuration, with the notes that apply.
-    CheckpointError where they contradict each other or nothing knows them."""
+    """Build the head from a file's canonical tensors and the `fields` of its configuration, with
+    the notes that apply. Raises CheckpointError if they contradict each other or are unknown.
+    """
     found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
     if fields["hidden_act"] not in ACT2FN:
         raise CheckpointError(f"hidden_act of config.json is {fields['hidden_act']!r}; expected {', '.join(ACT2FN)}")
@@ -248,7 +261,7 @@ def make_head(
 
 
 def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
-    """``sliding_window`` and ``full_layers`` of the head, nothing where no layer has a window."""
+    """Return ``sliding_window`` and ``full_layers`` of the head; empty if no layer has a window."""
     stated = None if keys.get("sliding_window") is None else keys.integer("sliding_window")
     switched, first = keys.flag("use_sliding_window", True), keys.get("max_window_layers")
     window = stated if switched else None
@@ -274,8 +287,10 @@ def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
 
 
 def _read_rope(keys: Keys) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``, from these or ``rope_parameters`` (transformers 5); keys of a scaling that
-    transformers does not know stay in it, and so do those of a multimodal target's."""
+    """Return ``rope_theta`` and ``rope_scaling``, from these keys or from ``rope_parameters``
+    (transformers 5). Keys of a scaling that transformers does not know stay in it, and so do those
+    of a multimodal target's.
+    """
     theta = keys.number("rope_theta", 10_000.0)
     older, newer = keys.nested("rope_scaling"), keys.nested("rope_parameters")
     rope = newer.rest() or older.rest()

@@ -1,4 +1,5 @@
-"""What serving engines make of EAGLE heads: how each loads them, what it silently degrades, and how it is started.
+"""How serving engines treat EAGLE heads: how each loads them, what it silently degrades, and how it
+is started.
 
 A tensor that an engine allocates and nothing fills stays as it happens to be, and one that it has no place for is lost,
 mostly without a message. Names are forerun's own. From reading vLLM 0.32 and 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4
@@ -46,15 +47,15 @@ from forerun.types import LAST_HIDDEN
 TRTLLM = "trtllm.yaml"
 Shapes = dict[str, Shape]
 SHARED = re.compile(r"embed_tokens\.weight|lm_head\.weight|d2t|t2d|.*rotary_emb\.inv_freq")
-"""Taken from the target, computed, or looked after by `diagnose`."""
+"""Tensors that are taken from the target, computed, or checked by `diagnose`."""
 UPPER_NORM = re.compile(r"layers\.[1-9]\d*\.(input_layernorm|hidden_norm)\.weight")
-"""One norm under two names, of which an engine reads one."""
+"""A norm with two names, of which an engine reads one."""
 RETRAIN = "train the head without it"
 UNFILLED = "makes room for it, and nothing in the file fills it"
 
 
 def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-    """See `Engines.adapted`."""
+    """Change a head for an engine, see `Engines.adapted`."""
     config = head.config
     if engine == "sglang" and config.generation == 1 and not config.fc_bias:
         # Its EAGLE-1 has a bias whatever the file says. It is not announced: "bias" means the attention's there.
@@ -74,7 +75,9 @@ def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, d
 
 
 def sglang_window(config: EagleConfig) -> str:
-    """The option that gives an EAGLE-3 head its window, empty if none can: one for all layers, itself not counted."""
+    """Return the option that gives an EAGLE-3 head its window in SGLang, empty if none can. It is
+    one for all layers and does not count the position itself.
+    """
     window = config.sliding_window or 0
     fits = window > 1 and config.generation == 3 and not config.full_layers
     return f"--speculative-draft-window-size {window - 1}" if fits else ""
@@ -83,7 +86,7 @@ def sglang_window(config: EagleConfig) -> str:
 def mismatches(
     engine: str, config: EagleConfig, keys: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> Iterator[Finding]:
-    """Tensors that `engine` (of `LOADERS`) cannot load, loses or leaves unfilled.
+    """Yield tensors that `engine` (one of `LOADERS`) cannot load, loses or leaves unfilled.
 
     `keys` are those of ``config.json``, without nesting but for ``eagle_config``; `config` is what they mean; `tensors`
     have canonical names, a norm above the first layer both of its own.
@@ -113,7 +116,9 @@ def mismatches(
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """What vLLM loads: a Qwen3 layer has no other biases than those of queries, keys and values."""
+    """Return what vLLM loads. A Qwen3 layer has no other biases than those of queries, keys and
+    values.
+    """
     attention = bool(keys.get("attention_bias"))
     either = attention or bool(keys.get("bias"))
     if config.generation == 1:
@@ -130,7 +135,9 @@ def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 
 def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """What SGLang loads: its EAGLE-1 always has a bias after ``fc``, its EAGLE-3 none for queries, keys and values."""
+    """Return what SGLang loads: its EAGLE-1 always has a bias after ``fc``, its EAGLE-3 none for
+    queries, keys and values.
+    """
     fc_bias = bool(keys.get("bias"))
     either = bool(keys.get("attention_bias")) or fc_bias
     if config.generation == 1:
@@ -151,7 +158,7 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 
 def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """What TensorRT-LLM loads; how many states ``fc`` reads stands in its YAML."""
+    """Return what TensorRT-LLM loads; how many states ``fc`` reads is set in its YAML."""
     nested = keys.get(NESTED) or {}
     expected = _expected(
         config,
@@ -169,8 +176,9 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 
 def _llama_cpp(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
-    """What llama.cpp's converter has names for: one layer without biases, three states, and no other norm of theirs
-    than that of ``norm_before_fc``."""
+    """Return what llama.cpp's converter has names for: one layer without biases, three states, and
+    of the norms around them only that of ``norm_before_fc``.
+    """
     return _expected(
         config,
         qkv_bias=False,
@@ -185,14 +193,17 @@ def _llama_cpp(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
 
 LOADERS: dict[str, Callable[[EagleConfig, Mapping[str, Any]], Shapes]]
 LOADERS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm, "llama.cpp": _llama_cpp}
-"""Engine -> (what a head means, its keys) -> name and shape of every tensor that the engine wants of the file."""
+"""Function per engine that maps (a head's configuration, its keys) to the names and shapes of all
+tensors that the engine wants in the file.
+"""
 FIRST_TOO = ("vllm", "sglang")
-"""Those that load EAGLE-1, too."""
+"""Engines that also load EAGLE-1."""
 
 
 def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
-    """Names and shapes of a head as an engine reads it, with the fields `read` instead of those of `config`; latent
-    attention has no biases."""
+    """Return names and shapes of a head as an engine reads it, with the fields `read` instead of
+    those of `config`; latent attention has no biases.
+    """
     shapes = expected_shapes(dataclasses.replace(config, attention_bias=config.latent is None, **read))
     absent = ([] if qkv_bias else ["q", "k", "v"]) + ([] if o_bias else ["o"])
     unbiased = tuple(f"self_attn.{name}_proj.bias" for name in absent)
@@ -200,8 +211,9 @@ def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any)
 
 
 def _fused(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """What vLLM and SGLang fuse: as many boundaries as they make room for, three where they find no number. Before
-    latent attention they always do, and without ``norm_before_fc``."""
+    """Return what vLLM and SGLang fuse: as many boundaries as they make room for, three where they
+    find no number. Before latent attention they always fuse, and without ``norm_before_fc``.
+    """
     nested = (keys.get(NESTED) or {}).get(IDS)
     count = keys.get("num_aux_hidden_states") or (len(nested) if nested else 3)
     always = config.latent is not None
@@ -211,12 +223,14 @@ def _fused(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_fc(expected: Shapes) -> Shapes:
-    """Without the fusion: states that are as wide as the head are taken as they are."""
+    """Return the shapes without the fusion: states that are as wide as the head are taken as they
+    are.
+    """
     return {name: shape for name, shape in expected.items() if not name.startswith(("fc.", "fc_norm.", "input_norm."))}
 
 
 def _hidden_norms(expected: Shapes) -> Shapes:
-    """The norm above the first layer under the name that SGLang and TensorRT-LLM look for."""
+    """Rename the norm above the first layer to the name that SGLang and TensorRT-LLM look for."""
     return {
         name.replace("input_layernorm", "hidden_norm") if UPPER_NORM.fullmatch(name) else name: shape
         for name, shape in expected.items()
@@ -227,11 +241,11 @@ def _hidden_norms(expected: Shapes) -> Shapes:
 
 UNKNOWN = "is not known to read it"
 UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "fc_norm", "norm_output")
-"""Flags of `EagleConfig` of which it is not known whether LMDeploy reads them."""
+"""Flags of `EagleConfig` that LMDeploy may or may not read; it is not known."""
 
 
 def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """What engines do with each tensor of the head, written in the flat format as each wants it."""
+    """Yield how engines treat each tensor of the head, written in the flat format as each wants it."""
     config = head.config
     if config.generation == 3 and config.use_aux_hidden_state and LAST_HIDDEN in config.boundaries:
         return  # nothing can be written
@@ -277,21 +291,27 @@ def _inputs(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def sorted_states(boundaries: Sequence[int]) -> Iterator[Finding]:
-    """vLLM (``EagleModelMixin``) captures states as its layers run, whatever the order of the ids."""
+    """Yield a finding if boundaries are not ascending: vLLM (``EagleModelMixin``) captures states
+    as its layers run, whatever the order of the ids.
+    """
     if list(boundaries) != sorted(boundaries):
         what, why = f"reads boundaries {list(boundaries)}", "hands their states over in the order of the layers"
         yield from degrades("vllm", what, why, "train on ascending boundaries")
 
 
 def last_boundary(boundaries: Sequence[int], target: TargetFacts) -> Iterator[Finding]:
-    """llama.cpp hands over the state behind the last layer of those targets alone that have MTP layers there."""
+    """Yield a finding if the last boundary is read: llama.cpp provides the state behind the last
+    layer only for targets that have MTP layers there.
+    """
     if target.num_layers in boundaries:
         what, why = f"reads boundary {target.num_layers}", "stops where the target is Llama's, Qwen3's or most others'"
         yield from check("llama.cpp", what, why, "try it: forerun doctor --run --engine llama.cpp")
 
 
 def whole_order(head: HeadCheckpoint) -> Iterator[Finding]:
-    """vLLM's loaders have a place for ``d2t`` only where the head's vocabulary is smaller than the target's."""
+    """Yield a finding if the vocabulary is reordered: vLLM's loaders have a place for ``d2t`` only
+    where the head's vocabulary is smaller than the target's.
+    """
     if not head.config.reduced_vocabulary and bool(head.tensors["d2t"].any()):
         why = "has a place for d2t only beside a reduced vocabulary, and stops"
         yield from fails("vllm", "a vocabulary in another order", why, "sort the vocabulary")
@@ -334,7 +354,9 @@ def _layers(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _latent(config: EagleConfig, latent: LatentConfig) -> Iterator[Finding]:
-    """Heads with latent attention; TensorRT-LLM knows them by their ``kv_lora_rank``."""
+    """Yield findings about heads with latent attention; TensorRT-LLM knows them by their
+    ``kv_lora_rank``.
+    """
     what, ordinary = "latent attention", "train a head with ordinary attention"
     yield from fails("llama.cpp", what, "its converter takes heads with ordinary attention", ordinary)
     why = "reads such heads of Kimi's targets; others are not known"
@@ -369,7 +391,9 @@ def _window(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _modelopt(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """What ModelOpt has no key for: its own tools make a head without it, though the file says it."""
+    """Yield settings that ModelOpt has no key for: its own tools make a head without them, though
+    the file states them.
+    """
     config = head.config
     if config.generation == 1:
         what, remedy = "EAGLE-1", "export --to vllm, or train an EAGLE-3 head"
@@ -388,7 +412,7 @@ def _modelopt(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _vocabulary(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """Embeddings and output heads, which some engines replace by the target's."""
+    """Yield findings about embeddings and output heads, which some engines replace by the target's."""
     config = head.config
     if config.own_embedding and config.hidden_size == config.target_hidden_size:
         why = "takes the target's embedding for a head of the same width; right only if both are equal"
@@ -424,7 +448,9 @@ def _generation(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 
 def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """Tensors that an engine loads otherwise from these files than from an export of the head."""
+    """Yield tensors that an engine loads otherwise from these files than from an export of the
+    head.
+    """
     known = {(finding.engine, finding.what) for finding in loading(head, target)}
     engines = [name for name in LOADERS if head.config.generation == 3 or name in FIRST_TOO]
     keys = stored.config
@@ -447,7 +473,7 @@ VLLM_NAMES = frozenset(
 
 
 def vllm_name(architecture: str, generation: int) -> str:
-    """What vLLM (``EAGLEConfig``) looks for in its registry."""
+    """Return the name that vLLM (``EAGLEConfig``) looks for in its registry."""
     if generation == 1:
         return architecture if architecture.startswith("Eagle") else f"Eagle{architecture}"
     known = architecture.startswith("Eagle3") or architecture.endswith("Eagle3")
@@ -528,7 +554,7 @@ def _sglang_line(launch: Launch) -> str:
 
 
 def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
-    """TensorRT-LLM's own file; strings as JSON, which YAML understands."""
+    """Return TensorRT-LLM's own file, with strings as JSON, which YAML understands."""
     config = launch.head.config
     speculation: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": TOKENS}
     speculation["speculative_model"] = json.dumps(str(launch.directory))
@@ -584,11 +610,11 @@ DESTINATIONS: dict[str, Destination] = {
         counting="`speculative_tokens` in `config.json` counts drafted tokens; vLLM finds the target there, too.",
     ),
 }
-"""What ``--to`` can be, beside forerun itself."""
+"""Values of ``--to``, besides forerun itself."""
 
 
 class EagleEngines(Engines):
-    """What is known of engines and EAGLE heads."""
+    """Known facts about engines and EAGLE heads."""
 
     destinations = DESTINATIONS
 

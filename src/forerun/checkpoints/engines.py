@@ -1,4 +1,4 @@
-"""Serving engines and heads: what each engine does with a head, and a head written for one of them.
+"""Serving engines and heads: how each engine treats a head, and export of a head for one of them.
 
 What is known of one kind of head is its `Engines`; a kind of which nothing is said is written for forerun and for
 trainers alone. What an engine would silently degrade is refused. No engine is run.
@@ -22,8 +22,9 @@ from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.types import LAST_HIDDEN
 
 Severity = Literal["ok", "check", "degrades", "fails"]
-"""``check``: right only if what the finding says is seen to. ``degrades``: it loads and drafts worse, mostly without a
-message. ``fails``: it does not load or run."""
+"""How bad a finding is. ``check``: right only if what the finding says is seen to. ``degrades``: it
+loads and drafts worse, mostly without a message. ``fails``: it does not load or run.
+"""
 SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy", "modelopt")
 EVERY = " ".join(ENGINES)
@@ -31,7 +32,7 @@ EVERY = " ".join(ENGINES)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What one engine does with one property of a head."""
+    """The effect of one property of a head in one engine."""
 
     engine: str
     severity: Severity
@@ -41,13 +42,13 @@ class Finding:
 
 
 def worst(findings: Sequence[Finding], engine: str) -> Severity:
-    """The verdict on an engine."""
+    """Return the worst severity of an engine's findings."""
     severities = [SEVERITIES.index(finding.severity) for finding in findings if finding.engine == engine]
     return SEVERITIES[max(severities, default=0)]
 
 
 def _found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
-    """The same finding for each of these engines, whose names are separated by blanks."""
+    """Yield the same finding for each of these engines, whose names are separated by blanks."""
     for engine in engines.split():
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
@@ -60,7 +61,7 @@ TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """What a launch line is made of."""
+    """The data that a launch command is made of."""
 
     head: HeadCheckpoint
     target: TargetFacts
@@ -78,38 +79,40 @@ class Destination:
     counting: str  # How this engine counts the tokens of a step
     files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
     write: Callable[[Launch], Path] | None = None
-    """Writes the directory, and checks it, where it holds more than the head."""
+    """Writes and checks the directory, where it holds more than the head."""
 
 
 class Engines:
-    """What engines make of heads of a kind; nothing is known by default."""
+    """How engines treat heads of a kind; nothing is known by default."""
 
     destinations: ClassVar[Mapping[str, Destination]] = {}
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-        """The head as `engine` wants it, and the keys of ``config.json`` that must be its own; None: as it is."""
+        """Return the head as `engine` wants it, and the keys of ``config.json`` that it needs;
+        None: the head as it is.
+        """
         return head, {}
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        """What engines do with the head, if it is written in their format."""
+        """Return how engines treat the head if it is written in their format."""
         title = kind_named(head.config.kind).title
         why = "nothing is known here of how it reads such heads"
         remedy = "try it there, and compare the acceptance with forerun's"
         return check(EVERY, f"a {title} head", why, remedy)
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        """What would go wrong if an engine were given these files; `head` is what they mean."""
+        """Return what would go wrong if an engine were given these files; `head` is what they mean."""
         return ()
 
 
 def engines_for(kind: str) -> Engines:
-    """What is known of engines and heads of a kind."""
+    """Return the known facts about engines and heads of a kind."""
     path = FORMATS[format_for(kind)].engines
     return named(path)() if path else Engines()
 
 
 def forerun_line(launch: Launch) -> str:
-    """Drafting with the head here."""
+    """Return the command that drafts with the head in forerun."""
     drafter = ["--drafter", launch.head.config.kind, "--drafter-model", str(launch.directory)]
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
 
@@ -118,8 +121,10 @@ NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def plainly_named(launch: Launch) -> Path:
-    """The directory; ArgumentError if vLLM (``SpeculativeConfig``) would read another method than the one that it is
-    told out of its path, as it does for all but EAGLE, DFlash and DSpark heads."""
+    """Return the directory. Raises ArgumentError if vLLM (``SpeculativeConfig``) would infer
+    another method from its path than the one that it is told, as it does for all but EAGLE, DFlash
+    and DSpark heads.
+    """
     found = [word for word in NAMES_METHOD if word in str(launch.directory).lower()]
     if found:
         raise ArgumentError(
@@ -133,7 +138,9 @@ FORERUN = Destination(title="forerun and trainers", command=forerun_line, counti
 
 
 def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
-    """Everything that is known about these engines and this head; at least one finding for each engine."""
+    """Return everything that is known about these engines and this head, at least one finding for
+    each engine.
+    """
     findings = [*_fits(head, target), *engines_for(head.config.kind).findings(head, target)]
     for key in head.unknown:
         why = "nothing is known of it: the engine may compute something else by it"
@@ -145,8 +152,9 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
-    """What would go wrong if an engine were given these files; `head` is what they mean. CheckpointError: a key that
-    engines read has a value of another type."""
+    """Return what would go wrong if an engine were given these files; `head` is what they mean.
+    Raises CheckpointError if a key that engines read has a value of another type.
+    """
     try:
         return list(engines_for(head.config.kind).file_findings(stored, head, target))
     except Exception as error:
@@ -154,7 +162,7 @@ def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFact
 
 
 def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-    """What breaks every engine: sizes that are not the target's, NaN and infinity."""
+    """Yield what breaks every engine: sizes that are not the target's, NaN and infinity."""
     config = head.config
     for name, ours, theirs in (
         ("hidden states", config.target_hidden_size, target.hidden_size),
@@ -169,7 +177,7 @@ def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """What `export_head` did."""
+    """The result of `export_head`."""
 
     directory: Path
     format_name: str

@@ -24,9 +24,11 @@ from forerun.types import LAST_HIDDEN
 
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
 LATENT, KIMI = "Eagle3DeepseekV2ForCausalLM", "kimi_k2"
-"""Architecture and ``model_type`` of heads with latent attention. vLLM would take ``deepseek_v3`` for MTP layers."""
+"""Architecture and ``model_type`` of heads with latent attention. vLLM would take ``deepseek_v3``
+for MTP layers.
+"""
 OTHER_KINDS = re.compile(r"PEagle|DFlash|DSpark|Medusa|Gemma4Eagle3", re.IGNORECASE)
-"""Heads that are no EAGLE head as we know it, by their architecture."""
+"""Matches architectures of heads that are no EAGLE heads as we know them."""
 INNER = f"{NESTED}.{eagle.IDS}"
 SEMANTICS = "eagle_aux_layer_semantics"  # vLLM's: whether the ids at the top count as SGLang's
 TARGET_LAYERS = "num_target_layers"
@@ -49,13 +51,15 @@ TIED_NOTE = "tie_word_embeddings is true; SGLang would then ignore the head's ow
 
 
 class FlatFormat(Format):
-    """Heads of SafeAILab/EAGLE, SpecForge, and what vLLM, SGLang, TensorRT-LLM and LMDeploy load."""
+    """Heads of SafeAILab/EAGLE and SpecForge, as vLLM, SGLang, TensorRT-LLM and LMDeploy load them."""
 
     name = "flat"
     mark = "eagle"
 
     def recognises(self, config: Config) -> bool:
-        """Any transformers-like configuration that is not marked as another format's."""
+        """Return True for any transformers-like configuration that is not marked as another
+        format's.
+        """
         return "hidden_size" in config and not any("dflash" in key for key in config)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -70,7 +74,9 @@ class FlatFormat(Format):
 def read_flat(
     config: Config, tensors: Tensors, num_layers: int | None, made: type[EagleConfig] = EagleConfig, **own: Any
 ) -> HeadCheckpoint:
-    """A head whose configuration is flat, `made` with fields of its `own`; errors as `Format.read`."""
+    """Read a head whose configuration is flat, as a `made` with fields of its `own`. Raises as
+    `Format.read` does.
+    """
     keys = Keys(config)
     if OTHER_KINDS.search(names := " ".join(map(str, keys.get("architectures") or []))):
         raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
@@ -116,7 +122,7 @@ def read_flat(
 
 
 def _layer_ids(keys: Keys, nested: Keys, num_layers: int | None) -> list[eagle.LayerIds]:
-    """All lists of layer ids: at the top, inside, and DeepSpec's."""
+    """Return all lists of layer ids: at the top, inside, and DeepSpec's."""
     counting, inner = keys.text(SEMANTICS, "vllm"), nested.integers(eagle.IDS)
     if counting not in ("vllm", "sglang"):
         raise CheckpointError(f"{SEMANTICS} of config.json must be vllm or sglang, got {counting!r}")
@@ -129,7 +135,9 @@ def _layer_ids(keys: Keys, nested: Keys, num_layers: int | None) -> list[eagle.L
 
 
 def _target_layers(keys: Keys, num_layers: int | None) -> int | None:
-    """Layers of the target, which DeepSpec's files say; CheckpointError if it has another number of them."""
+    """Return the number of the target's layers, which DeepSpec's files state. Raises
+    CheckpointError if the target has another number.
+    """
     stated = keys.get(TARGET_LAYERS) and keys.integer(TARGET_LAYERS)
     if None not in (stated, num_layers) and stated != num_layers:
         raise CheckpointError(
@@ -140,8 +148,10 @@ def _target_layers(keys: Keys, num_layers: int | None) -> int | None:
 
 
 def _regular(nested: Keys, tensors: Mapping[str, Tensor], size: int) -> bool:
-    """Whether layers above the first read the residual stream alone: by the width of the second, for DeepSpec's files
-    have no key. CheckpointError if TensorRT-LLM's key says otherwise."""
+    """Return whether layers above the first read the residual stream alone. The width of the second
+    layer decides, for DeepSpec's files have no key. Raises CheckpointError if TensorRT-LLM's key
+    says otherwise.
+    """
     widths = [tensor.shape[-1] for name, tensor in tensors.items() if SECOND.fullmatch(name)]
     regular, stated = 2 * size not in widths, nested.flag(REGULAR, not widths or 2 * size not in widths)
     if widths and stated != regular:
@@ -153,7 +163,7 @@ def _regular(nested: Keys, tensors: Mapping[str, Tensor], size: int) -> bool:
 
 
 def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
-    """1 or 3: by the architecture's name, else by the norm that only an EAGLE-3 layer has."""
+    """Return 1 or 3: by the architecture's name, else by the norm that only an EAGLE-3 layer has."""
     names = " ".join(map(str, keys.get("architectures") or []))
     if "deepseek" in names.lower() and not keys.get("kv_lora_rank"):
         raise CheckpointError(f"config.json has no kv_lora_rank; a head of the architecture {names} needs it")
@@ -164,7 +174,9 @@ def _generation(keys: Keys, tensors: Mapping[str, Tensor]) -> int:
 
 
 def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
-    """How features are fused and fed back. Aliases: SGLang's ``use_aux_norm``, TensorRT-LLM's `POST_NORM`."""
+    """Return how features are fused and fed back. Aliases: SGLang's ``use_aux_norm``,
+    TensorRT-LLM's `POST_NORM`.
+    """
     feedback = [keys.flag(name) for name in ("norm_output", POST_NORM) if keys.get(name) is not None]
     feedback += [nested.flag(POST_NORM)] if nested.get(POST_NORM) is not None else []
     if len(set(feedback)) > 1:
@@ -184,7 +196,9 @@ def _read_features(keys: Keys, nested: Keys, size: int) -> dict[str, Any]:
 
 
 def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
-    """The flat configuration; what meant nothing to us goes back where it was."""
+    """Return the flat configuration; keys that had no meaning here are written back where they
+    were.
+    """
     config = checkpoint.config
     keys: dict[str, Any] = {
         "architectures": [FIRST_GENERATION if config.generation == 1 else QWEN3 if config.qk_norm else LLAMA],

@@ -35,8 +35,9 @@ class Entry:
     path: str  # ``module:Class``, imported when the format is used
     kinds: tuple[str, ...]
     engines: str = ""
-    """``module:Class``, an `engines.Engines`, where heads of the kinds are written in this format: what serving engines
-    make of them; empty: nothing is known."""
+    """``module:Class``, an `engines.Engines`: how serving engines treat heads of these kinds, for
+    the format in which they are written. Empty: nothing is known.
+    """
 
 
 FORMATS: dict[str, Entry] = {
@@ -85,18 +86,22 @@ FORMATS: dict[str, Entry] = {
         engines="forerun.checkpoints.eagle_engines:EagleEngines",
     ),
 }
-"""The first that recognises a configuration reads it, so the most particular come first."""
+"""The first format that recognises a configuration reads it, so the most particular come first."""
 
 
 def format_named(name: str) -> Format:
-    """The format behind a registered name; ArgumentError, naming the nearest, if there is none."""
+    """Return the format behind a registered name. Raises ArgumentError, naming the nearest, if
+    there is none.
+    """
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}.{choices(name, FORMATS)}")
     return named(FORMATS[name].path)()  # type: ignore[no-any-return]
 
 
 def format_for(kind: str) -> str:
-    """The format in which heads of a kind are written: the least particular, which most engines read."""
+    """Return the name of the format in which heads of a kind are written: the least particular,
+    which most engines read.
+    """
     found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
     if not found:
         raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
@@ -117,11 +122,14 @@ OTHERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
         "Gemma4Assistant" in str(config.get("architectures"))
     ),
 }
-"""Whose head a ``config.json`` is that no format here reads -> how to tell."""
+"""Descriptions of heads that no format here reads, and how to tell them by their ``config.json``.
+"""
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
-    """The format that a ``config.json`` is written in; CheckpointError if it is none of ours."""
+    """Return the format that a ``config.json`` is written in. Raises CheckpointError if it is none
+    of ours.
+    """
     if whose := next((whose for whose, tells in OTHERS.items() if tells(config)), None):
         raise CheckpointError(
             f"config.json is {whose}, which is not supported; take the head as its "
@@ -138,8 +146,10 @@ def format_of(config: Mapping[str, Any]) -> Format:
 
 
 def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether a ``config.json`` is a head's and no whole model's, which some formats recognise, too: it has the
-    format's mark, or, as other people's heads in EAGLE's format do, it says EAGLE or has a draft vocabulary."""
+    """Return whether a ``config.json`` describes a head and no whole model, which some formats
+    recognise too. It must have the format's mark, mention EAGLE or have a draft vocabulary, as
+    others' heads in EAGLE's format do.
+    """
     try:
         mark = format_of(config).mark
     except CheckpointError:
@@ -151,7 +161,7 @@ def is_head(config: Mapping[str, Any]) -> bool:
 log = logging.getLogger(__name__)
 CONFIG, README = "config.json", "README.md"
 OURS = {CONFIG, INDEX, README, "trtllm.yaml", ".gitattributes"}
-"""What a directory may hold, beside weights, to be replaced by a new export: nothing that is not a head's."""
+"""Files that a directory may hold, beside weights, to be replaced by a new export."""
 UNKNOWN_NOTE = (
     "Nothing is known of these keys of config.json, so the head is drafted with as if they were not there: {}. They "
     "are written back; if they change what the head computes, its drafts are worse than they could be."
@@ -160,7 +170,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpoint:
-    """The head in a directory or under a hub id (``owner/name``), in any format of `FORMATS`.
+    """Read the head in a directory or under a hub id (``owner/name``), in any format of `FORMATS`.
 
     `num_layers` of the target is needed where the file does not say which layers the head reads. CheckpointError for
     what is missing, truncated, pickled, incomplete, contradictory, or no head that we know.
@@ -172,7 +182,9 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
 
 
 def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
-    """The head that the files hold; errors as `read_head`, naming the directory. Doubts are in its notes."""
+    """Parse the head that the files hold; doubts are in its notes. Raises as `read_head` does,
+    naming the directory.
+    """
     try:
         _refuse_quantised(stored)
         found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
@@ -183,8 +195,9 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
 
 
 def located(directory: Path, error: Exception) -> CheckpointError:
-    """An error while a configuration was read, naming the directory; whatever is no `CheckpointError` is from a value
-    that no reader foresaw."""
+    """Turn an error while a configuration was read into one that names the directory. Any other
+    than a `CheckpointError` comes from a value that no reader foresaw.
+    """
     if isinstance(error, CheckpointError):
         return CheckpointError(f"{directory}: {error}")
     said = " ".join(str(error).split())[:200]
@@ -195,7 +208,9 @@ def located(directory: Path, error: Exception) -> CheckpointError:
 
 
 def _refuse_quantised(stored: StoredFiles) -> None:
-    """Raise CheckpointError for weights in eight bits or fewer: scales would be taken for tensors of another head."""
+    """Raise CheckpointError for weights in eight bits or fewer: scales would be taken for tensors
+    of another head.
+    """
     few = [name for name, one in stored.tensors.items() if one.dtype.itemsize == 1 and name not in ("d2t", "t2d")]
     what = "config.json has a quantization_config" if stored.config.get("quantization_config") else ""
     if few:
@@ -205,7 +220,9 @@ def _refuse_quantised(stored: StoredFiles) -> None:
 
 
 def read_files(path: str | Path) -> StoredFiles:
-    """Configuration and tensors of a directory or hub id, as stored; errors as `read_head`."""
+    """Read the configuration and tensors of a directory or hub id, as stored. Raises as `read_head`
+    does.
+    """
     directory = folder_of(path)
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
@@ -264,7 +281,7 @@ def write_head(
 
 
 def folder_of(path: str | Path) -> Path:
-    """The directory of that name, or of a hub id, downloaded."""
+    """Return the directory of that name, or download the one of a hub id."""
     directory = Path(path).expanduser()
     if directory.is_dir():
         return directory

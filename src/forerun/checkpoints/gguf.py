@@ -1,5 +1,6 @@
-"""Command lines of llama.cpp 0.5.0: its converter makes GGUF files of directories (``convert_hf_to_gguf.py``, in its
-sources), its server reads them."""
+"""Command lines of llama.cpp 0.5.0: its converter makes GGUF files of directories
+(``convert_hf_to_gguf.py``, in its sources), and its server reads them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +9,13 @@ from pathlib import Path
 
 SCRIPT = "convert_hf_to_gguf.py"
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-"""A dtype -> the converter's name of it."""
+"""The converter's name of each dtype."""
 
 
 def conversion(
     directory: Path, *, target: str | None = None, outtype: str = "bf16", file: Path | None = None
 ) -> list[str]:
-    """Its arguments.
+    """Return the arguments of the converter.
 
     Args:
         directory: of a model, or of a head, which needs `target`.
@@ -27,8 +28,10 @@ def conversion(
 
 
 def started(target: Path, file: Path, name: str, most: int, head: Path | None = None) -> str:
-    """Lines that make the GGUF files and start the server with the drafter `name` (``--spec-type``) of chains of up to
-    `most` tokens: `target` becomes `file`, and `head`, where it is not in the target, a file beside its directory."""
+    """Return the lines that make the GGUF files and start the server with the drafter `name`
+    (``--spec-type``) of chains of up to `most` tokens. `target` becomes `file`, and `head`, where
+    it is not in the target, a file beside its directory.
+    """
     of_target = conversion(target, file=file)
     lines, server = [["python", SCRIPT, *of_target]], ["llama-server", "-m", of_target[-1]]
     if head is not None:
@@ -40,7 +43,7 @@ def started(target: Path, file: Path, name: str, most: int, head: Path | None = 
 
 
 def started_with(head: Path, target: str, name: str, most: int) -> str:
-    """See `started`; the target's file is written beside the head's directory."""
+    """Return the lines of `started`, with the target's file written beside the head's directory."""
     return started(Path(target), head.with_name(f"{Path(target).name}.gguf"), name, most, head)
 
 

@@ -1,5 +1,6 @@
-"""Hydra's own format (zankner/Hydra, ``hydra_model.py``, ``hydra_heads/``): keys ``hydra_*`` in ``config.json``, and in
-``hydra_lm_head.safetensors`` tensors ``hydra_mlp.DEPTH.*``, ``hydra_lm_head.DEPTH.*`` and ``prefix_embeding_layer.*``.
+"""Hydra's own format (zankner/Hydra, ``hydra_model.py``, ``hydra_heads/``): keys ``hydra_*`` in
+``config.json``, and in ``hydra_lm_head.safetensors`` tensors ``hydra_mlp.DEPTH.*``,
+``hydra_lm_head.DEPTH.*`` and ``prefix_embeding_layer.*``.
 
 Its loader takes the prefix layer's shape from the target's configuration; here the same keys stand in the file. The
 published ``hydra_lm_head.pt`` is a pickle and is refused.
@@ -26,7 +27,7 @@ OURS = (HEADS, LAYERS, ARCHITECTURE, TARGET, "grounded_heads", "hidden_state_off
 MLP, PREFIX_MLP = "mlp", "prefix-mlp"
 PREFIX = "prefix_embeding_layer."  # So it is written there
 UNREAD = re.compile(re.escape(PREFIX) + r"(embed_tokens\.weight|.*rotary_emb\.inv_freq)")
-"""What Hydra's code stores and never reads, or computes anew."""
+"""Matches tensors that Hydra's code stores and never reads, or recomputes."""
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
 OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
 
@@ -100,12 +101,16 @@ class HydraFormat(Format):
 
 
 def _place(kind: str, block: int) -> int:
-    """Where a block stands in its depth's sequence: before each in a ``prefix-mlp`` head there is a dropout."""
+    """Return the index of a block in its depth's sequence; in a ``prefix-mlp`` head a dropout comes
+    before each.
+    """
     return 2 * block + 1 if kind == PREFIX_MLP else block
 
 
 def _canonical(tensors: Tensors, kind: str) -> dict[str, Tensor]:
-    """A file's tensors under our names. CheckpointError for others, or where blocks that are one differ."""
+    """Return a file's tensors under our names. Raises CheckpointError for others, or if copies of
+    one block differ.
+    """
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         if UNREAD.fullmatch(stored):
@@ -129,7 +134,7 @@ def _canonical(tensors: Tensors, kind: str) -> dict[str, Tensor]:
 
 
 def _to_file(checkpoint: HeadCheckpoint, kind: str) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors as stored; what is applied several times, as often."""
+    """Yield names and tensors as stored; a block that is applied several times is stored as often."""
     for name, tensor in checkpoint.tensors.items():
         part, *rest = name.split(".")
         if part == "heads":

@@ -1,5 +1,6 @@
-"""Kangaroo's own format (Equationliu/Kangaroo, ``kangaroo/adapter.py``): a Llama's keys in ``config.json``, of one
-layer, and tensors ``layers.0.input_layernorm``, ``layers.0.self_attn.*_proj`` and ``norm``.
+"""Kangaroo's own format (Equationliu/Kangaroo, ``kangaroo/adapter.py``): a Llama's keys in
+``config.json``, for one layer, and tensors ``layers.0.input_layernorm``,
+``layers.0.self_attn.*_proj`` and ``norm``.
 
 Its file does not say after how many layers of the target the adapter stands, which its code is told on the command line
 (``--exitlayer``): here it is the key ``exit_layer``, which also tells these files from an EAGLE head's. The published

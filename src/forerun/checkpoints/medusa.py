@@ -17,7 +17,7 @@ from forerun.types import LAST_HIDDEN
 
 HEADS, LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
 ENGINE = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
-"""What vLLM looks for."""
+"""Keys and values that vLLM looks for."""
 NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
 
 

@@ -1,4 +1,5 @@
-"""What serving engines make of Medusa heads: vLLM drafted with them up to 0.32, today's engines do not.
+"""How serving engines treat Medusa heads: vLLM drafted with them up to 0.32, today's engines do
+not.
 
 From vLLM 0.32, which was run with one (``tests_vllm``), 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4, llama.cpp and
 LMDeploy 0.18.
@@ -17,7 +18,7 @@ HERE, NONE = "draft with it in forerun", "has no such drafter"
 
 
 class MedusaEngines(Engines):
-    """What is known of engines and Medusa heads."""
+    """Known facts about engines and Medusa heads."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         what = "a Medusa head"

@@ -20,11 +20,11 @@ from forerun.types import LAST_HIDDEN
 MODEL_TYPE, ARCHITECTURE = "mlp_speculator", "MLPSpeculatorPreTrainedModel"
 NAME = re.compile(r"(?:speculator\.)?(emb|proj|ln|head)\.(\d+)\.(weight|bias)")
 TREE = ("top_k_tokens_per_head", "n_candidates")
-"""Of the tree that IBM's server drafts; vLLM reads their number and nothing else."""
+"""Keys of the tree that IBM's server drafts; vLLM reads their number and nothing else."""
 
 
 class MlpSpeculatorFormat(Format):
-    """Heads of IBM's (``ibm-fms``, ``ibm-granite``, ``ibm-ai-platform``)."""
+    """Heads of IBM (``ibm-fms``, ``ibm-granite``, ``ibm-ai-platform``)."""
 
     name = "mlp_speculator"
     mark = MODEL_TYPE
@@ -79,12 +79,14 @@ class MlpSpeculatorFormat(Format):
 
 
 def _tree(depths: int) -> dict[str, object]:
-    """The values that are written where nobody said others; vLLM wants an entry for each depth."""
+    """Return the tree's default values; vLLM wants an entry for each depth."""
     return {"top_k_tokens_per_head": [max(1, 5 - depth) for depth in range(depths)], "n_candidates": 5}
 
 
 def _canonical(tensors: Tensors, tied: bool) -> dict[str, Tensor]:
-    """A file's tensors under our names. CheckpointError for others, or where tied ones differ."""
+    """Return a file's tensors under our names. Raises CheckpointError for others, or if tied ones
+    differ.
+    """
     found: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = NAME.fullmatch(stored)

@@ -15,7 +15,9 @@ from forerun.head_keys import NESTED, NEUTRAL
 
 NAMES = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "parallel_draft_step")
 LAYER_NORMS = {name: NEUTRAL[name][0] for name in NAMES}
-"""ModelOpt's own keys, at the values that make an EAGLE-3 head; with others it is a head of another kind."""
+"""ModelOpt's own keys, at the values that make an EAGLE-3 head; other values make a head of another
+kind.
+"""
 
 
 class ModelOptFormat(Format):
@@ -25,7 +27,7 @@ class ModelOptFormat(Format):
     mark = "eagle"
 
     def recognises(self, config: Config) -> bool:
-        """By keys inside ``eagle_config`` that nobody else writes."""
+        """Return whether ``eagle_config`` has keys that nobody else writes."""
         nested = config.get(NESTED)
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
 

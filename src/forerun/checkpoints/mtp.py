@@ -34,9 +34,11 @@ from forerun.types import LAST_HIDDEN
 from forerun.writing import written_folder
 
 COUNT, MARK = "num_nextn_predict_layers", "mtp_head_of"
-"""Keys: how many modules a checkpoint brings, and the target of MTP layers that are stored by themselves."""
+"""Keys for the number of modules that a checkpoint brings, and for the target of MTP layers that
+are stored by themselves.
+"""
 COUNTS = (COUNT, "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers", "num_mtp_modules")
-"""What families call the number of their MTP layers."""
+"""Names that families give the number of their MTP layers."""
 HEADS = re.compile(r"eagle|medusa|dflash|dspark", re.IGNORECASE)
 SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
 EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -48,12 +50,12 @@ MEANINGLESS = frozenset(
     mtp_layer_types use_mrope kv_cache_dtype moe_router_load_balancing_type
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
-"""Keys of a target that say nothing about its MTP layers, as they are read here."""
+"""Keys of a target that mean nothing for its MTP layers, as they are read here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """How one family stores its MTP layers."""
+    """How one family of models stores its MTP layers."""
 
     model_type: str
     layers: str = "model.layers."  # Before a layer's number
@@ -80,7 +82,7 @@ FAMILIES: dict[str, Family] = {
         state_first=True,
     ),
 }
-"""By the target's architecture."""
+"""Families by the target's architecture."""
 
 
 class MtpFormat(Format):
@@ -94,7 +96,7 @@ class MtpFormat(Format):
         return any(config.get(key) for key in COUNTS) and not HEADS.search(names)
 
     def keeps(self, config: Config, name: str) -> bool:
-        """The tensors of its MTP layers, of a whole target."""
+        """Return whether a tensor of a whole target belongs to its MTP layers."""
         return _ours(_family(config), name, Keys(config).integer("num_hidden_layers", 0)) is not None
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -134,7 +136,9 @@ class MtpFormat(Format):
 
 
 def read_target(name: str | Path) -> HeadCheckpoint:
-    """The MTP layers of a target, from its directory or hub id. CheckpointError: it has none that can be read."""
+    """Read the MTP layers of a target, from its directory or hub id. Raises CheckpointError if it
+    has none that can be read.
+    """
     from forerun.checkpoints.formats import CONFIG, folder_of, read_head
     from forerun.model.names import resolve
 
@@ -151,7 +155,7 @@ def read_target(name: str | Path) -> HeadCheckpoint:
 
 
 def to_target(checkpoint: HeadCheckpoint, family: Family, layers: int) -> dict[str, Tensor]:
-    """The tensors under the names of a target with so many layers."""
+    """Return the tensors under the names of a target with so many layers."""
     found = dict[str, Tensor]()
     first = layers if family.behind else 0
     for name, tensor in checkpoint.tensors.items():
@@ -173,9 +177,10 @@ def to_target(checkpoint: HeadCheckpoint, family: Family, layers: int) -> dict[s
 
 
 def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> Path:
-    """Copy a target to `output`, a new directory, with these MTP layers in the place of its own, in their dtypes; every
-    other tensor and file stays as it is, bit for bit. ArgumentError: `output` is there already; CheckpointError: the
-    target has no such layers."""
+    """Copy a target to `output`, a new directory, with these MTP layers in the place of its own, in
+    their dtypes; every other tensor and file stays as it is, bit for bit. Raises ArgumentError if
+    `output` exists, CheckpointError if the target has no such layers.
+    """
     from forerun.checkpoints.formats import CONFIG, folder_of
 
     source, final = folder_of(base), Path(output).expanduser().absolute()
@@ -220,7 +225,9 @@ def _family(config: Config) -> Family:
 
 
 def _ours(family: Family, name: str, layers: int) -> str | None:
-    """Our name of a target's tensor; None: it is in no MTP layer, or the target's embedding or output head."""
+    """Return our name of a target's tensor, or None if it is in no MTP layer, or is the target's
+    embedding or output head.
+    """
     found = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
     first = layers if family.behind else 0
     if found is None or int(found[1]) < first or found[2].startswith(SHARED):
@@ -231,7 +238,7 @@ def _ours(family: Family, name: str, layers: int) -> str | None:
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With the experts of a layer side by side."""
+    """Stack the experts of each layer into single tensors."""
     found, experts = dict[str, Tensor](), dict[str, dict[tuple[int, str], Tensor]]()
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
@@ -255,13 +262,13 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _swapped(weight: Tensor) -> Tensor:
-    """The projection (H, 2 H) with the halves of what it reads the other way round."""
+    """Swap the halves of the projection (H, 2 H) that read embedding and state."""
     first, second = weight.chunk(2, 1)
     return torch.cat([second, first], 1)
 
 
 def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
-    """The head of canonical tensors and a target's configuration."""
+    """Build the head from canonical tensors and a target's configuration."""
     kinds = [*(config.get("layer_types") or ()), *(config.get("mtp_layer_types") or ())]
     if config.get("use_sliding_window") or any(kind != FULL for kind in kinds):
         raise CheckpointError(
@@ -290,7 +297,7 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
 
 
 def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
-    """The experts of the layers behind so many; None: these are dense."""
+    """Return the experts of the layer with index `layers`, or None if it is dense."""
     for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if keys.text(name, known) != known:
             raise CheckpointError(f"{name} is {keys.get(name)!r}; experts are routed by {known} here")

@@ -1,6 +1,7 @@
-"""What serving engines make of MTP layers: they read them in the target's own checkpoint, so an export is a copy of it.
-From their loaders' sources; vLLM 0.32 was run with layers of ours (``tests_vllm``), llama.cpp 0.5.0 with those that it
-refuses (``tests_llama``)."""
+"""How serving engines treat MTP layers: they read them in the target's own checkpoint, so an export
+is a copy of it. From their loaders' sources; vLLM 0.32 was run with layers of ours
+(``tests_vllm``), llama.cpp 0.5.0 with those that it refuses (``tests_llama``).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
 
 
 class MtpEngines(Engines):
-    """What is known of engines and MTP layers."""
+    """Known facts about engines and MTP layers."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         if head.config.num_hidden_layers > 1:

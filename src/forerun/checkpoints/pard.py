@@ -41,7 +41,9 @@ class PardModel:
 
     @classmethod
     def at(cls, path: str | Path) -> PardModel | None:
-        """In a directory or under a hub id; None where there is something else. Errors as `read_head`."""
+        """Open a PARD model in a directory or under a hub id; None if it holds something else.
+        Raises as `read_head` does.
+        """
         directory = folder_of(path)
         if not (directory / CONFIG).is_file():
             return None
@@ -53,7 +55,7 @@ class PardModel:
         return cls(directory=directory, config=config) if KEY in config and whole and HEAD_KEY not in config else None
 
     def findings(self, target: TargetFacts) -> Iterator[Finding]:
-        """What engines do with it."""
+        """Yield how engines treat the model."""
         what, mask, size = "a PARD draft model", self.config[KEY], self.config.get("vocab_size")
         yield from ok("vllm trtllm", what, "drafts all depths in one pass, from masks")
         yield from degrades(
@@ -91,11 +93,12 @@ def _forerun(directory: Path, target: str) -> str:
 
 
 COMMANDS: dict[str, Callable[[Path, str], str]] = {"vllm": _vllm, "trtllm": _trtllm, "hf": _forerun}
-"""What ``--to`` can be -> the command line for a directory and a target."""
+"""Command line of each ``--to`` for a directory and a target."""
 
 
 def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Path, *, force: bool = False) -> Exported:
-    """Copy a PARD model to `output`, a new or empty directory, with what the engine `to` needs beside it, and compare.
+    """Copy a PARD model to `output`, a new or empty directory, with what the engine `to` needs
+    beside it, and compare.
 
     ArgumentError: `to` reads no such models, or `output` holds something. CheckpointError: the engine would not serve
     it and not `force`, or the copy is not what was to be written.

@@ -1,5 +1,5 @@
-"""The format of AWS's P-EAGLE heads, which vLLM reads: EAGLE's flat one with ``ptd_token_id`` and the tensor
-``mask_hidden``.
+"""The format of AWS's P-EAGLE heads, which vLLM reads: EAGLE's flat one with ``ptd_token_id`` and
+the tensor ``mask_hidden``.
 
 After vLLM's llama_eagle3.py, which takes ``mask_hidden`` of any shape as [1, n x Ht], and its proposer, which looks for
 ``pard_token`` and then ``ptd_token_id``; speculators' models/peagle keeps it as [1, 1, n x Ht], as here.
@@ -22,7 +22,7 @@ TOKENS = (TOKEN, "pard_token", "mask_token_id")
 
 
 class PEagleFormat(Format):
-    """Heads of AWS, and of everybody who writes theirs alike."""
+    """Heads of AWS, and of others who write the same format."""
 
     name = "peagle"
     mark = TOKEN
@@ -55,7 +55,9 @@ class PEagleFormat(Format):
 
 
 def with_mask(tensors: Tensors) -> dict[str, Tensor]:
-    """With the learned state as [1, 1, n x Ht]; CheckpointError if there is none."""
+    """Return the tensors with the learned state as [1, 1, n x Ht]. Raises CheckpointError if there
+    is none.
+    """
     if MASK not in tensors:
         raise CheckpointError(f"the file has no {MASK}, what a P-EAGLE head reads in the place of a hidden state")
     return {**tensors, MASK: tensors[MASK].reshape(1, 1, -1)}

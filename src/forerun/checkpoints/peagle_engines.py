@@ -1,4 +1,5 @@
-"""What serving engines make of P-EAGLE heads, from vLLM's sources; vLLM 0.32 was run with one (``tests_vllm``).
+"""How serving engines treat P-EAGLE heads, from vLLM's sources; vLLM 0.32 was run with one
+(``tests_vllm``).
 
 vLLM alone drafts with them, from 0.16 on, as EAGLE-3 with ``parallel_drafting`` and its model runner V1. The others'
 loaders of EAGLE-3 heads drop ``mask_hidden`` or stop at it.
@@ -18,7 +19,9 @@ from forerun.checkpoints.engines import TOKENS, Destination, Finding, Launch, fa
 
 
 class PEagleEngines(EagleEngines):
-    """What is known of engines and P-EAGLE heads; what vLLM does with EAGLE-3's layers holds for these."""
+    """Known facts about engines and P-EAGLE heads; what vLLM does with EAGLE-3's layers holds for
+    these.
+    """
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return head, {}
@@ -52,7 +55,7 @@ def _vllm(launch: Launch) -> str:
 
 
 def _destinations() -> dict[str, Destination]:
-    """Those of EAGLE's heads that draft in parallel."""
+    """Return the destinations of EAGLE's heads that draft in parallel."""
     vllm = dataclasses.replace(DESTINATIONS["vllm"], command=_vllm)
     return {"vllm": vllm, "speculators": DESTINATIONS["speculators"]}
 

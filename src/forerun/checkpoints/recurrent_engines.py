@@ -1,4 +1,6 @@
-"""What serving engines make of Hydra heads, MLP speculators and Kangaroo's adapters: none of today's loads one."""
+"""How serving engines treat Hydra heads, MLP speculators and Kangaroo's adapters: none of today's
+loads one.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ HERE, NONE = "draft with it in forerun", "has no such drafter"
 
 
 class HydraEngines(Engines):
-    """What is known of engines and Hydra heads."""
+    """Known facts about engines and Hydra heads."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         return fails(EVERY, "a Hydra head", NONE, HERE)
 
 
 class MlpSpeculatorEngines(Engines):
-    """What is known of engines and MLP speculators."""
+    """Known facts about engines and MLP speculators."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         what, others = "an MLP speculator", EVERY.replace("vllm ", "")
@@ -28,7 +30,7 @@ class MlpSpeculatorEngines(Engines):
 
 
 class KangarooEngines(Engines):
-    """What is known of engines and Kangaroo's adapters."""
+    """Known facts about engines and Kangaroo's adapters."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         return fails(EVERY, "a Kangaroo adapter", NONE, HERE)

@@ -39,7 +39,7 @@ RESIDUAL_NOTE = (
 
 
 class SpeculatorsFormat(Format):
-    """Heads of Red Hat and of everybody who trains with speculators."""
+    """Heads of Red Hat and of others who train with speculators."""
 
     name = "speculators"
     mark = "speculators"
@@ -80,7 +80,9 @@ class SpeculatorsFormat(Format):
         )
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        """See `Format.write`; the target is named, because vLLM starts it from here."""
+        """Write the files, see `Format.write`; the target is named, because vLLM starts it from
+        here.
+        """
         config = checkpoint.config
         if isinstance(config, DFlashConfig) and config.kind not in OWN:
             title = kind_named(config.kind).title
@@ -121,11 +123,13 @@ class SpeculatorsFormat(Format):
 
 
 Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]
-"""A kind's configuration, its fields that only this kind has, and notes with whether they apply."""
+"""A kind's configuration class, the fields that only this kind has, and notes with whether they
+apply.
+"""
 
 
 def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
-    """What EAGLE-3 adds to the layers."""
+    """Return what EAGLE-3 adds to the layers."""
     count = layers.get("num_aux_hidden_states")
     ids = eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=False)
     boundaries = eagle.agreed(ids, count=count, num_layers=num_layers)
@@ -143,8 +147,9 @@ def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
 
 
 def _dflash(keys: Keys, kind: str, windows: bool) -> Own:
-    """What DFlash and DSpark add to the layers, of which some have `windows`: layer ids are required, and are
-    boundaries."""
+    """Return what DFlash and DSpark add to the layers, of which some have `windows`. Layer ids are
+    required, and are boundaries.
+    """
     boundaries = keys.integers(BLOCK_IDS)
     if boundaries is None:
         raise CheckpointError(f"config.json has no {BLOCK_IDS}; the configuration of a {kind} head needs it")
@@ -176,7 +181,9 @@ def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
 
 
 def _usual_tokens(own: dict[str, Any]) -> int:
-    """Drafted tokens per step of a head with these fields, where a file says nothing else."""
+    """Return the drafted tokens per step of a head with these fields, where a file says nothing
+    else.
+    """
     if "block_size" not in own:
         return DEFAULT_TOKENS
     return int(own["block_size"]) if own["sample_from_anchor"] else int(own["block_size"]) - 1
@@ -187,7 +194,9 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _extra(layers: Keys, top: Keys, whole: Keys, usual: int) -> dict[str, Any]:
-    """Keys that nobody read; `WHOLE`, by which vLLM knows this format, under another name and only if it says more."""
+    """Return the keys that nobody read. `WHOLE`, by which vLLM knows this format, is kept under
+    another name and only if it says more.
+    """
     for said_again in ("algorithm", "default_proposal_method", "verifier"):
         whole.get(said_again)
     stated, inner, outer = whole.rest(), layers.rest(), top.rest()

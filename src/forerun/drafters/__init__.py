@@ -123,18 +123,22 @@ CHOOSERS: dict[str, Entry] = {
 
 
 def methods() -> dict[str, Entry]:
-    """Everything that a speculative configuration may name."""
+    """Return every method that a speculative configuration may name."""
     return {**DRAFTERS, **CHOOSERS}
 
 
 def outside(name: str) -> bool:
-    """Whether a method is a drafter outside of this package, ``module:Class``; imports nothing."""
+    """Return whether a method is a drafter outside of this package, ``module:Class``; imports
+    nothing.
+    """
     return ":" in name
 
 
 def entry_named(name: str) -> Entry:
-    """The registry's line for a method; imports nothing. ``module:Class`` is a drafter outside of this package, and
-    imported. An ArgumentError names the nearest where there is none, or says what is wrong with the class."""
+    """Return the registry's line for a method; imports nothing, unless the name is
+    ``module:Class``, a drafter outside of this package. Raises ArgumentError that names the nearest
+    if there is none, or says what is wrong with the class.
+    """
     known = methods()
     if name in known:
         return known[name]
@@ -164,7 +168,9 @@ def _from_outside(path: str) -> Entry:
 
 
 def drafter_class(name: str) -> type[Drafter]:
-    """The class behind a registered name; errors as `entry_named`, and for a method that is no drafter of its own."""
+    """Return the class behind a registered name. Raises as `entry_named` does, and for a method
+    that is no drafter of its own.
+    """
     if name in CHOOSERS:
         raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
     found: type[Drafter] = named(entry_named(name).path)
@@ -172,7 +178,9 @@ def drafter_class(name: str) -> type[Drafter]:
 
 
 def default_length(name: str) -> int | None:
-    """Tokens that a method drafts on one path by default; None where the method has no such number."""
+    """Return the tokens that a method drafts on one path by default, or None if it has no such
+    number.
+    """
     if name in CHOOSERS:
         return None
     found = {field.name: field.default for field in dataclasses.fields(drafter_class(name).Config)}
@@ -181,8 +189,10 @@ def default_length(name: str) -> int | None:
 
 
 def checked_options(name: str, options: Mapping[str, Any]) -> Any:
-    """The `Config` of a drafter of that name with these options. An ArgumentError names the nearest drafter or option
-    of an unknown one, and what is missing or of the wrong type."""
+    """Return the `Config` of a drafter of that name with these options. Raises ArgumentError that
+    names the nearest drafter or option for an unknown one, and what is missing or of the wrong
+    type.
+    """
     cls = drafter_class(name)
     fields = dataclasses.fields(cls.Config)
     known = [field.name for field in fields]
@@ -200,5 +210,5 @@ def checked_options(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """A drafter of that name with these options. Errors as `checked_options`."""
+    """Build a drafter of that name with these options. Raises as `checked_options` does."""
     return drafter_class(name)(checked_options(name, options), setup)  # type: ignore[call-arg]

@@ -34,37 +34,45 @@ class DraftContext:
 
     rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
     tokens: Sequence[Sequence[int]]
-    """(B,) committed tokens, the prompt first, the root last. `Drafter.extend` is shown a long prompt in pieces: the
-    tokens up to the end of a piece; from its first proposal on a row's list is the same object and grows."""
+    """(B,) committed tokens, the prompt first, the root last. `Drafter.extend` sees a long prompt
+    in chunks: the tokens up to the end of a chunk. From a row's first proposal on the list is the
+    same object, and grows.
+    """
     prompt_lengths: Sequence[int]  # (B,) how many of the text's first tokens are the prompt's
     fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
     samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
     rng: Sequence[Rng]  # (B,) the only source of randomness
     hidden_states: Mapping[Boundary, Tensor]
-    """What the drafter required, (B, F, H), left aligned: one state for each fresh token but a sequence's very first:
-    that of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
-    ``min(fresh, len(tokens) - 1)``, and the last one to the token before the root."""
+    """The states that the drafter requires, (B, F, H), left aligned: one state for each fresh token
+    but a sequence's very first, that of the token *before* it. So entry i belongs to token
+    ``len(tokens) - 1 - count + i``, where count is ``min(fresh, len(tokens) - 1)``, and the last
+    one to the token before the root.
+    """
     predictions: Sequence[Sequence[int]] = ()  # (B,) token ids that each client predicted as the answer, if it did
     cache_salts: Sequence[str | None] = ()
-    """(B,) the isolation domain of each row; None, or empty for all rows: the one that requests without a salt share.
-    What is learned from a row may change drafts for rows of its own domain and of no other, see `PerDomain`."""
+    """(B,) the isolation domain of each row; None, or empty for all rows, is the domain that
+    requests without a salt share. What is learned from a row may change drafts for rows of its own
+    domain and of no other, see `PerDomain`.
+    """
     adapt: Sequence[bool] = ()  # (B,) whether online adaptation may learn from each row; empty: from all
     failures: dict[int, Exception] = field(default_factory=dict)  # Cache row -> why it was failed; see `fail`
 
     def salt(self, index: int) -> str | None:
-        """The isolation domain of one of the B rows."""
+        """Return the isolation domain of one of the B rows."""
         return self.cache_salts[index] if self.cache_salts else None
 
     def fail(self, index: int, error: Exception) -> None:
-        """In `propose`: nothing can be drafted for one of the B rows. The others keep their drafts, it is counted."""
+        """Report, inside `propose`, that nothing can be drafted for one of the B rows. The others
+        keep their drafts; the failure is counted.
+        """
         self.failures.setdefault(self.rows[index], error)
 
     def trees(self) -> list[TokenTree]:
-        """A tree for each row, of its root alone."""
+        """Return a tree for each row that holds its root alone."""
         return [TokenTree(tokens[-1]) for tokens in self.tokens]
 
     def of(self, indices: Sequence[int]) -> DraftContext:
-        """The context of some of its rows, in that order."""
+        """Return the context of some of its rows, in that order."""
         index = list(indices)
         if index == list(range(len(self.rows))):
             return self
@@ -77,7 +85,9 @@ class DraftContext:
         return replace(self, hidden_states=hidden_states, **picked)
 
     def repeatable(self) -> DraftContext:
-        """The context as it is shown where text must not depend on what was learned, see `repeatable`."""
+        """Return the context as drafters see it where text must not depend on what was learned, see
+        `repeatable`.
+        """
         seen = [repeatable(sampler) for sampler in self.samplers]
         same = all(one is other for one, other in zip(seen, self.samplers, strict=True))
         return self if same else replace(self, samplers=seen)
@@ -87,22 +97,27 @@ _BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "pred
 
 
 class Drafted(Proposal):
-    """A draft that its drafter adds nodes to, each with its estimated acceptance: a tree of its root alone, or made of
-    what `evidence` will say."""
+    """A draft that its drafter adds nodes to, each with its estimated acceptance; the tree starts
+    as its root alone.
+    """
 
     def __init__(self, tree: TokenTree, acceptance: Acceptance) -> None:
         super().__init__(tokens=tree.tokens, parents=tree.parents, acceptance=acceptance)
         self.tree = tree
 
     def add(self, token: int, parent: int, evidence: Evidence, drawn: Drawn = Drawn.DETERMINISTIC) -> int:
-        """Add a token below `parent` and return its node; a deterministic one that is there already stays as it is."""
+        """Add a token below `parent` and return its node; a deterministic one that is there already
+        stays as it is.
+        """
         node = self.tree.add(token, parent, drawn=drawn, confidence=self.acceptance.estimate(*evidence))
         self.evidence.setdefault(node, evidence)
         return node
 
 
 def check_least(method: str, config: object, **least: int) -> None:
-    """Raise ArgumentError where a configuration's option is below its least value; None stands for no limit."""
+    """Raise ArgumentError if a configuration's option is below its least value; None stands for no
+    limit.
+    """
     for name, value in least.items():
         given = getattr(config, name)
         if given is not None and given < value:
@@ -110,14 +125,16 @@ def check_least(method: str, config: object, **least: int) -> None:
 
 
 def check_share(method: str, config: object, name: str) -> None:
-    """Raise ArgumentError where a configuration's option is not in 0..1."""
+    """Raise ArgumentError if a configuration's option is not in 0..1."""
     given = getattr(config, name)
     if not 0 <= given <= 1:
         raise ArgumentError(f"{method}: {name} must be in 0..1, got {given}")
 
 
 def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
-    """Raise ArgumentError, naming the nearest, where a configuration's option is none of those that are known."""
+    """Raise ArgumentError, naming the nearest, if a configuration's option is none of the known
+    values.
+    """
     given = getattr(config, name)
     if given not in known:
         expected = f"one of {', '.join(known)}"
@@ -126,7 +143,9 @@ def check_choice(method: str, config: object, name: str, known: Sequence[str]) -
 
 @lru_cache(maxsize=256)
 def warn_drafter(method: str, task: str, error: str) -> None:
-    """Say, once per kind of failure, that a drafter failed: it loses its drafts, no request its answer."""
+    """Warn, once per kind of failure, that a drafter failed: it loses its drafts, and no request
+    loses its answer.
+    """
     log.warning("drafter %r failed %s: %s", method, task, error)
     log.debug("drafter %r", method, exc_info=True)
 
@@ -140,84 +159,104 @@ class DrafterSetup:
     rows: int  # Cache rows of the engine
     slots: int  # Most tokens of one sequence, drafted ones included
     pass_ms: Callable[[int], float] | None = None
-    """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the first call; None: not
-    known, and no reason to draft less."""
+    """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the
+    first call. None: not known, and no reason to draft less.
+    """
     failures: Counter[int] = field(default_factory=Counter)  # By cache row: how often drafters, members too, failed it
 
 
 class Drafter:
-    """The base of every drafter: does nothing, so that a method overrides only what it needs. It takes ``(config,
-    setup)``, where ``config`` is an instance of its `Config` dataclass."""
+    """The base of every drafter: it does nothing, so that a method overrides only what it needs. A
+    drafter takes ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
+    """
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]  # Frozen dataclass of the method's options; each field documented with its unit
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What `propose` may return for a request with these sampling parameters; decides the verification rule. The
-        default, deterministic trees, is lossless for every drafter; one that samples accepts more if it says so."""
+        """Return what `propose` may return for a request with these sampling parameters, which
+        decides the verification rule. The default, deterministic trees, is lossless for every
+        drafter; one that samples accepts more if it says so.
+        """
         return DraftKind()
 
     @property
     def depth(self) -> int | None:
-        """Most tokens on one path, where that is not the option `num_speculative_tokens`."""
+        """Most tokens on one path, if that is not the option `num_speculative_tokens`."""
         return None
 
     @property
     def requires(self) -> frozenset[Boundary]:
-        """The layer boundaries whose hidden states the drafter reads."""
+        """Layer boundaries whose hidden states the drafter reads."""
         return frozenset()
 
     @property
     def watches(self) -> bool:
-        """Whether `observe` is wanted for every row that the drafter is shown, not only for those it drafted for."""
+        """True if `observe` is wanted for every row that the drafter sees, not only for those it
+        drafted for.
+        """
         return False
 
     @property
     def observes(self) -> frozenset[Boundary]:
-        """Layer boundaries whose hidden states `observe` is shown besides those that the drafter reads: of the tokens
-        that a step committed, as `extend` has them, and of no prompt."""
+        """Layer boundaries whose hidden states `observe` gets besides those that the drafter reads:
+        of the tokens that a step committed, as `extend` has them, and of no prompt.
+        """
         return frozenset()
 
     @property
     def top_ids(self) -> int:
-        """How many ids a node `observe` asks `scores.top_ids` for: read from the device with all else, if said here."""
+        """Number of ids a node that `observe` asks `scores.top_ids` for; declared here, they are
+        read from the device with all else.
+        """
         return 0
 
     @property
     def remembers(self) -> bool:
-        """Whether a row's state is kept when its answer has ended, for the next prompt that begins like it. The row is
-        then not freed but, later, truncated: to the common beginning, or to 0. Worth it where reading a text is dear;
-        where hidden states are read, a prefix that the target does not run again can be had in no other way."""
+        """True if a row's state is kept when its answer has ended, for the next prompt that begins
+        like it. The row is then not freed but, later, truncated: to the common beginning, or to 0.
+        Worth it where reading a text is expensive; where hidden states are read, a prefix that the
+        target does not run again can be had in no other way.
+        """
         return bool(self.requires)
 
     @property
     def outdated(self) -> frozenset[int]:
-        """Rows of which it holds what its weights of before made: none of it is kept when such a row is truncated."""
+        """Rows that hold state made by earlier weights: none of it is kept when such a row is
+        truncated.
+        """
         return frozenset()
 
     @property
     def trainable(self) -> Any:
-        """The causal LM or head whose weights online adaptation may exchange between steps; None: nothing to train. One
-        that reads no hidden states computes a row anew that is truncated to 0 and then extended by less than the whole
-        text."""
+        """The causal LM or head whose weights online adaptation may exchange between steps; None:
+        nothing to train. A drafter that reads no hidden states recomputes a row that is truncated
+        to 0 and then extended by less than the whole text.
+        """
         return None
 
     def extend(self, context: DraftContext) -> None:
-        """Rows gained committed tokens: a prompt (chunk), a reused prefix, or the accepted path and the next token."""
+        """Take note of committed tokens: a prompt (chunk), a reused prefix, or the accepted path
+        and the next token.
+        """
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """A tree for each row within the budget; may be its root alone, see `DraftContext.trees`."""
+        """Return a tree for each row within the budget; it may be the root alone, see
+        `DraftContext.trees`.
+        """
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        """Learn and count from what the target said; changes no draft that was already made. ``scores.trees[i]`` is the
-        tree of row i that was really scored, which may hold fewer nodes than were proposed."""
+        """Learn from the target's verdicts and scores; changes no draft that was already made.
+        ``scores.trees[i]`` is the tree of row i that was really scored, which may hold fewer nodes
+        than were proposed.
+        """
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows shrink to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
+        """Shrink rows to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
 
     def memory_bytes(self) -> int:
-        """Bytes that the drafter holds, weights and caches."""
+        """Return the bytes that the drafter holds, weights and caches."""
         return 0
 
 
@@ -225,7 +264,9 @@ _CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()
 
 
 def changed(sampler: Sampler, **params: Any) -> Sampler:
-    """The sampler with some other sampling parameters; the same object whenever the same is asked for."""
+    """Return the sampler with some other sampling parameters; the same object whenever the same is
+    asked for.
+    """
     made, key = _CHANGED.setdefault(sampler, {}), tuple(params.items())
     if key not in made:
         banned, words, other = sampler.banned_until_min, sampler.bad_words, replace(sampler.params, **params)
@@ -234,16 +275,19 @@ def changed(sampler: Sampler, **params: Any) -> Sampler:
 
 
 def repeatable(sampler: Sampler) -> Sampler:
-    """How a drafter is shown a sampled request that has a seed: as if it were greedy; any other as it is. What drafters
-    learn, and who is asked for how much, depends on other requests and on the clock. Sampled drafts show that in the
-    text; deterministic ones are walked, and the text for a seed is plain decoding's."""
+    """Return the sampler that a drafter sees: as if it were greedy for a sampled request with a
+    seed, unchanged for any other. What drafters learn, and who is asked for how much, depends on
+    other requests and on the clock. Sampled drafts would show that in the text; deterministic ones
+    are walked, and the text for a seed is plain decoding's.
+    """
     seeded = not sampler.greedy and sampler.params.seed is not None
     return changed(sampler, temperature=0.0) if seeded else sampler
 
 
 class PerDomain(Generic[T]):
-    """What is learned from text, apart for each isolation domain (cache salt): a draft shows what its drafter has read,
-    through a trace, the number of accepted tokens, or time. So all that is learned, counts included, is one of these.
+    """A memory of learned text, separate for each isolation domain (cache salt). A draft reveals
+    what its drafter has read, through a trace, the number of accepted tokens, or time, so
+    everything learned, counts included, is kept in one of these.
 
     One memory for each domain, from `make`, and at most `most`: the least recently used is forgotten, since a request
     with a salt of its own makes one. All together have at most `most_size` by `size`; the last one used always stays.
@@ -256,7 +300,7 @@ class PerDomain(Generic[T]):
         self._kept = OrderedDict[str | None, T]()
 
     def of(self, salt: str | None) -> T:
-        """The memory of a domain, which is now the last one used."""
+        """Return the memory of a domain, which is now the last one used."""
         if salt in self._kept:
             self._kept.move_to_end(salt)
         else:
@@ -265,7 +309,9 @@ class PerDomain(Generic[T]):
         return self._kept[salt]
 
     def trim(self) -> None:
-        """Forget what is too much. For whoever made a memory grow; a new one is seen to by `of`."""
+        """Forget domains beyond the limits. For a caller that made a memory grow; `of` calls it for
+        a new one.
+        """
         kept = self._kept
         while len(kept) > 1 and (len(kept) > self._most or sum(map(self._size, kept.values())) > self._most_size):
             kept.popitem(last=False)

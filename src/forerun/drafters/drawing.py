@@ -1,4 +1,5 @@
-"""How the children of a node are drawn from a draft distribution: top-k, iid, without replacement or greedy-k.
+"""How the children of a node are drawn from a draft distribution: top-k, iid, without replacement
+or greedy-k.
 
 Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
 was drawn from. `Draws` draws a whole level at once from numbers that were made before the first level, so that levels
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 
 class Draw(StrEnum):
-    """How the children of a node come about."""
+    """The ways of drawing the children of a node."""
 
     AUTO = "auto"  # Given at temperature 0; above it a chain is drawn iid and a tree without replacement
     DETERMINISTIC = "deterministic"  # The likeliest tokens
@@ -49,7 +50,7 @@ class Draw(StrEnum):
 
 
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
-    """What `draw` means for one row; at temperature 0 there is nothing to draw."""
+    """Return what `draw` means for one row; at temperature 0 there is nothing to draw."""
     if greedy:
         return Draw.DETERMINISTIC
     if draw is not Draw.AUTO:
@@ -59,13 +60,17 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings side by side."""
+    """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings
+    side by side.
+    """
 
     counts: tuple[int, ...]  # (N,) children of every node, the root's first; nodes behind the last entry have none
 
     @classmethod
     def regular(cls, children: Sequence[int]) -> Shape:
-        """The tree in which each node at depth 0, 1, ... has so many children; ones make a chain."""
+        """Return the tree in which each node at depth 0, 1, ... has so many children; ones make a
+        chain.
+        """
         counts, width = list[int](), 1
         for count in children:
             counts += [count] * width
@@ -74,8 +79,10 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int] | str) -> Shape:
-        """The tree with these parents of node 1, 2, ..., 0 the root, or a published one by name; ArgumentError unless
-        numbered level by level, and for a name that is none of `PUBLISHED`."""
+        """Return the tree with these parents of node 1, 2, ..., 0 being the root, or a published
+        one by name. Raises ArgumentError unless numbered level by level, or for a name that is none
+        of `PUBLISHED`.
+        """
         if isinstance(parents, str):
             if parents not in PUBLISHED:
                 raise ArgumentError(f"unknown tree {parents!r}; there are {', '.join(PUBLISHED)}, or parents of nodes")
@@ -88,7 +95,7 @@ class Shape:
 
     @property
     def size(self) -> int:
-        """K, nodes without the root."""
+        """Number of nodes K without the root."""
         return sum(self.counts)
 
     @property
@@ -125,7 +132,7 @@ class Shape:
         return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
 
     def path(self, node: int) -> list[int]:
-        """The nodes from the root's child down to `node`; none for the root."""
+        """Return the nodes from the root's child down to `node`; none for the root."""
         found = list[int]()
         while node:
             found.append(node)
@@ -133,7 +140,9 @@ class Shape:
         return found[::-1]
 
     def chosen(self, depth: int) -> list[int] | None:
-        """Which of ``widths[depth]`` children of every node of a level there are; None where all are."""
+        """Return which of ``widths[depth]`` children of every node of a level exist; None where all
+        do.
+        """
         level, width = self.levels[depth], self.widths[depth]
         counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
         if min(counts) == width:
@@ -141,7 +150,9 @@ class Shape:
         return [index * width + rank for index, count in enumerate(counts) for rank in range(count)]
 
     def within(self, nodes: int, depth: int) -> int:
-        """How many nodes, from the first, fit a budget: decided by the shape alone, so never by a drawn value."""
+        """Return how many nodes, from the first, fit a budget. The shape alone decides it, so never
+        a drawn value.
+        """
         last = self.levels[min(depth, len(self.widths))].stop - 1 if depth > 0 else 0
         return max(0, min(nodes, last))
 
@@ -153,7 +164,7 @@ PUBLISHED: dict[str, tuple[int, ...]] = {
         *(10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1, *[0] * 10, 2),
     )
 }
-"""Trees that others published, by the name they have there: `Shape.counts`."""
+"""Published trees by the name they have there, as `Shape.counts`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +175,7 @@ class DraftVocabulary:
     size: int  # V, of the target
 
     def spread(self, logits: Tensor) -> Tensor:
-        """(.., V') -> (.., V): tokens that the drafter lacks are impossible."""
+        """Widen logits (.., V') -> (.., V): tokens that the drafter lacks are impossible."""
         wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
         wide[..., self.token_ids] = logits
         return wide
@@ -172,7 +183,7 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grower:
-    """How one row draws."""
+    """The draw settings of one row."""
 
     draw: Draw  # Never AUTO
     sampler: Sampler  # Of the request, so that draft and target distributions see the same processors
@@ -191,18 +202,22 @@ class Children:
     probs: Tensor | None  # (B, F, V) what each parent's sampled children were drawn from; None where there are none
 
     def validity(self) -> Tensor:
-        """`valid`, whether or not it is all True."""
+        """Return `valid` as a tensor, also where it is all True."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
     def surer(self, acceptance: Tensor | None) -> Children:
-        """With `acceptance` (B, F), of what is drawn below each parent, as the drawn ones' confidence."""
+        """Replace the confidence of drawn children by `acceptance` (B, F), that of a token drawn
+        below each parent.
+        """
         if acceptance is None:
             return self
         said = acceptance.unsqueeze(-1).float()
         return replace(self, confidence=torch.where(self.drawn == int(Drawn.DETERMINISTIC), self.confidence, said))
 
     def only(self, chosen: Sequence[int]) -> Children:
-        """Those children alone, by index into (F * C); as (B, M, 1), the eldest siblings of a node being the first."""
+        """Select some children by index into (F * C), as (B, M, 1); the eldest siblings of a node
+        come first.
+        """
         index = constant(tuple(chosen), self.tokens.device)
 
         def pick(values: Tensor) -> Tensor:
@@ -216,7 +231,9 @@ _COLUMNS = ("tokens", "drawn", "confidence")
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
-    """The `count` likeliest tokens at each node, from raw logits (B, F, V): no distribution, no wait for the host."""
+    """Return the `count` likeliest tokens at each node, from raw logits (B, F, V), without a
+    distribution or a wait for the host.
+    """
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
@@ -228,8 +245,9 @@ Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), which chil
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
-    """`count` children of every node, drawn from `probs` (B, F, V) as `draw` says, which is never AUTO; `pick` draws
-    the sampled ones. Those beyond a distribution's support are not valid."""
+    """Draw `count` children of every node from `probs` (B, F, V) as `draw` says, which is never
+    AUTO; `pick` draws the sampled ones. Children beyond a distribution's support are not valid.
+    """
     if draw is Draw.DETERMINISTIC:
         return _packed([_top(probs, count)], None)
     if draw is Draw.IID:
@@ -267,7 +285,7 @@ def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
 
 
 def _top(probs: Tensor, count: int) -> _Drawn:
-    """The likeliest tokens; zeros where there are fewer."""
+    """Return the likeliest tokens, filled up with zeros where there are fewer."""
     best = probs.topk(min(count, probs.shape[-1]), dim=-1)
     tokens, chances = (pad(values, (0, count - values.shape[-1])) for values in (best.indices, best.values))
     return tokens, chances, chances > 0, Drawn.DETERMINISTIC
@@ -279,7 +297,7 @@ def _renormalised(rest: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostDraws:
-    """How B rows draw a tree of one shape, node by node on the host; used as `Draws` are."""
+    """Draws a tree of one shape for B rows, node by node on the host; used as `Draws` are."""
 
     shape: Shape
     growers: Sequence[Grower]  # (B,)
@@ -290,7 +308,7 @@ class HostDraws:
         return self
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """As `Draws.children`."""
+        """Draw the children of a level, as `Draws.children` does."""
         if vocabulary is not None:
             logits = vocabulary.spread(logits)
         blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -312,7 +330,9 @@ class HostDraws:
         return Children(**columns, valid=joined(Children.validity), probs=probs)
 
     def _of_node(self, logits: Tensor, grower: Grower, node: int, ids: Tensor) -> Children:
-        """Those of one node, (1, 1, C). Where numbers are not finite there are none, and their confidence says so."""
+        """Draw the children of one node, (1, 1, C). Where numbers are not finite there are none,
+        and their confidence says so.
+        """
         sampler, draw, path = grower.sampler, grower.draw, self.shape.path(node)
         output = [] if sampler.neutral else [*grower.output, *(int(ids[above - 1]) for above in path)]
         try:
@@ -324,7 +344,9 @@ class HostDraws:
 
 
 def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
-    """Draws one node's children one after the other, with (distribution (V,), index of the child) -> token."""
+    """Return a `Pick` that draws one node's children one after the other, with (distribution (V,),
+    index of the child) -> token.
+    """
 
     def pick(probs: Tensor, indices: range) -> Tensor:
         some = bool(probs.sum() > 0)
@@ -334,8 +356,10 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
 
 
 def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
-    """What `work` gives, which applies one row's own processors, or `instead` where it raises. The target meets the
-    same error, if it comes there; or it knows tokens that are left where a smaller vocabulary has none."""
+    """Return the result of `work`, which applies one row's own processors, or `instead` if it
+    raises. The target meets the same error, if it comes there; or it knows tokens that are left
+    where a smaller vocabulary has none.
+    """
     try:
         return work(*arguments)
     except BaseException as error:
@@ -346,7 +370,9 @@ def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draws:
-    """How B rows draw a tree of one shape: the same course whatever the numbers are."""
+    """Draws a tree of one shape for B rows, always in the same operations, whatever the numbers
+    are.
+    """
 
     shape: Shape
     draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
@@ -354,16 +380,19 @@ class Draws:
     filters: bool  # Whether a row asks for top-k, top-p or min-p
     one_by_one: Sequence[SamplingParams]  # (B,) whose distributions are filtered one by one, on the host; else empty
     numbers: tuple[Tensor, ...]
-    """Empty where no row is sampled; else, in the device's widest type, uniforms (B, children of all levels) and
-    settings (B, 5), see `sampling.settings_of`."""
+    """Empty if no row is sampled; else, in the device's widest type, uniforms (B, children of all
+    levels) and settings (B, 5), see `sampling.settings_of`.
+    """
     processing: Processing | None  # Penalties, biases and bans; calls of one `key` differ in it and `numbers`
 
     @classmethod
     def of(
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
-        """None where the host has to look at every node: a user's own processors, or an rng of another kind. `sorts`
-        filters a level's distributions at once, which a CPU does faster one by one."""
+        """Prepare the draws of these rows; None if the host has to look at every node, for a user's
+        own processors or an rng of another kind. With `sorts` a level's distributions are filtered
+        at once, which a CPU does faster one by one.
+        """
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
         sampled = [grower for grower in growers if not grower.sampler.greedy]
@@ -391,24 +420,25 @@ class Draws:
 
     @property
     def key(self) -> Hashable:
-        """Tells courses of one shape apart."""
+        """The properties that decide which operations run for one shape."""
         processing = None if self.processing is None else self.processing.key
         return self.draw, self.greedy, bool(self.numbers), self.filters, processing
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that differs between calls with the same `key`."""
+        """The tensors that differ between calls with the same `key`."""
         return self.numbers + (() if self.processing is None else self.processing.tensors)
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
-        """The same course with other numbers."""
+        """Return the same draws with other numbers."""
         count = len(self.numbers)
         processing = None if self.processing is None else self.processing.with_tensors(tensors[count:])
         return replace(self, numbers=tensors[:count], processing=processing)
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """The children of every node at `depth`, as many as any has there, from raw logits (B, F, V) and the tokens
-        `ids` (B, K) of all nodes so far."""
+        """Draw the children of every node at `depth`, as many as any has there, from raw logits (B,
+        F, V) and the tokens `ids` (B, K) of all nodes so far.
+        """
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.spread(logits)
@@ -459,6 +489,6 @@ class Draws:
 
 @lru_cache(maxsize=64)
 def _child_indices(shape: Shape) -> tuple[tuple[int, int], ...]:
-    """(node, index) of every child, level by level, as wide as the level's widest node."""
+    """Return (node, index) of every child, level by level, as wide as the level's widest node."""
     levels = zip(shape.levels[:-1], shape.widths, strict=True)
     return tuple((node, index) for level, width in levels for node in level for index in range(width))

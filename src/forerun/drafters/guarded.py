@@ -1,4 +1,5 @@
-"""How the engine calls a drafter: what it does wrong costs it its drafts and nobody an answer; and late, if at all.
+"""Guards the engine's calls of a drafter: a drafter's mistakes cost it its drafts and nobody an
+answer, and its work is deferred until it is asked for.
 
 Engine, step, policy and combined drafters call a drafter through `Guarded` and nowhere else. A row that a drafter has
 failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
@@ -37,8 +38,10 @@ T = TypeVar("T")
 
 
 class Guarded(Drafter):
-    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside tried. What that
-    says of itself (`depth`, `requires`, `watches`, ...) is asked once; `method` is its name in messages."""
+    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside
+    tried to. The properties of the drafter inside (`depth`, `requires`, `watches`, ...) are asked
+    for once; `method` is its name in messages.
+    """
 
     name = "guarded"
     depth: int | None = None
@@ -63,7 +66,7 @@ class Guarded(Drafter):
 
     @classmethod
     def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
-        """A registered drafter with these options; errors as `forerun.drafters.build`."""
+        """Build a registered drafter with these options; errors as `forerun.drafters.build`."""
         return cls(build(method, options, setup), method, setup, **own)
 
     @property
@@ -80,7 +83,9 @@ class Guarded(Drafter):
         self.observes = self._told("observes", self._boundaries, frozenset[Boundary]())
 
     def extend(self, context: DraftContext) -> None:
-        """Show it committed tokens, with the hidden states that it reads and no others. A closed row may begin anew."""
+        """Show it committed tokens, with the hidden states that it reads and no others. A closed
+        row may begin anew.
+        """
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             if row in self._closed and fresh >= len(tokens):
                 Guarded.truncate(self, [row], [0])  # which failed when the row became free, or was not asked for
@@ -90,13 +95,13 @@ class Guarded(Drafter):
                 self.drafter.extend(part)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """Its trees, as far as they are sound; roots alone for all other rows."""
+        """Return its trees, as far as they are sound; roots alone for all other rows."""
         places = self._open(context)
         trees = self._proposed(context, places, budget) if places else {}
         return [trees.get(place) or TokenTree(tokens[-1]).seal() for place, tokens in enumerate(context.tokens)]
 
     def _proposed(self, context: DraftContext, places: Sequence[int], budget: Budget) -> dict[int, TokenTree]:
-        """By place: what is sound of the trees for these rows."""
+        """Return what is sound of the trees for these rows, by index."""
         trees = dict[int, TokenTree]()
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
         part = replace(self._seen(context, places), failures={})  # a drafter inside has its own
@@ -121,7 +126,7 @@ class Guarded(Drafter):
                 self.drafter.observe(part, [verdicts[place] for place in places], scores.of(places))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows shrink; those that become free are open to it again."""
+        """Shrink rows; those that become free are open to the drafter again."""
         asked = {row: n for row, n in zip(rows, lengths, strict=True) if n == 0 or row not in self._closed}
         with self._guarding(list(asked), "to forget"):
             if asked and not self._useless:
@@ -129,17 +134,19 @@ class Guarded(Drafter):
             self._closed.difference_update(row for row, length in asked.items() if length == 0)
 
     def memory_bytes(self) -> int:
-        """What it says; 0 where that is no number of bytes."""
+        """Return the bytes that it states; 0 if that is no number of bytes."""
         return self._asked("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What it says; what is safe for any drafter where that is no `DraftKind`."""
+        """Return the kind that it states, or what is safe for any drafter if that is no
+        `DraftKind`.
+        """
         return self._asked("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _open(self, context: DraftContext) -> list[int]:
-        """Places of the context's rows that are not closed to it."""
+        """Return the indices of the context's rows that are not closed to it."""
         places = [place for place, row in enumerate(context.rows) if row not in self._closed]
         if places and self._owed:
             self._failures[context.rows[places[0]]] += self._owed
@@ -172,7 +179,7 @@ class Guarded(Drafter):
         self._close(rows)
 
     def _asked(self, name: str, ask: Callable[[], Any], read: Callable[[Any], T], otherwise: T) -> T:
-        """What it says when it is asked; a failure belongs to no row."""
+        """Return what it answers when it is asked; a failure belongs to no row."""
         try:
             return read(ask())
         except BaseException as error:
@@ -188,7 +195,9 @@ class Guarded(Drafter):
         self._failures.update(rows)
 
     def _told(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
-        """What it says of itself. Where that is nonsense nobody knows what to show it, and it is asked for nothing."""
+        """Return a property that it states. If that is invalid, nobody knows what to show it, and
+        it is asked for nothing.
+        """
         before = self._owed
         told = self._asked(name, lambda: getattr(self.drafter, name), read, otherwise)
         self._useless = self._useless or self._owed > before
@@ -222,14 +231,18 @@ _MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are sho
 
 
 class Deferred(Guarded):
-    """A guarded drafter whose `extend` waits until it is asked for a proposal: one that is not asked costs next to
-    nothing. A row that has a proposal outstanding is shown its tokens at once, as the protocol says. What other rows
-    gained is put aside, hidden states included, and shown in one go before the next proposal for them."""
+    """A guarded drafter whose `extend` waits until it is asked for a proposal, so that one that is
+    not asked costs next to nothing. A row that has a proposal outstanding is shown its tokens at
+    once, as the protocol demands. The tokens of other rows are put aside, hidden states included,
+    and shown in one go before the next proposal for them.
+    """
 
     name = "deferred"
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
-        """`reproducible`: what it drafts for sampled requests that have a seed is deterministic, see `repeatable`."""
+        """Guard a drafter; with `reproducible` it drafts deterministically for sampled requests
+        that have a seed, see `repeatable`.
+        """
         super().__init__(drafter, method, setup)
         self._reproducible = reproducible
         self.idle = False  # It is not asked for the time being, and does not watch
@@ -262,7 +275,9 @@ class Deferred(Guarded):
             super().extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
-        """Tokens of a row's `length` that the drafter must be shown before its next proposal."""
+        """Return how many of a row's `length` tokens the drafter must be shown before its next
+        proposal.
+        """
         known = self._rows.get(row)
         return length - (known.shown if known is not None else 0)
 
@@ -290,7 +305,7 @@ class Deferred(Guarded):
         super().truncate(rows, lengths)
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
-        """Everything that was put aside for these rows of the context."""
+        """Show everything that was put aside for these rows of the context."""
         rows = [self._rows[context.rows[index]] for index in late]
         fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
         hidden_states = {
@@ -324,16 +339,16 @@ _ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in flo
 
 
 class Checked(NamedTuple):
-    """What became of one row's tree."""
+    """The result of checking one row's tree."""
 
     tree: TokenTree  # What of it may be submitted, read-only
     error: InvalidDraftError | None = None  # What was wrong with the rest
 
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
-    """Look at a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes, number, depth, probs.
-    Of a tree that is too large the nodes that were drawn first are kept, as many as fit and no deeper than allowed:
-    neither what a node holds nor what was drawn after it decides that, which would bias sampled ones."""
+    """Check a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes,
+    number, depth, probs.
+    """
     try:
         sound = _sound(tree, root, target)
     except Exception as broken:
@@ -353,8 +368,9 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
 
 
 def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
-    """A copy of the tree. InvalidDraftError: it is none, or holds what no tree may hold; any other: its columns are no
-    lists."""
+    """Return a copy of the tree. Raises InvalidDraftError if it is none, or holds what no tree may
+    hold; any other error means that its columns are no lists.
+    """
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
     made = TokenTree(root)
@@ -398,7 +414,9 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
 
 
 def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
-    """What the sampled children of a node were drawn from, over the whole vocabulary."""
+    """Return the distribution that the sampled children of a node were drawn from, over the whole
+    vocabulary.
+    """
     found = tree.draft_probs.get(parent)
     if found is None:
         raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")

@@ -1,5 +1,6 @@
-"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree. Shared by every
-drafter that runs a model once per level; the logits come from a function."""
+"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic
+tree. Shared by every drafter that runs a model once per level; the logits come from a function.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ Expand = Callable[[Tensor, Tensor], Tensor]  # (tokens, parents in the level bef
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedTree:
-    """How a drafter grows trees of one shape."""
+    """Grows trees of one fixed shape for a drafter."""
 
     shape: Shape
     draw: Draw
@@ -44,12 +45,14 @@ class FixedTree:
         return len(self.shape.widths)
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """What the trees of a request hold."""
+        """Return the kind of trees that a request gets."""
         draw, chain = self._draw(sampler), self.shape.chain
         return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
     def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
-        """How many nodes each row may submit; no path leaves the drafter's own context of `max_length`."""
+        """Return how many nodes each row may submit; no path leaves the drafter's own context of
+        `max_length`.
+        """
         limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
         return [self.shape.within(nodes, min(depth, max_length - len(tokens))) for nodes, depth, tokens in limits]
 
@@ -64,9 +67,11 @@ class FixedTree:
         enough: Enough | None = None,
         acceptance: Callable[[], Tensor | None] = lambda: None,
     ) -> Grown:
-        """The first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
-        `descend` is the model, one level further; `enough` is asked after every level whether the tree ends there.
-        `acceptance` says of a level's parents (B, F) how likely a token drawn below each is accepted, if it knows."""
+        """Grow the first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1,
+        V) after the roots. `descend` is the model, one level further; `enough` is asked after every
+        level whether the tree ends there. `acceptance` returns, for a level's parents (B, F), the
+        estimated acceptance of a token drawn below each, if known.
+        """
         levels, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
@@ -88,7 +93,9 @@ class FixedTree:
         *,
         recorded: bool = False,
     ) -> Draws | HostDraws:
-        """How the active rows of the context draw: without reading a value on the host where `Draws.of` can."""
+        """Return the draws of the active rows of the context; no value is read on the host where
+        `Draws.of` allows it.
+        """
         growers, sorts = [self._grower(context, index) for index in active], recorded or device.type != "cpu"
         draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
         return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
@@ -96,9 +103,11 @@ class FixedTree:
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
     ) -> list[tuple[TokenTree, Submitted]]:
-        """The active rows' share of the tree: the first `nodes` (B,) that the budget allows, whatever they hold. A row
-        for which the model's logits are not finite has none: the drafter failed it. Below a node where they are not
-        there is nothing, since what was drawn above is submitted whatever follows from it."""
+        """Return the active rows' share of the tree: the first `nodes` (B,) that the budget allows,
+        whatever they hold. A row for which the model's logits are not finite gets none, and counts
+        as a failure of the drafter. Nothing stands below a node where they are not finite, since
+        what was drawn above is submitted whatever follows from it.
+        """
         cuts = []
         for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
             failed = math.isnan(row.confidence[0])
@@ -138,8 +147,10 @@ class FixedTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicTree:
-    """EAGLE-2's dynamic tree (arXiv 2406.16858): the likeliest paths are expanded level by level, then the likeliest
-    nodes are kept, all deterministic. Levels are chosen on the device; the host sees the finished trees once."""
+    """EAGLE-2's dynamic tree (arXiv 2406.16858): the likeliest paths are expanded level by level,
+    then the likeliest nodes are kept, all deterministic. Levels are chosen on the device; the host
+    sees the finished trees once.
+    """
 
     depth: int  # Most tokens on a path
     top_k: int  # Nodes expanded per level, and children looked at per node
@@ -156,7 +167,9 @@ class DynamicTree:
         return DraftKind()
 
     def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
-        """Expand from the logits (B, 1, V') after the roots to at most `depth` levels; keep the likeliest nodes."""
+        """Expand from the logits (B, 1, V') after the roots to at most `depth` levels, and keep the
+        likeliest nodes.
+        """
         pool = _Pool(min(self.top_k, logits.shape[-1]))
         none = torch.zeros(len(logits), 1, dtype=torch.float32, device=logits.device)
         tokens, scores = pool.add(logits, none, none.long(), 1)
@@ -172,7 +185,9 @@ class DynamicTree:
         return pool.best(self.nodes, vocabulary)
 
     def drawn(self, draw: Draw, temperature: float | None = None) -> FixedTree:
-        """What is drawn in its place above temperature 0: two children a node as far down as its nodes reach."""
+        """Return the fixed tree that is drawn in its place above temperature 0: two children a node
+        as far down as its nodes reach.
+        """
         shapes = [Shape.regular((2,) * wide + (1,) * (self.depth - wide)) for wide in range(self.depth + 1)]
         fitting = [shape for shape in shapes if shape.size <= self.nodes] or shapes[:1]
         return FixedTree(shape=fitting[-1], draw=draw, temperature=temperature)
@@ -180,8 +195,10 @@ class DynamicTree:
     def cuts(
         self, context: DraftContext, active: Sequence[int], grown: Expanded, budget: Budget
     ) -> Iterator[tuple[int, TokenTree, Drafted]]:
-        """(index, tree, proposal) of the active rows of the context, within its budget. A row for which the model's
-        logits are not finite has none: the drafter failed it."""
+        """Yield (index, tree, proposal) of the active rows of the context, within its budget. A row
+        for which the model's logits are not finite gets none, and counts as a failure of the
+        drafter.
+        """
         for index, row in zip(active, grown.fetch(), strict=True):
             if any(math.isnan(node.probability) for node in row):
                 context.fail(index, not_finite())
@@ -193,7 +210,9 @@ class DynamicTree:
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TokenTree, Drafted]:
-        """One row's tree, in the isolation domain `salt`: the likeliest of its candidates that its budget allows."""
+        """Return one row's tree, in the isolation domain `salt`: the likeliest of its candidates
+        that its budget allows.
+        """
         drafted, ids = Drafted(TokenTree(root), self.estimates.of(salt)), {0: 0}
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
             if found.parent in ids:  # if not, rounding gave it its parent's score
@@ -204,12 +223,14 @@ class DynamicTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeOptions:
-    """How much is drafted and how it is drawn; a method adds its own options."""
+    """Options of how much is drafted and how it is drawn; a method adds its own."""
 
     num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
     tree: Sequence[int] | str | None = None
-    """Any tree instead: parents of node 1, 2, ..., 0 the root (see `forerun plan`), or mc_sim_7b_63, Medusa's."""
+    """Any tree instead: parents of node 1, 2, ..., 0 the root (see `forerun plan`), or the name
+    mc_sim_7b_63, Medusa's tree.
+    """
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
     temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
 
@@ -228,14 +249,16 @@ class TreeOptions:
         Shape.of(self.tree)
 
     def fixed_tree(self) -> FixedTree:
-        """What grows such trees."""
+        """Return the fixed tree that the options describe."""
         regular = self.shape or (1,) * self.num_speculative_tokens
         shape = Shape.regular(regular) if self.tree is None else Shape.of(self.tree)
         return FixedTree(shape=shape, draw=Draw(self.draw), temperature=self.temperature)
 
 
 def check_drawing(method: str, options: Any) -> None:
-    """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a configuration make sense."""
+    """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a
+    configuration make sense.
+    """
     check_choice(method, options, "draw", [kind.value for kind in Draw])
     check_least(method, options, num_speculative_tokens=1)
     if options.temperature is not None and not GREEDY_BELOW <= options.temperature <= MAX_TEMPERATURE:
@@ -246,21 +269,23 @@ def check_drawing(method: str, options: Any) -> None:
 
 
 def not_finite() -> NumericError:
-    """What a drafter says of a row for which its model gives no numbers."""
+    """Return the error of a drafter for a row for which its model gives no finite numbers."""
     return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
 
 
 class Limits:
-    """How many nodes each of B rows may submit while its tree grows level by level. A node that was grown is never
-    taken back, so whether it is submitted does not depend on its value. `stopped` says of each row (B,) whether it
-    drafts no deeper than these children; empty where all go on."""
+    """Counts how many nodes each of B rows may submit while its tree grows level by level. A node
+    that was grown is never taken back, so whether it is submitted does not depend on its value.
+    `stopped` returns, for each row (B,), whether it drafts no deeper than these children; empty if
+    all go on.
+    """
 
     def __init__(self, levels: Sequence[range], nodes: list[int], stopped: Callable[[Children], list[bool]]) -> None:
         self.nodes = list(nodes)  # (B,) from the first node on
         self._levels, self._stopped = levels, stopped
 
     def enough(self, depth: int, children: Children) -> bool:
-        """Whether no row wants a level below these children of the nodes at `depth`."""
+        """Return whether no row wants a level below these children of the nodes at `depth`."""
         last = self._levels[depth + 1].stop - 1
         for row, stopped in enumerate(self._stopped(children)):
             if stopped:
@@ -275,7 +300,9 @@ class Submitted(Proposal):
     run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
 
     def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
-        """The longest path among the nodes that were run which holds a beginning of `committed`."""
+        """Return the longest path among the nodes that were run which holds a beginning of
+        `committed`.
+        """
         paths: dict[int, tuple[int, ...]] = {0: ()}
         for node in range(1, self.run + 1):
             above = paths.get(self.parents[node])
@@ -285,7 +312,7 @@ class Submitted(Proposal):
 
 
 class _Row(NamedTuple):
-    """One row of a `Grown` on the host: entry k of each is of node k + 1."""
+    """One row of a `Grown` on the host: entry k of each list belongs to node k + 1."""
 
     tokens: list[int]
     drawn: list[int]
@@ -296,13 +323,15 @@ class _Row(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grown(Children):
-    """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children` has (B, F, C)."""
+    """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children`
+    has (B, F, C).
+    """
 
     run: int  # Nodes that the model has run, from the first
 
     @classmethod
     def of(cls, levels: Sequence[Children], ids: Tensor, run: int) -> Grown:
-        """The levels behind each other, which hold the tokens `ids` (B, K)."""
+        """Concatenate levels that hold the tokens `ids` (B, K)."""
 
         def flat(values: Callable[[Children], Tensor]) -> Tensor:
             return torch.cat([values(children).flatten(1) for children in levels], dim=1)
@@ -318,7 +347,9 @@ class Grown(Children):
         )
 
     def fetch(self) -> list[_Row]:
-        """(B,) all but the probs, in one transfer. Not kept: a recording gives the same object with other numbers."""
+        """Fetch everything but the probs, (B,) rows, in one transfer. Not kept: a recording gives
+        the same object with other numbers.
+        """
         masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
         columns = fetched([self.tokens, self.drawn, self.confidence, self.validity(), masses])
         return [_Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
@@ -347,22 +378,25 @@ class Expanded:
     ranks: Tensor  # (B, n) among its siblings, likeliest 0
 
     def fetch(self) -> list[list[Candidate]]:
-        """(B, n) in one transfer."""
+        """Fetch the nodes (B, n) in one transfer."""
         fields = (self.order, self.tokens, self.parents, self.probabilities, self.depths, self.ranks)
         rows = zip(*(part.tolist() for part in fetched(fields)), strict=True)
         return [[Candidate(*node) for node in zip(*row, strict=True)] for row in rows]
 
 
 class _Pool:
-    """Every node that was looked at, level by level: the `width` likeliest children of each that was expanded."""
+    """Every node that was looked at, level by level: the `width` likeliest children of each that
+    was expanded.
+    """
 
     def __init__(self, width: int) -> None:
         self.width, self.size = width, 0
         self._levels: list[tuple[Tensor, ...]] = []  # Tokens, scores, parents, log-probabilities, depths
 
     def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """From logits (B, F, V') or (B, 1, V'), scores and ids (B, F) of nodes their children's tokens and scores,
-        (B, F * width)."""
+        """Add the children of nodes with logits (B, F, V') or (B, 1, V'), scores and ids (B, F),
+        and return the children's tokens and scores, (B, F * width).
+        """
         found = logits.float().log_softmax(-1).topk(self.width, dim=-1)
         shape = (*scores.shape, self.width)
         tokens, logs = found.indices.expand(shape).flatten(1), found.values.expand(shape)

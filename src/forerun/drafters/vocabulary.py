@@ -1,4 +1,4 @@
-"""The tokenizers of target and draft model: where they are, and whether they agree."""
+"""Finds the tokenizers of target and draft model, and checks whether they agree."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ _REMEDY = (
 
 
 def resolved(model: Any) -> Any:
-    """The directory of a shipped model for its name; any other name, or a loaded model, unchanged."""
+    """Return the directory of a shipped model for its name; any other name, or a loaded model, is
+    returned unchanged.
+    """
     return str(resolve(model)) if isinstance(model, str | Path) else model
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
-    """Raise VocabularyMismatchError where the `size` token ids of a draft model mean something else than the target's,
-    or, where a tokenizer is missing, are not as many."""
+    """Raise VocabularyMismatchError if the `size` token ids of a draft model mean something else
+    than the target's, or, where a tokenizer is missing, are not as many.
+    """
     theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
     if setup.tokenizer is None or theirs is None:
         if setup.target.vocab_size == size:
@@ -39,7 +42,9 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
 
 
 def check_tokenizers(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Raise VocabularyMismatchError unless the tokenizers of target and draft model, in this order, are the same."""
+    """Raise VocabularyMismatchError unless the tokenizers of target and draft model, in this order,
+    are the same.
+    """
     target, draft = own.get_vocab(), theirs.get_vocab()
     if target != draft:
         differing = sorted(token for token in target.keys() | draft.keys() if target.get(token) != draft.get(token))
@@ -55,8 +60,10 @@ def check_tokenizers(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBa
 
 
 def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrainedTokenizerBase]:
-    """Of target and draft model: the options `target_tokenizer` and `tokenizer` (a directory, a hub id or an object),
-    else the engine's and what lies beside the model. ArgumentError: there is none."""
+    """Return the tokenizers of target and draft model: the options `target_tokenizer` and
+    `tokenizer` (a directory, a hub id or an object), else the engine's and the one beside the
+    model. Raises ArgumentError if there is none.
+    """
     given, own, model = config.target_tokenizer, config.tokenizer, config.model
     target = setup.tokenizer if given is None else _loaded(given)
     if target is None:

@@ -77,7 +77,9 @@ class CascadeDrafter(Drafter):
         return self.model.memory_bytes() + self._inner.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
-        """Keep of the last chain what the text went on with. New tokens are run when a draft is wanted, not before."""
+        """Keep what the text confirmed of the last chain. New tokens are run when a draft is
+        wanted, not before.
+        """
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             state, known = self._rows[row_id], len(tokens) - fresh
             submitted, state.submitted = state.submitted, None
@@ -116,7 +118,7 @@ class CascadeDrafter(Drafter):
     # --- what is known ----------------------------------------------------------------------------------------------
 
     def _agree(self, row_id: int, base: int, tokens: Sequence[int]) -> None:
-        """Shrink to what agrees with `tokens`, of which the first `base` are known to."""
+        """Shrink to what agrees with `tokens`, of which the first `base` are known to agree."""
         state = self._rows[row_id]
         chain, agreed = state.chain if base == state.text else [], base
         for guess, token in zip(chain, self.model.readable(tokens[base : base + len(chain)]), strict=False):
@@ -126,8 +128,10 @@ class CascadeDrafter(Drafter):
         self._shrink(row_id, agreed, len(tokens))
 
     def _shrink(self, row_id: int, agreed: int, length: int) -> None:
-        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a step. An inner
-        drafter that reads hidden states wants that of the token before the first new one, so this runs again."""
+        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a
+        step. An inner drafter that reads hidden states wants that of the token before the first new
+        one, so this one runs again.
+        """
         state = self._rows[row_id]
         kept = agreed - 1 if self._inner.requires else agreed
         self.model.truncate([row_id], [max(0, min(self.model.lengths[row_id], kept, length - 1))])
@@ -136,7 +140,7 @@ class CascadeDrafter(Drafter):
         state.text, state.chain = agreed, []
 
     def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
-        """The context's row as the inner level's."""
+        """Return the context's row as the inner level's."""
         row_id, tokens, sampler = context.rows[index], context.tokens[index], context.samplers[index]
         self._agree(row_id, min(self._rows[row_id].text, len(tokens)), tokens)
         greedy = sampler.greedy
@@ -177,7 +181,9 @@ class CascadeDrafter(Drafter):
     # --- the chain --------------------------------------------------------------------------------------------------
 
     def _write(self, rows: Sequence[InnerRow]) -> None:
-        """Step until every row's chain is as long as it should be: a length that no drawn token decides."""
+        """Step until every row's chain is as long as it should be: a length that no drawn token
+        decides.
+        """
         running = list(rows)
         while running:
             members, depths, most = range(len(running)), [row.room for row in running], self.config.inner_nodes
@@ -191,7 +197,9 @@ class CascadeDrafter(Drafter):
             running = [row for row in running if row.room > 0 and row.error is None]
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
-        """The chain as a tree, each sampled token with the distribution that it was drawn from."""
+        """Add the chain to the tree, each sampled token with the distribution that it was drawn
+        from.
+        """
         state = self._rows[row.cache_row]
         state.chain = row.chain
         state.submitted = submitted = Drafted(tree, self._estimates.of(row.cache_salt))
@@ -205,7 +213,9 @@ class CascadeDrafter(Drafter):
             submitted.add(token, position, by_draft_prob(drawn, 0, prob), drawn)
 
     def _append(self, going: Mapping[int, InnerRow], trees: Sequence[TokenTree], budget: Budget) -> None:
-        """Hang what the inner drafter expects behind each chain below its end, within what is left of the budget."""
+        """Hang what the inner drafter expects behind each chain below its end, within what is left
+        of the budget.
+        """
         rows, nodes, depth = list(going.values()), list[int](), list[int]()
         for index, row in going.items():
             size, room = trees[index].size, self.model.max_length - len(row.tokens)
@@ -226,7 +236,9 @@ class CascadeDrafter(Drafter):
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """What draft model and inner drafter know of one row: `text` committed tokens, and the chain behind them."""
+    """The state of draft model and inner drafter for one row: `text` committed tokens, and the
+    chain behind them.
+    """
 
     text: int = 0
     chain: list[int] = field(default_factory=list)
@@ -247,7 +259,9 @@ class InnerRow(Row):
         return InnerRng(self)
 
     def end(self) -> None:
-        """The last step failed: the chain ends behind what it drew, whose fate may not depend on what followed."""
+        """End the chain after a failed step, behind what that step drew, whose fate may not depend
+        on what followed.
+        """
         self.shorten(1)
         while (token := self.drawn.get(len(self.chain))) is not None:
             self.commit([token])
@@ -258,15 +272,17 @@ class InnerRow(Row):
 
 
 class InnerRng(Rng):
-    """Rng of an inner step: the token it draws for a position is the outer level's draft draw for it, so whoever drafts
-    inside, the chain is the one that the draft model would sample. The inner drafter draws from the next stream."""
+    """The random numbers of an inner step. The token it draws for a position is the outer level's
+    draft draw for it, so whoever drafts inside, the chain is the one that the draft model would
+    sample. The inner drafter draws from the next stream.
+    """
 
     def __init__(self, row: InnerRow) -> None:
         self._row, self._offset = row, len(row.tokens) - row.begun
         super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
 
     def draw(self, probs: Tensor, depth: int = 0) -> int:
-        """A token from `probs` (V,), which is remembered as the distribution of its position."""
+        """Draw a token from `probs` (V,), which is remembered as the distribution of its position."""
         position = self._offset + depth
         self._row.probs[position] = probs
         token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
@@ -277,11 +293,13 @@ class DraftTarget(Target):
     """A draft model that is scored in the token ids of another model."""
 
     def speak(self, vocabulary: int) -> None:
-        """Give logits over `vocabulary` ids: padding is dropped, ids that this model lacks are impossible."""
+        """Give logits over `vocabulary` ids from now on: padding is dropped, ids that this model
+        lacks are impossible.
+        """
         self.known, self.vocab_size = self.vocab_size, vocabulary
 
     def readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens; ids that this model lacks read as 0."""
+        """Return the tokens with ids that this model lacks replaced by 0."""
         return [token if token < self.known else 0 for token in tokens]
 
     def score(

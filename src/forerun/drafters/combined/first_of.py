@@ -18,7 +18,7 @@ from forerun.types import Budget
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstOfConfig(ComposedConfig):
-    """Options of `first_of`; the member to be preferred stands first."""
+    """Options of `first_of`; the preferred member stands first."""
 
     min_tokens: float | Sequence[float] = 1.0  # Tokens a draft must promise; a number, or one per drafter but the last
 
@@ -33,15 +33,17 @@ class FirstOfConfig(ComposedConfig):
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """`min_tokens` of each drafter but the last."""
+        """The values of `min_tokens` for each drafter but the last."""
         if isinstance(self.min_tokens, int | float):
             return (float(self.min_tokens),) * (len(self.drafters) - 1)
         return tuple(self.min_tokens)
 
 
 class FirstOfDrafter(Composed):
-    """Takes each row's draft from the first member that promises enough; one that holds sampled nodes whatever it
-    promises: to submit a sampled node or not for its value would bias the answer."""
+    """Takes each row's draft from the first member that promises enough. A draft that holds sampled
+    nodes is taken whatever it promises: to submit a sampled node or not for its value would bias
+    the answer.
+    """
 
     name = "first_of"
     Config = FirstOfConfig

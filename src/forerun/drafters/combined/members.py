@@ -1,4 +1,6 @@
-"""Members of a combined drafter: built from their own configurations, each one's failure its own."""
+"""The members of a combined drafter: built from their own configurations, isolated from each
+other's failures.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ..
 
 
 def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
-    """A member's method and its own options, from what a user gave; an ArgumentError says what was expected."""
+    """Split a member's specification into its method and options. Raises ArgumentError that says
+    what was expected.
+    """
     spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
         raise ArgumentError(f'{owner}: a drafter is a name, or {{"method": "ngram", ...}} with options, got {given!r}')
@@ -29,7 +33,9 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_specs(owner: str, given: object) -> None:
-    """Refuse what is no list of at least two members; errors as `options_of`."""
+    """Raise ArgumentError unless `given` is a list of at least two members; other errors as
+    `options_of`.
+    """
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
         raise ArgumentError(f'{owner}: drafters are two or more, like ["ngram", {{"method": "suffix"}}], got {given!r}')
     for spec in given:
@@ -42,8 +48,10 @@ class ComposedConfig:
 
     drafters: Sequence[Spec] = ("suffix", "recycling")  # The members, each a name or ``{"method": name, ...}``
     reproducible: bool = True
-    """For sampled requests with a seed the members draft deterministically, so that the text is plain decoding's. False
-    lets them sample there too: more is accepted, and the text depends on what was learned from other requests."""
+    """Let members draft deterministically for sampled requests with a seed, so that the text is
+    plain decoding's. False lets them sample there too: more is accepted, and the text depends on
+    what was learned from other requests.
+    """
 
 
 class Composed(Drafter):
@@ -54,7 +62,9 @@ class Composed(Drafter):
         self.members = [Guarded.built(*options_of("member", spec), setup) for spec in config.drafters]
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """Which member drafts a row, and what stands beside its nodes, is decided in each step: trees."""
+        """Return the kind of trees: which member drafts a row, and what stands beside its nodes, is
+        decided in each step.
+        """
         seen = repeatable(sampler) if self.config.reproducible else sampler
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
@@ -82,5 +92,5 @@ class Composed(Drafter):
         return sum(member.memory_bytes() for member in self.members)
 
     def for_members(self, context: DraftContext) -> DraftContext:
-        """The context as members see it."""
+        """Return the context as members see it."""
         return context.repeatable() if self.config.reproducible else context

@@ -61,7 +61,7 @@ class DraftModelConfig(TreeOptions):
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """What the draft model's cache knows of one row."""
+    """The state of the draft model's cache for one row."""
 
     cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
     drafted: Proposal | None = None  # The last proposal, until the target has spoken
@@ -99,7 +99,9 @@ class DraftModelDrafter(Drafter):
         return self.model.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
-        """Keep of the last proposal what was accepted. New tokens are run when a draft is wanted, not before."""
+        """Keep what was accepted of the last proposal. New tokens are run when a draft is wanted,
+        not before.
+        """
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             row, known = self._rows[row_id], len(tokens) - fresh
@@ -137,7 +139,9 @@ class DraftModelDrafter(Drafter):
         return trees
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
-        """The first nodes of the shape for the active rows, which read as `texts`; level by level."""
+        """Grow the first nodes of the shape for the active rows, level by level; the draft model
+        reads their texts as `texts`.
+        """
         rows, within = [context.rows[index] for index in active], list(ending.nodes)
         cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
@@ -175,7 +179,7 @@ class DraftModelDrafter(Drafter):
         key: Hashable,
         drawn: Callable[[Draws | HostDraws, Tensor, Descend], Grown],
     ) -> Grown:
-        """The same as one recording, which runs what is `left` first."""
+        """Grow the nodes as one recording, which runs what is `left` first."""
 
         def grow(first: Tensor, descend: Descend, *numbers: Tensor) -> Grown:
             def below(ids: Tensor, level: range) -> Tensor:
@@ -189,7 +193,7 @@ class DraftModelDrafter(Drafter):
         return grown
 
     def _fixed_tree(self) -> FixedTree:
-        """What is drafted."""
+        """Return the tree that is drafted."""
         return self.config.fixed_tree()
 
     @property
@@ -203,23 +207,25 @@ class DraftModelDrafter(Drafter):
         return min(self.model.max_length, self.model.slots - self._behind)
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
-        """The committed tokens as the draft model reads them."""
+        """Return the committed tokens as the draft model reads them."""
         return tokens
 
     def _span(self, row_id: int, length: int) -> int:
-        """How many tokens the draft model reads for a row's first `length` committed ones."""
+        """Return how many tokens the draft model reads for a row's first `length` committed ones."""
         return length
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens; ids from the padding of the target's embedding, which the draft model may lack, read as 0."""
+        """Return the tokens with ids that the draft model may lack, from the padding of the
+        target's embedding, replaced by 0.
+        """
         return [token if token < self.model.vocab_size else 0 for token in tokens]
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """(B, F, V') -> (B, F, V) over the target's ids."""
+        """Map (B, F, V') -> (B, F, V) over the target's ids."""
         return fitted(logits, self._vocabulary)
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Drafted tokens as the draft model reads them."""
+        """Return drafted tokens as the draft model reads them."""
         return ids
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
@@ -227,28 +233,34 @@ class DraftModelDrafter(Drafter):
 
 
 def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
-    """The draft model that a configuration names, beside the target; one that is loaded stays where it is."""
+    """Load the draft model that a configuration names beside the target; one that is loaded stays
+    where it is.
+    """
     device = setup.target.device if isinstance(config.model, str | Path) else None
     return kind.load(config.model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
 
 
 def fitted(logits: Tensor, vocabulary: int) -> Tensor:
-    """(.., V') -> (.., V) of so many ids: padding is dropped, ids that the draft model lacks are impossible."""
+    """Map logits (.., V') -> (.., V) over `vocabulary` ids: padding is dropped, ids that the draft
+    model lacks are impossible.
+    """
     missing = vocabulary - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocabulary]
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
-    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one token for each row), and
-    return the logits (B, 1, V) after the last token of each."""
+    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one
+    token for each row), and return the logits (B, 1, V) after the last token of each.
+    """
     return model.prefill(rows, catch_up(model, rows, cached, missing)).logits
 
 
 def catch_up(
     model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Cut the rows' caches to `cached` tokens and run, of rows with much that is `missing` behind them, all but the
-    last token. Returns what is left to run, at least one token for each row."""
+    """Cut the rows' caches to `cached` tokens and, for rows with many `missing` tokens, run all of
+    these but the last. Returns what is left to run, at least one token for each row.
+    """
     model.truncate(rows, cached)
     rest = list(missing)
     for index, (row, text) in enumerate(zip(rows, missing, strict=True)):
@@ -259,10 +271,11 @@ def catch_up(
 
 
 class Stop(StrEnum):
-    """When a draft is long enough: a confidence threshold, or a bound on acceptance from the distribution's entropy. A
-    rule looks at the distribution *before* its token is drawn. The token is drawn and submitted all the same, and
-    drafting ends behind it: a sampled token that is withdrawn because of its value biases the text, one that was drawn
-    last does not."""
+    """The rules that end a draft: a confidence threshold, or a bound on acceptance from the
+    distribution's entropy. A rule looks at the distribution *before* its token is drawn. The token
+    is drawn and submitted all the same, and drafting ends behind it: a sampled token that is
+    withdrawn because of its value biases the text, one that was drawn last does not.
+    """
 
     NEVER = "never"  # Only the budget ends it
     CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
@@ -275,8 +288,9 @@ ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
-    """(..,) bool: whether to draft behind a token drawn from these distributions (.., V), by any rule but `NEVER`; its
-    own threshold where none is given."""
+    """Return (..,) bool: whether to draft on behind a token drawn from these distributions (.., V),
+    by any rule but `NEVER`. The rule's own threshold applies if none is given.
+    """
     threshold = DEFAULTS[rule] if threshold is None else threshold
     if rule is Stop.CONFIDENCE:
         return probs.amax(-1) >= threshold
@@ -285,7 +299,9 @@ def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor
 
 
 class Ending(Limits):
-    """The nodes that each row may submit: those drawn where all of a level's distributions say stop are the last."""
+    """The nodes that each row may submit under a `Stop` rule: nodes drawn where all of a level's
+    distributions say stop are the last.
+    """
 
     def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: list[int]) -> None:
         super().__init__(levels, nodes, lambda _: self._ended)
@@ -293,7 +309,9 @@ class Ending(Limits):
         self._ended: list[bool] = []
 
     def look(self, logits: Tensor) -> Tensor:
-        """Shown the raw logits (B, F, V) of a level before anything is drawn from them; returns them."""
+        """Look at the raw logits (B, F, V) of a level before anything is drawn from them, and
+        return them.
+        """
         if self._stop is not Stop.NEVER:
             going = goes_on(self._stop, logits.float().softmax(-1), self._threshold)
             self._ended = (~going.any(-1)).tolist()

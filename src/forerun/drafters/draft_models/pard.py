@@ -47,8 +47,9 @@ class PardConfig(DraftModelConfig):
 
 
 class PardDrafter(DraftModelDrafter):
-    """Drafts with a PARD model in one pass for all rows: the tree of the likeliest paths (DDTree, arXiv 2604.12989)
-    where no other is asked for, since a level costs nothing."""
+    """Drafts with a PARD model in one pass for all rows. The tree of the likeliest paths (DDTree,
+    arXiv 2604.12989) is the default, since a level costs nothing.
+    """
 
     name = "pard"
     Config = PardConfig
@@ -88,8 +89,9 @@ class PardDrafter(DraftModelDrafter):
         return trees
 
     def _likeliest(self, sampler: Sampler) -> DynamicTree | None:
-        """The tree of the likeliest paths, where it is drafted for a request; above temperature 0 a deterministic tree
-        loses (docs/findings.md)."""
+        """Return the tree of the likeliest paths if a request gets it, else None; above temperature
+        0 a deterministic tree loses (docs/findings.md).
+        """
         return self._best if sampler.greedy or self.config.draw == Draw.DETERMINISTIC else None
 
     def _fixed_tree(self) -> FixedTree:
@@ -113,8 +115,10 @@ class PardDrafter(DraftModelDrafter):
         return dataclasses.replace(grown, run=0)  # nothing of it stands in the cache
 
     def _levels(self, rows: list[int], texts: list[Sequence[int]], depths: list[int]) -> Tensor:
-        """Logits (B, D, V) after the roots and after the masks behind them, D the most of `depths` (B,): of a row with
-        fewer the last ones mean nothing. One pass; what the cache lacked of the `texts` stays there."""
+        """Return logits (B, D, V) after the roots and after the masks behind them, D the most of
+        `depths` (B,); the last ones of a row with fewer mean nothing. One pass; what the cache
+        lacked of the `texts` stays there.
+        """
         cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
         left = catch_up(self.model, rows, cached, missing)
@@ -129,7 +133,9 @@ class PardDrafter(DraftModelDrafter):
 
 
 def mask_token(model: Any) -> int:
-    """What a transformers causal LM reads as a mask; ArgumentError where it is no PARD model."""
+    """Return the token that a transformers causal LM reads as a mask. Raises ArgumentError if it is
+    no PARD model.
+    """
     token, name = getattr(model.config, KEY, None), model.name_or_path or "the model"
     if token is None:
         raise ArgumentError(
@@ -143,9 +149,11 @@ def mask_token(model: Any) -> int:
 
 
 def mark(model: Any, tokenizer: Any, token: int | None = None) -> None:
-    """Make a transformers causal LM a PARD model: write the keys of the format into its configuration. Without a
-    `token` the mask is the one that it brings, or, as in AMD's models, the first id that the tokenizer does not use, or
-    the padding token, or the last one. ArgumentError: it is none of the model's."""
+    """Make a transformers causal LM a PARD model: write the keys of the format into its
+    configuration. Without a `token` the mask is the one that it brings, or, as in AMD's models, the
+    first id that the tokenizer does not use, or the padding token, or the last one. Raises
+    ArgumentError if it is none of the model's.
+    """
     token = getattr(model.config, KEY, None) if token is None else token
     if token is None:
         unused = max(tokenizer.get_vocab().values()) + 1

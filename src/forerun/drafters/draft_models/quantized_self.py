@@ -52,14 +52,18 @@ class QuantizedSelfDrafter(DraftModelDrafter):
         super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
 
     def memory_bytes(self) -> int:
-        """Bytes of rounded weights, scales and the twin's cache; what it shares with the target is not counted."""
+        """Return the bytes of rounded weights, scales and the twin's cache; what it shares with the
+        target is not counted.
+        """
         layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
         return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
 
 
 def rounded_twin(model: Any, bits: int = 8) -> Any:
-    """The same causal LM with rounded linears in its decoder layers; all else is shared, nothing is written to.
-    UnsupportedModelError: it has no plain linear layers, is not on one device, or torch has no 4-bit kernel."""
+    """Return a copy of the causal LM with rounded linear layers in its decoder; all else is shared,
+    nothing is written to. Raises UnsupportedModelError if it has no plain linear layers, is not on
+    one device, or torch has no 4-bit kernel.
+    """
     if bits == 4 and model.device.type != "cpu":
         raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
     if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
@@ -76,7 +80,9 @@ def rounded_twin(model: Any, bits: int = 8) -> Any:
 
 
 def _rounded(module: nn.Module, bits: int) -> nn.Module:
-    """A copy with rounded layers in the place of linear ones; modules that hold none are shared."""
+    """Copy a module with rounded layers in the place of linear ones; modules that hold none are
+    shared.
+    """
     weight = _weight(module)
     if weight is not None:
         kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
@@ -90,7 +96,7 @@ def _rounded(module: nn.Module, bits: int) -> nn.Module:
 
 
 def _weight(module: nn.Module) -> Tensor | None:
-    """(out, in) of a linear layer of a kind that is known; None of any other module."""
+    """Return the weight (out, in) of a linear layer of a known kind, or None for any other module."""
     from transformers.pytorch_utils import Conv1D
 
     if type(module) in (nn.Linear, PackedLinear):
@@ -103,7 +109,9 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 class _Rounded(nn.Module):
-    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared `bias` (out,)."""
+    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared
+    `bias` (out,).
+    """
 
     rounded: Tensor
     scales: Tensor
@@ -117,11 +125,11 @@ class _Rounded(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The weight (out, in) as it is kept, and its scales."""
+        """Return the weight (out, in) as it is kept, and its scales."""
         raise NotImplementedError
 
     def product(self, rows: Tensor) -> Tensor:
-        """(M, in) -> (M, out), without the bias."""
+        """Multiply (M, in) -> (M, out), without the bias."""
         raise NotImplementedError
 
     def forward(self, states: Tensor) -> Tensor:
@@ -131,7 +139,7 @@ class _Rounded(nn.Module):
         return result.view(*states.shape[:-1], self.out_features)
 
     def nbytes(self) -> int:
-        """Bytes of weight and scales; the bias belongs to the target."""
+        """Return the bytes of weight and scales; the bias belongs to the target."""
         return self.rounded.nbytes + self.scales.nbytes
 
 
@@ -167,7 +175,7 @@ class Int4Linear(_Rounded):
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        """Whether the kernel takes a layer of this shape."""
+        """Return whether the kernel takes a layer of this shape."""
         return weight.shape[0] % _INT4_OUTPUTS == 0 and any(weight.shape[1] % size == 0 for size in GROUPS)
 
     def product(self, rows: Tensor) -> Tensor:

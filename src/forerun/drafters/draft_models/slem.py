@@ -113,7 +113,7 @@ class SlemDrafter(Drafter):
         return trees
 
     def _open(self, context: DraftContext, index: int) -> _Written | None:
-        """A row's text, read; None where it is empty, or leaves the draft model no room to write."""
+        """Read a row's text; None if it is empty, or leaves the draft model no room to write."""
         cache_row, tokens = context.rows[index], context.tokens[index]
         row = self._rows[cache_row]
         ids = [token if token < self.model.vocab_size else 0 for token in row.alignment.follow(tokens)]
@@ -124,7 +124,9 @@ class SlemDrafter(Drafter):
         return _Written(cache_row=cache_row, row=row, tokens=tokens, ids=ids, acceptance=acceptance)
 
     def _write(self, texts: Sequence[_Written]) -> None:
-        """Greedily `num_speculative_tokens` tokens for each row, one pass for all rows a token."""
+        """Draft `num_speculative_tokens` tokens greedily for each row, one pass for all rows a
+        token.
+        """
         kept = [text.row.common(text.ids) for text in texts]
         missing = [text.ids[count:] for text, count in zip(texts, kept, strict=True)]
         logits = run_missing(self.model, [text.cache_row for text in texts], kept, missing)
@@ -150,7 +152,7 @@ class SlemDrafter(Drafter):
                 text.row.held.append(text.last)
 
     def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
-        """The drafted text as a chain of the target's tokens."""
+        """Add the drafted text to the tree as a chain of the target's tokens."""
         text.row.submitted, alignment = None, text.row.alignment
         tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
         if not written.startswith(tail):
@@ -174,7 +176,9 @@ class SlemDrafter(Drafter):
             text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
     def _before(self, tokens: Sequence[int]) -> bytes:
-        """The end of the committed text as the target's tokens write it, from the beginning of a character on."""
+        """Return the end of the committed text as the target's tokens write it, from the beginning
+        of a character on.
+        """
         start = max(0, len(tokens) - self.config.look_behind)
         data = self._target.join(tokens[start:])
         while start and not starts_character(data, 0):
@@ -185,14 +189,16 @@ class SlemDrafter(Drafter):
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """One row as the draft model knows it."""
+    """The draft model's view of one row."""
 
     alignment: TextAlignment
     held: list[int] = field(default_factory=list)  # Draft tokens in the cache: committed text, then the last draft
     submitted: Drafted | None = None
 
     def common(self, ids: Sequence[int]) -> int:
-        """How many tokens of the text as it is now stand in the cache; its last one is always run again."""
+        """Return how many tokens of the current text stand in the cache; its last one is always run
+        again.
+        """
         count, most = min(self.alignment.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
         while count < most and self.held[count] == ids[count]:
             count += 1
@@ -201,7 +207,7 @@ class _Row:
 
 @dataclass(kw_only=True, slots=True)
 class _Written:
-    """What the draft model wrote for one row."""
+    """The text that the draft model wrote for one row."""
 
     cache_row: int
     row: _Row
@@ -216,7 +222,7 @@ class _Written:
 
 @dataclass(kw_only=True, slots=True)
 class TextAlignment:
-    """One row's text, tokenised again near its end whenever it has grown."""
+    """One row's text in draft tokens, tokenised again near its end whenever it has grown."""
 
     encoder: Encoder  # The draft model's
     shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
@@ -230,7 +236,9 @@ class TextAlignment:
     _marks: list[int] = field(default_factory=list)  # Byte behind each target token
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The draft tokens, opening included, of a text that begins with what was followed before."""
+        """Return the draft tokens, opening included, of a text that begins with what was followed
+        before.
+        """
         for index in range(len(self._marks), len(tokens)):
             token = tokens[index]
             if token < len(self.shown) and (index or token != self.silent):
@@ -248,7 +256,9 @@ class TextAlignment:
         return [*self.opening, *self.ids]
 
     def shrink(self, length: int) -> None:
-        """Forget all but the first `length` target tokens; of a draft token that is cut, the rest is read anew."""
+        """Forget all but the first `length` target tokens; the rest of a draft token that is cut is
+        read anew.
+        """
         if length < len(self._marks):
             del self._marks[length:]
             del self.data[self._marks[-1] if self._marks else 0 :]
@@ -256,7 +266,9 @@ class TextAlignment:
 
     @property
     def covered(self) -> int:
-        """Bytes up to the end of the last draft token: the rest could not be written in draft tokens alone."""
+        """Bytes up to the end of the last draft token: the rest could not be written in draft
+        tokens alone.
+        """
         return self._ends[-1] if self._ends else 0
 
     def _keep(self, count: int) -> None:
@@ -265,8 +277,10 @@ class TextAlignment:
         self.agreed = min(self.agreed, count)
 
     def _splice(self, start: int, *, words: bool) -> bool:
-        """Tokenise from draft token `start` on. False where no token of the old ones came out again in its place: with
-        `words`, where a word begins, since tokenizers hardly look farther back than that."""
+        """Tokenise from draft token `start` on. Returns False if no old token came out again in its
+        place; with `words` it must do so where a word begins, since tokenizers hardly look farther
+        back than that.
+        """
         base = self._ends[start - 1] if start else 0
         spans = [(span.id, base + span.end) for span in self.encoder.encode(bytes(self.data[base:]), opening=not start)]
         old = list(zip(self.ids[start:], self._ends[start:], strict=True))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TliConfig(DraftModelConfig):
-    """Options of `tli`: those of `draft_model`, and what stands between the two tokenizers."""
+    """Options of `tli`: those of `draft_model`, and those about the two tokenizers."""
 
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
@@ -61,7 +61,7 @@ class TliDrafter(DraftModelDrafter):
                 del self._alignments[row_id]
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
-        """Find the shared tokens, and whether there are enough."""
+        """Find the shared tokens, and check that there are enough."""
         target, draft = map(TokenBytes, tokenizers(self.name, self.config, setup))
         shared = intersection(target, draft, setup.target.vocab_size, self.model.vocab_size)
         require(shared, self.config.min_shared, target, draft)
@@ -88,13 +88,15 @@ class TliDrafter(DraftModelDrafter):
         return self._translated[ids]
 
     def _fit(self, logits: Tensor) -> Tensor:
-        """(B, F, V') of the shared tokens, ascending in the target's ids."""
+        """Select the logits (B, F, V') of the shared tokens, ascending in the target's ids."""
         return logits if self._pruned is not None else logits[..., self._draft_ids]
 
 
 def intersection(target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Tensor:
-    """(V', 2) int64: token ids of target and draft that stand for the same bytes, or are special and mean the same;
-    each id once, ascending in the target's, below `target_size` and `draft_size`, of the embeddings."""
+    """Return (V', 2) int64: token ids of target and draft that stand for the same bytes, or are
+    special and mean the same. Each id occurs once, ascending in the target's, below `target_size`
+    and `draft_size` of the embeddings.
+    """
     pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
     taken = set[int]()
     for ours, theirs in target.counterparts(draft).items():
@@ -106,8 +108,9 @@ def intersection(target: TokenBytes, draft: TokenBytes, target_size: int, draft_
 
 
 def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes) -> None:
-    """Raise VocabularyMismatchError where too little is shared; `least` is below 1 a share of the smaller vocabulary,
-    else a number of tokens."""
+    """Raise VocabularyMismatchError if too few tokens are shared. A `least` below 1 is a share of
+    the smaller vocabulary, else a number of tokens.
+    """
     needed = max(1, round(least * min(len(target), len(draft)) if least < 1 else least))
     if len(shared) >= needed:
         return
@@ -117,10 +120,12 @@ def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes)
 
 
 class Dictionary:
-    """Target token -> draft tokens: the shared one, else the draft tokenizer's encoding of what the token spells."""
+    """Maps a target token to draft tokens: the shared one, else the draft tokenizer's encoding of
+    the token's bytes.
+    """
 
     def __init__(self, target: TokenBytes, encoder: Encoder, draft_size: int) -> None:
-        """`draft_size`: token ids that the draft model can embed."""
+        """Prepare the map; `draft_size` is the number of token ids that the draft model can embed."""
         self._target, self._encoder, self._size = target, encoder, draft_size
         self.opening = opening_of(encoder.token_bytes)
         self.silent = {target.tokenizer.bos_token_id} if self.opening else set()  # They say what the opening says
@@ -128,7 +133,9 @@ class Dictionary:
         self._known = {token: [shared[token]] if token in shared else [] for token in target.specials}
 
     def __getitem__(self, token: int) -> list[int]:
-        """The draft tokens; none for a special token without counterpart, or bytes that the draft cannot write."""
+        """Return the draft tokens of a target token; none for a special token without counterpart,
+        or bytes that the draft cannot write.
+        """
         if token not in self._known:
             piece = self._target.of(token)
             same = self._encoder.token_bytes.ordinary.get(piece)
@@ -138,7 +145,7 @@ class Dictionary:
 
 
 class TokenAlignment:
-    """One row's text, token by token."""
+    """One row's text in draft tokens, translated token by token."""
 
     def __init__(self, dictionary: Dictionary) -> None:
         self._dictionary = dictionary
@@ -146,7 +153,7 @@ class TokenAlignment:
         self._ends: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """The draft tokens of a text that begins with what was followed before."""
+        """Return the draft tokens of a text that begins with what was followed before."""
         for index in range(len(self._ends), len(tokens)):
             if index or tokens[index] not in self._dictionary.silent:
                 self.ids.extend(self._dictionary[tokens[index]])
@@ -154,7 +161,7 @@ class TokenAlignment:
         return self.ids
 
     def span(self, length: int) -> int:
-        """Draft tokens that the first `length` target tokens take, of those that were followed."""
+        """Return how many draft tokens the first `length` followed target tokens take."""
         return self._ends[min(length, len(self._ends)) - 1] if length > 0 and self._ends else 0
 
     def shrink(self, length: int) -> None:
@@ -168,7 +175,9 @@ _TOLERANCE = 0.02  # Share of the largest logit: what sums in another order may 
 
 
 class PrunedHead(OutputHead):
-    """hidden states after the final norm (.., H) -> raw logits (.., V'), as the model computes those of `ids` (V',)."""
+    """Maps hidden states after the final norm (.., H) to raw logits (.., V') of `ids` (V',), as the
+    model computes them.
+    """
 
     def __init__(self, model: nn.Module, name: str, ids: Tensor) -> None:
         super().__init__(model)
@@ -187,9 +196,10 @@ class PrunedHead(OutputHead):
 
 @torch.inference_mode()
 def prune_head(target: Target, ids: Tensor) -> int | None:
-    """Let `target` compute the logits of these token ids only, in their order; the model itself is not changed. Returns
-    the bytes of the copied rows; None, with nothing changed, where the head is no linear layer, or where the model does
-    more with its logits than what it does to each of them alone."""
+    """Let `target` compute the logits of these token ids only, in their order; the model itself is
+    not changed. Returns the bytes of the copied rows, or None, with nothing changed, if the head is
+    no linear layer or the model does more with its logits than something to each of them alone.
+    """
     output = target.model.get_output_embeddings()
     name = next((name for name, child in target.model._modules.items() if child is output), None)
     if name is None or not (type(output) is nn.Linear or isinstance(output, PackedLinear)):

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE = ({"type": "Metaspace", "replacement": "\u2581"}, {"type": "ByteFallback"})
-"""How tokenizers that are no `tokenizers` object are written; all of transformers' own are sentencepiece's."""
+"""The notation of tokenizers that are no `tokenizers` object; all of transformers' own are
+sentencepiece's.
+"""
 _ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
 
 
@@ -35,7 +37,9 @@ class TokenBytes:
         self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
-        """(V,) bytes of each token id; none where no token has that id. Of a special token those of its name."""
+        """(V,) bytes of each token id, of a special token those of its name; empty where no token
+        has that id.
+        """
         bytes_of = _notation(tokenizer)
         literal = {token: str(one) for token, one in added.items()} | self.specials
         for text, token in vocabulary.items():
@@ -51,16 +55,20 @@ class TokenBytes:
         return len(self.table)
 
     def of(self, token: int) -> bytes:
-        """The bytes of one token; none for ids beyond the vocabulary, which the padding of an embedding may have."""
+        """Return the bytes of one token; none for ids beyond the vocabulary, which the padding of
+        an embedding may have.
+        """
         return self.table[token] if 0 <= token < len(self.table) else b""
 
     def join(self, tokens: Iterable[int]) -> bytes:
-        """The bytes of a text."""
+        """Return the bytes of a text."""
         return b"".join(self.of(token) for token in tokens)
 
     @cached_property
     def ordinary(self) -> dict[bytes, int]:
-        """Bytes -> the token that stands for them; of several the one that is no ``<0xNN>``, then the lowest id."""
+        """Token for each byte string; of several tokens the one that is no ``<0xNN>``, then the
+        lowest id.
+        """
         ids = (token for token, piece in enumerate(self.table) if piece and token not in self.specials)
         found: dict[bytes, int] = {}
         for token in sorted(ids, key=lambda token: (token in self.fallbacks, token)):
@@ -68,8 +76,10 @@ class TokenBytes:
         return found
 
     def counterparts(self, other: TokenBytes) -> dict[int, int]:
-        """Special tokens of this tokenizer -> those of the other: of the same name, else end and beginning of text.
-        Padding and unknown tokens have none: they mean nothing that could be carried over."""
+        """Map special tokens of this tokenizer to those of the other: of the same name, else end
+        and beginning of text. Padding and unknown tokens have none: they mean nothing that could be
+        carried over.
+        """
         named = {text: token for token, text in other.specials.items()}
         pairs = {token: named[text] for token, text in self.specials.items() if text in named}
         for role in ("eos_token_id", "bos_token_id"):
@@ -81,7 +91,9 @@ class TokenBytes:
 
 
 def spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """The bytes of a token by its id, where those of all are not needed: `TokenBytes.of`."""
+    """Return a function from a token id to its bytes, like `TokenBytes.of`, that does not compute
+    those of all tokens.
+    """
     added, bytes_of = tokenizer.added_tokens_decoder, _notation(tokenizer)
 
     def of(token: int) -> bytes:
@@ -94,13 +106,15 @@ def spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
 
 
 def _useless(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Special tokens without a meaning of their own; padding that doubles as the end of text has one."""
+    """Return special tokens without a meaning of their own; padding that doubles as the end of text
+    has one.
+    """
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
     return {tokenizer.pad_token_id, tokenizer.unk_token_id} - ends
 
 
 def _notation(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
-    """The function from a token as the vocabulary writes it to its bytes."""
+    """Return the function from a token as the vocabulary writes it to its bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: _apply(_SENTENCEPIECE, text)
@@ -118,7 +132,7 @@ def _notation(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
 
 
 def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
-    """What the steps of a decoder make of one token in the middle of a text."""
+    """Apply a decoder's steps to one token in the middle of a text."""
     for step in steps:
         kind = step["type"]
         if kind == "ByteFallback" and (found := _BYTE.fullmatch(text)):
@@ -135,7 +149,9 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
 
 
 def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
-    """How the texts of `source` are shown to `reader`, by token id: special tokens by its own name, or not at all."""
+    """Return, by token id, how texts of `source` are shown to `reader`: special tokens by the
+    reader's own name, or not at all.
+    """
     pairs, shown = source.counterparts(reader), list(source.table)
     for token in source.specials:
         shown[token] = reader.of(pairs[token]) if token in pairs else b""
@@ -143,19 +159,19 @@ def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
 
 
 def opening_of(draft: TokenBytes) -> list[int]:
-    """The token that the draft model's tokenizer puts before every text, if it does."""
+    """Return the token that the draft model's tokenizer puts before every text, if it does."""
     first = draft.tokenizer.bos_token_id
     added: list[int] = list(draft.tokenizer("")["input_ids"])
     return [first] if first is not None and added[:1] == [first] else []
 
 
 def whole_characters(data: bytes | bytearray) -> int:
-    """How many bytes from the first there are without an incomplete UTF-8 character at the end."""
+    """Return the length of the data without an incomplete UTF-8 character at the end, in bytes."""
     return codecs.utf_8_decode(data, "replace", False)[1]
 
 
 def starts_character(data: bytes | bytearray, index: int) -> bool:
-    """Whether no character of the UTF-8 text reaches over `index`."""
+    """Return whether no character of the UTF-8 text reaches over `index`."""
     return index >= len(data) or data[index] & 0xC0 != 0x80
 
 
@@ -168,17 +184,20 @@ class Span(NamedTuple):
 
 
 class Encoder:
-    """A tokenizer as a function from bytes to spans. It takes text, not bytes, may put a space before it, and may
-    change it (case, accents, spaces). So what its tokens stand for is compared with what it was given; where that
-    differs, the spans are those that it reports itself."""
+    """A tokenizer as a function from bytes to spans. A tokenizer takes text, not bytes, may put a
+    space before it, and may change it (case, accents, spaces). So the bytes of its tokens are
+    compared with what it was given; where they differ, the spans are those that it reports itself.
+    """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
         self.token_bytes = token_bytes
         self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
 
     def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
-        """The tokens of a text, without those that a tokenizer adds around it. Bytes that are no UTF-8 become tokens of
-        single bytes, or nothing where there are none. Only where `opening`, a tokenizer may put a space before it."""
+        """Return the tokens of a text, without those that a tokenizer adds around it. Bytes that
+        are no UTF-8 become tokens of single bytes, or nothing where there are none. A tokenizer may
+        put a space before the text only with `opening`.
+        """
         found, end = list[Span](), 0
         for part in _parts(data):
             if isinstance(part, str):
@@ -193,11 +212,15 @@ class Encoder:
         return found
 
     def after(self, before: bytes, data: bytes) -> list[Span] | None:
-        """The tokens of `data` where it follows `before`, placed from the border on; None if a token lies across it."""
+        """Return the tokens of `data` where it follows `before`, placed from the border on; None if
+        a token lies across it.
+        """
         return _behind(self.encode(before + data), len(before))
 
     def _inside(self, text: str) -> list[Span]:
-        """The tokens of text in the middle of a text, so without a space that was not there, if that can be had."""
+        """Return the tokens of text in the middle of a text, without an added space if that is
+        possible.
+        """
         plain, data = self._text(text), text.encode()
         if self._spells(plain, data):
             return plain
@@ -211,7 +234,7 @@ class Encoder:
         return self.token_bytes.join(span.id for span in spans) == data
 
     def _text(self, text: str) -> list[Span]:
-        """The tokens of valid text, placed in its bytes."""
+        """Return the tokens of valid text, placed in its bytes."""
         tokenizer = self.token_bytes.tokenizer
         fast = bool(getattr(tokenizer, "is_fast", False))
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
@@ -230,13 +253,13 @@ class Encoder:
 
 
 def _behind(spans: list[Span], border: int) -> list[Span] | None:
-    """What comes after `border`, placed from there; None if a token lies across it."""
+    """Return the spans after `border`, placed from there; None if a token lies across it."""
     rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
     return None if rest and rest[0].start < 0 else rest
 
 
 def _parts(data: bytes) -> Iterator[str | bytes]:
-    """The text in the bytes, and between its parts what is no text."""
+    """Yield the text in the bytes, and the bytes between its parts that are no text."""
     while data:
         try:
             yield data.decode()

@@ -16,7 +16,9 @@ from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N, heads, D). Keys are already rotated."""
+"""Attends, called with (layer, query (B, heads, N, D), key and value (B, groups, N, D)) -> (B, N,
+heads, D). Keys are already rotated.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -26,15 +28,20 @@ class HeadConfig:
     FROM_TARGET: ClassVar[frozenset[str]] = frozenset(
         {"target_hidden_size", "vocab_size", "draft_vocab_size", "boundaries", "extra"}
     )
-    """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others."""
+    """Fields that follow from the target, or are settled elsewhere; a recipe may choose the others.
+    """
 
     target_hidden_size: int
     vocab_size: int  # Of the target
     draft_vocab_size: int  # Tokens that the head can propose; the same as `vocab_size` where it is not reduced
     boundaries: tuple[Boundary, ...]
-    """Where the target's hidden states are read: after this many layers, or `LAST_HIDDEN`, after the final norm."""
+    """Layer boundaries at which the target's hidden states are read: after this many layers, or
+    `LAST_HIDDEN`, after the final norm.
+    """
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of the file it came from that mean nothing to drafting (names, versions) or are unknown; written back."""
+    """Keys of the source file that mean nothing to drafting (names, versions) or are unknown; they
+    are written back.
+    """
 
     @property
     def kind(self) -> str:
@@ -43,30 +50,32 @@ class HeadConfig:
 
     @property
     def reduced_vocabulary(self) -> bool:
-        """Whether token ids of the head differ from the target's."""
+        """True if token ids of the head differ from the target's."""
         return self.draft_vocab_size != self.vocab_size
 
     @property
     def max_depth(self) -> int | None:
-        """Most tokens that the head drafts on one path; None: as many as one likes."""
+        """Most tokens that the head drafts on one path; None: no limit."""
         return None
 
     @property
     def obstacle(self) -> str | None:
-        """Why such a head cannot draft although it can be read; None: it can."""
+        """The reason why such a head cannot draft although it can be read; None: it can."""
         return None
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """The fields that a recipe may choose."""
+        """Return the fields that a recipe may choose."""
         return [field.name for field in fields(cls) if field.name not in cls.FROM_TARGET]
 
     @classmethod
     def for_target(
         cls, kind: str, model: Any, draft_vocab_size: int | None = None, options: Mapping[str, Any] | None = None
     ) -> Self:
-        """The shape of a head for a transformers causal LM `model`, with `options` (of `option_names`) instead of what
-        follows from it. ArgumentError: an unknown option (naming the nearest), or one that does not fit the target."""
+        """Return the shape of a head for a transformers causal LM `model`, with `options` (of
+        `option_names`) instead of what follows from it. Raises ArgumentError for an unknown option
+        (naming the nearest), or one that does not fit the target.
+        """
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:
@@ -87,13 +96,16 @@ class HeadConfig:
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of this kind: `options`, and what follows from the target's configuration."""
+        """Return the fields of this kind: `options`, and what follows from the target's
+        configuration.
+        """
         raise NotImplementedError
 
 
 def check_types(made: type, options: Mapping[str, Any], what: str) -> None:
-    """ArgumentError for options that are not of the types of the dataclass `made`, whose name is `what`: all of them at
-    once. What becomes a dataclass itself is a mapping here."""
+    """Raise ArgumentError for options that are not of the types of the dataclass `made`, whose name
+    is `what`: all of them at once. A field that becomes a dataclass itself is a mapping here.
+    """
     from pydantic import ConfigDict, TypeAdapter, ValidationError
 
     strict, wrong = ConfigDict(strict=True, allow_inf_nan=False), list[str]()
@@ -111,7 +123,7 @@ def check_types(made: type, options: Mapping[str, Any], what: str) -> None:
 
 
 def check_fits(config: HeadConfig, target: Fitted, what: str) -> None:
-    """Refuse a head that was made for another target than this one, in the name of `what`."""
+    """Raise an error, in the name of `what`, if a head was made for another target than this one."""
     if config.target_hidden_size != target.hidden_size:
         sizes = f"{config.target_hidden_size}, the target's have {target.hidden_size}"
         raise ArgumentError(f"{what}: the head reads hidden states of size {sizes}; it is another model's")
@@ -125,23 +137,25 @@ def check_fits(config: HeadConfig, target: Fitted, what: str) -> None:
 
 
 class Fitted(Protocol):
-    """What a head must fit of its target."""
+    """The properties of a target that a head must fit."""
 
     @property
     def hidden_size(self) -> int:
-        """Of the states that it reads."""
+        """Size of the hidden states that the head reads."""
 
     @property
     def vocab_size(self) -> int:
-        """Of its output head."""
+        """Size of the target's vocabulary."""
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
 
 
 class Head(nn.Module):
-    """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead`, `BlockHead` and `AdapterHead`."""
+    """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead`, `BlockHead` and
+    `AdapterHead`.
+    """
 
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
@@ -149,8 +163,10 @@ class Head(nn.Module):
     @classmethod
     @torch.no_grad()
     def initial(cls, model: Any, config: Any, token_ids: Tensor | None = None, *, seed: int = 0) -> Self:
-        """An untrained head in float32, with those weights of the target's, a transformers causal LM, that it starts
-        with. `config` is from `HeadConfig.for_target`; `token_ids` (Vd,) are needed if the vocabulary is reduced."""
+        """Return an untrained head in float32, with those weights of the target's, a transformers
+        causal LM, that it starts with. `config` is from `HeadConfig.for_target`; `token_ids` (Vd,)
+        are needed if the vocabulary is reduced.
+        """
         if config.reduced_vocabulary and token_ids is None:
             raise ArgumentError(f"a draft vocabulary of {config.draft_vocab_size} tokens needs to know which ones")
         with torch.random.fork_rng(devices=[]):
@@ -160,21 +176,25 @@ class Head(nn.Module):
         return head
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
-        """Copy what starts as the target's; without gradients. Arguments as of `initial`."""
+        """Copy the weights that start as the target's, without gradients. The arguments are those
+        of `initial`.
+        """
         raise NotImplementedError
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """The target's states at the boundaries, (B, N, Ht) each -> (B, N, H), what the head reads of them."""
+        """Combine the target's states at the boundaries, (B, N, Ht) each, into the feature (B, N,
+        H) that the head reads.
+        """
         raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:
-        """Any weight: of the head's dtype, on its device."""
+        """Any weight: it has the head's dtype and device."""
         raise NotImplementedError
 
     @property
     def feature_size(self) -> int:
-        """H of what `fuse` gives."""
+        """Size H of the features from `fuse`."""
         return self.config.target_hidden_size
 
     @property
@@ -184,17 +204,17 @@ class Head(nn.Module):
 
     @property
     def recordable(self) -> bool:
-        """Whether a pass reads no value on the host, so that a device can record it."""
+        """True if a pass reads no value on the host, so that a device can record it."""
         return True
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The parameters by name, without a frozen copy of the target's embedding."""
+        """Return the parameters by name, without a frozen copy of the target's embedding."""
         return {name: weight for name, weight in self.named_parameters() if weight.requires_grad}
 
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """What one pass of a sequential head gives for each position."""
+    """The outputs of one pass of a sequential head for each position."""
 
     feature: Tensor  # (B, N, H): what the next step reads in place of the target's feature
     output: Tensor  # (B, N, H): what the output head reads
@@ -210,31 +230,35 @@ class AttendingHead(Head):
 
     @property
     def unseen(self) -> tuple[int, ...]:
-        """First entries of a text that each layer does not see; mostly none."""
+        """Number of first entries of a text that each layer does not see; mostly none."""
         return (0,) * len(self.windows)
 
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor | None:
-        """(..) -> (.., H) from the head's own table, a depth's where each has one; None: it reads the target's."""
+        """Embed (..) -> (.., H) with the head's own table, a depth's where each has one; None: it
+        reads the target's.
+        """
         raise NotImplementedError
 
     def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
-        """(.., H) -> raw logits (.., Vd) of the head's own output head, likewise; None: it reads the target's."""
+        """Return raw logits (.., Vd) of (.., H) by the head's own output head, a depth's where each
+        has one; None: it uses the target's.
+        """
         raise NotImplementedError
 
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
-        """Cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
+        """Return cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Above:
-    """What was drafted above the nodes of one depth of a block."""
+    """The tokens drafted above the nodes of one depth of a block, and the state they left."""
 
     tokens: Tensor  # (B, F) int64, the target's ids: those right above
     depth: int  # Of the nodes, from 0: below the root
     memory: Tensor | None  # (B, F, M) of the path, as the last depth left it; None at depth 0
     embed: Callable[[Tensor], Tensor]
-    """Token ids (..) -> (.., H), by the head's own table or the target's."""
+    """Embeds token ids (..) -> (.., H), by the head's own table or the target's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +271,9 @@ class Followed:
 
 
 class SequentialHead(AttendingHead):
-    """Drafts level by level: each reads the features of the one before. Entry i reads the embedding of token i + 1 and
-    the feature of token i at position i, and predicts token i + 2."""
+    """Drafts level by level: each reads the features of the one before. Entry i reads the embedding
+    of token i + 1 and the feature of token i at position i, and predicts token i + 2.
+    """
 
     @property
     def output_size(self) -> int:
@@ -256,12 +281,16 @@ class SequentialHead(AttendingHead):
         return self.feature_size
 
     def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        """One pass over what is committed: embeddings (B, N, H) of the next tokens beside the target's features from
-        `fuse`. `before` (B, 1, F) is the feature that the entry before them gave."""
+        """Run one pass over what is committed: embeddings (B, N, H) of the next tokens beside the
+        target's features from `fuse`. `before` (B, 1, F) is the feature that the entry before them
+        gave.
+        """
         return self.advance(embeds, features, angles, attend)
 
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
-        """One pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their parents' features."""
+        """Run one pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their
+        parents' features.
+        """
         raise NotImplementedError
 
 
@@ -274,92 +303,121 @@ class Stepped:
 
 
 class RecurrentHead(AttendingHead):
-    """Drafts level by level, each depth by weights of its own, from one state of what is committed and the tokens that
-    were drafted since: all that is kept of these is what the next depth reads. From the state of token i, depth k, from
-    0, reads the embedding of token i + 1 + k and predicts token i + 2 + k: token i + 1 is the target's own."""
+    """Drafts level by level, each depth by weights of its own, from one state of what is committed
+    and the tokens drafted since. What the next depth reads is all that is kept of these tokens.
+    From the state of token i, depth k, from 0, reads the embedding of token i + 1 + k and predicts
+    token i + 2 + k: token i + 1 is the target's own.
+    """
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return ()
 
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """(B, N, H) from `fuse` at `positions` (B, N) -> (B, N, H), what depth 0 reads of each."""
+        """Compute what depth 0 reads: features (B, N, H) from `fuse` at `positions` (B, N) -> (B,
+        N, H).
+        """
         raise NotImplementedError
 
     def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
-        """One depth: embeddings (B, N, E) of the tokens above it beside what the depth before left (B, N, M)."""
+        """Run one depth: embeddings (B, N, E) of the tokens above it beside what the depth before
+        left (B, N, M).
+        """
         raise NotImplementedError
 
     def output_head(self, depth: int) -> tuple[Tensor, Tensor | None]:
-        """Weight (V, H) and bias (V,), if any, of what makes `logits` of a depth's outputs."""
+        """Return weight (V, H) and bias (V,), if any, of the output head of a depth."""
         raise NotImplementedError
 
 
 class BlockHead(AttendingHead):
-    """Drafts all depths in one pass over a block behind what is committed: the root, then a token that stands for what
-    is not known yet. Of what is committed before the root, entry i is the feature of token i at position i."""
+    """Drafts all depths in one pass over a block behind what is committed: the root, then mask
+    tokens for what is not known yet. For what is committed before the root, entry i is the feature
+    of token i at position i.
+    """
 
     @property
     def places(self) -> int | None:
-        """Tokens of a block, the root's included. None: what is committed runs through the layers (`read`), the root's
-        entry predicts the token after it, and a block is a mask for each further depth that is asked for."""
+        """Tokens of a block, the root's included. None: what is committed runs through the layers
+        (`read`), the root's entry predicts the token after it, and a block is a mask for each
+        further depth that is asked for.
+        """
         raise NotImplementedError
 
     @property
     def first(self) -> int:
-        """Place in the block, the root's being 0, whose output predicts the token after the root."""
+        """Index in the block, the root's being 0, of the output that predicts the token after the
+        root.
+        """
         raise NotImplementedError
 
     @property
     def mask_token(self) -> int:
-        """What stands behind the root."""
+        """The mask token that stands behind the root."""
         raise NotImplementedError
 
     def causal(self, layer: int) -> bool:
-        """Whether a place of the block sees none behind it."""
+        """Return whether a position of the block sees none behind it."""
         raise NotImplementedError
 
     def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
-        """What each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and values, (B, groups, N, D)."""
+        """Return what each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and
+        values, (B, groups, N, D).
+        """
         raise NotImplementedError
 
     def read(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """In place of `context`, where a block has no place for the root: one pass over what is committed, embeddings
-        (B, N, H) of the next tokens beside features from `fuse` -> (B, N, H), what the output head reads."""
+        """Run one pass over what is committed, in place of `context`, if a block has no place for
+        the root: embeddings (B, N, H) of the next tokens beside features from `fuse` -> (B, N, H),
+        what the output head reads.
+        """
         raise NotImplementedError
 
     def block(self, embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, H) of a block's tokens -> (B, N, H), what the output head reads."""
+        """Run the layers over a block: (B, N, H) of its tokens -> (B, N, H), what the output head
+        reads.
+        """
         raise NotImplementedError
 
     def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
-        """What the tokens above a depth change of its `logits` (B, 1, Vd): nothing here, so that they are alike for all
-        F nodes. `states` (B, 1, H) are the block's outputs."""
+        """Correct the `logits` (B, 1, Vd) of a depth by the tokens above it. The default changes
+        nothing, so that they are alike for all F nodes. `states` (B, 1, H) are the block's outputs.
+        """
         return Followed(logits, above.memory)
 
 
 class AdapterHead(AttendingHead):
-    """Drafts level by level: every node runs through the target's layers up to the head's one boundary, and the head
-    goes on from there. Entry i is the target's state of token i at position i, drafted or not, and predicts token
-    i + 1: there is nothing of the head's own for the target's state to replace."""
+    """Drafts level by level: every node runs through the target's layers up to the head's one
+    boundary, and the head goes on from there. Entry i is the target's state of token i at position
+    i, drafted or not, and predicts token i + 1: there is nothing of the head's own for the target's
+    state to replace.
+    """
 
     def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
-        """What each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and values, (B, groups, N, D)."""
+        """Return what each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and
+        values, (B, groups, N, D).
+        """
         raise NotImplementedError
 
     def adapt(self, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """One pass over features (B, N, H) from `fuse` -> (B, N, H), what the output head reads."""
+        """Run one pass over features (B, N, H) from `fuse` -> (B, N, H), what the output head
+        reads.
+        """
         raise NotImplementedError
 
 
 class ParallelHead(Head):
-    """Drafts all depths from one state: what depth k holds does not depend on the tokens drafted above it. From the
-    state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the target's own."""
+    """Drafts all depths from one state; a depth's logits do not depend on the tokens drafted above
+    it. From the state of token i, depth k (from 0) predicts token i + 2 + k: token i + 1 is the
+    target's own.
+    """
 
     def states(self, features: Tensor, depths: int) -> Tensor:
-        """(.., H) from `fuse` -> (.., depths, H), what the output heads of the first depths read."""
+        """Compute what the output heads of the first depths read: (.., H) from `fuse` -> (..,
+        depths, H).
+        """
         raise NotImplementedError
 
     def logits(self, states: Tensor) -> Tensor:
-        """(.., depths, H) -> raw logits (.., depths, Vd), each depth by its own output head."""
+        """Return raw logits (.., depths, Vd) of (.., depths, H), each depth by its own output head."""
         raise NotImplementedError

@@ -1,5 +1,7 @@
-"""Public heads, and PARD draft models, by target, as their publishers' pages, papers and pull requests report them
-(``catalogue.json``). Nothing here was downloaded or measured by forerun. Imports no torch."""
+"""A catalogue of public heads and PARD draft models, by target, as their publishers' pages, papers
+and pull requests report them (``catalogue.json``). Nothing here was downloaded or measured by
+forerun. Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ class KnownHead:
     publisher: str
     collection: str  # Where it is reported: SpecBundle, a paper, a project
     format: str | None = None
-    """eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash, transformers, a whole draft model, or pickle,
-    which is never opened; None where it is not said."""
+    """The file format: eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash,
+    transformers (a whole draft model), or pickle, which is never opened; None where it is not
+    stated.
+    """
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None  # Mean acceptance length as reported, under `conditions` alone
     conditions: str = ""
@@ -31,7 +35,7 @@ class KnownHead:
 
     @property
     def loadable(self) -> bool:
-        """Whether its hub id can be passed to a drafter here, as far as the report says."""
+        """True if its hub id can be passed to a drafter here, as far as the report says."""
         return self.drafter in KINDS and self.format != "pickle"
 
     def __post_init__(self) -> None:
@@ -50,15 +54,16 @@ SHIPPED = KnownHead(
 
 @cache
 def known_heads() -> tuple[KnownHead, ...]:
-    """The whole catalogue, by target."""
+    """Return the whole catalogue, by target."""
     text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
     heads = [KnownHead(**entry) for entry in json.loads(text)]
     return tuple(sorted(heads, key=lambda head: head.target.casefold()))
 
 
 def suggest(target_name: str) -> list[KnownHead]:
-    """Heads for a target (hub id, or a directory named like it). ``X`` also finds heads for ``X-Instruct`` and the
-    reverse, after the exact ones: reports are not always precise."""
+    """Return heads for a target (hub id, or a directory named like it). ``X`` also finds heads for
+    ``X-Instruct`` and the reverse, after the exact ones: reports are not always precise.
+    """
     if demo.is_target(target_name):
         return [SHIPPED]
     wanted = _short(target_name)

@@ -29,7 +29,9 @@ class DFlashConfig(DecoderConfig):
     mask_token_id: int  # Stands for what is not known yet; one of the target's tokens that no text holds
     block_size: int = 16  # Tokens of a block, the root's place included
     sample_from_anchor: bool = False
-    """The root's own place predicts the token after it (DSpark); otherwise each mask predicts its own token."""
+    """True: the root's own position predicts the token after it (DSpark). False: each mask predicts
+    its own token.
+    """
     is_causal: bool = False  # Places of a block see none behind them, in any layer
     causal_windows: bool = False  # In layers with a sliding window they do not (speculators)
     num_hidden_layers: int = 5
@@ -53,7 +55,9 @@ class DFlashConfig(DecoderConfig):
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See `HeadConfig.fields_for`. Without a mask token it is the padding token, or the last one."""
+        """Return the fields, see `HeadConfig.fields_for`. Without a mask token it is the padding
+        token, or the last one.
+        """
         found = cls.layer_fields(config) | dict(options)
         layers = found.setdefault("num_hidden_layers", min(5, config.num_hidden_layers))
         found.setdefault("boundaries", spread_boundaries(config.num_hidden_layers, layers))
@@ -62,8 +66,9 @@ class DFlashConfig(DecoderConfig):
 
 
 def spread_boundaries(num_layers: int, count: int) -> tuple[int, ...]:
-    """`count` boundaries of a target of `num_layers`, evenly from 2 to all but two layers, as z-lab spreads them; fewer
-    where it has too few layers."""
+    """Return `count` boundaries of a target of `num_layers`, evenly from 2 to all but two layers,
+    as z-lab spreads them; fewer if it has too few layers.
+    """
     if count == 1:
         return (num_layers // 2 + 1,)
     last = max(1, num_layers - 3)
@@ -71,7 +76,7 @@ def spread_boundaries(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 class DFlashHead(DecoderHead, BlockHead):
-    """See `BlockHead`."""
+    """A DFlash head, see `BlockHead`."""
 
     Config = DFlashConfig
     config: DFlashConfig
@@ -118,7 +123,9 @@ class DFlashHead(DecoderHead, BlockHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without another tree the likeliest `nodes` paths are drafted."""
+    """Options of drafters with a block head: those of the other head drafters. Without another tree
+    the likeliest `nodes` paths are drafted.
+    """
 
     num_speculative_tokens: int = 16  # Most tokens on one path; at most what the head's block holds
 

@@ -51,7 +51,9 @@ class DFlash2Config(DFlashConfig):
 
 
 class BlockConvolution(nn.Module):
-    """Two convolutions over the places of each block, one before and one after what it is put around."""
+    """Two convolutions over the positions of each block, one before and one after the part they
+    enclose.
+    """
 
     def __init__(self, config: DFlash2Config) -> None:
         super().__init__()
@@ -61,14 +63,14 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * self.taps * (size // self.group), bias=False)
 
     def forward(self, states: Tensor, inside: Callable[[Tensor], Tensor]) -> Tensor:
-        """(B, A * b, H) of A blocks -> (B, A * b, H). Both kernels follow from what comes in."""
+        """Convolve (B, A * b, H) of A blocks -> (B, A * b, H). Both kernels follow from the input."""
         added = self.kernel_projection(states).view(*states.shape[:-1], 2, self.taps, -1)
         added = added.repeat_interleave(self.group, -1)
         before, after = (self.base_kernel.to(states.dtype) + added).unbind(-3)
         return self._convolved(inside(self._convolved(states, before)), after)
 
     def _convolved(self, states: Tensor, kernel: Tensor) -> Tensor:
-        """By a kernel (B, A * b, taps, H); what is before a block is 0."""
+        """Apply a kernel (B, A * b, taps, H); positions before a block count as 0."""
         blocks = states.view(len(states), -1, self.block, states.shape[-1])
         read = [pad(blocks[:, :, : self.block - tap], (0, 0, tap, 0)) for tap in range(self.taps)]
         return (torch.stack(read, -2).flatten(1, 2) * kernel).sum(-2)
@@ -104,8 +106,9 @@ class CandidateSelector(nn.Module):
             nn.init.normal_(weight, std=config.initializer_range)
 
     def forward(self, logits: Tensor, ids: Tensor, states: Tensor, tokens: Tensor) -> Tensor:
-        """(B, F, k) from logits and head's ids (B, F or 1, k) of the candidates, the block's outputs (B, F or 1, H) and
-        the `tokens` (B, F) above."""
+        """Return scores (B, F, k) from logits and head's ids (B, F or 1, k) of the candidates, the
+        block's outputs (B, F or 1, H) and the `tokens` (B, F) above.
+        """
         gate = embedding(tokens, self.predecessor_codebook).to(states.dtype) * self.hidden_projection(states)
         successors = embedding(ids, self.successor_codebook).to(states.dtype)
         scores: Tensor = logits + (successors @ gate.unsqueeze(-1)).squeeze(-1)
@@ -113,7 +116,9 @@ class CandidateSelector(nn.Module):
 
 
 class DFlash2Head(DFlashHead):
-    """See `BlockHead`. A fresh head is a DFlash head of which only the candidates are drafted."""
+    """A DFlash 2 head, see `BlockHead`. A fresh one is a DFlash head of which only the candidates
+    are drafted.
+    """
 
     Config = DFlash2Config
     config: DFlash2Config

@@ -44,7 +44,7 @@ class DominoConfig(DFlashConfig):
 
 
 class DominoHead(FollowingHead):
-    """See `BlockHead`. A fresh head corrects nothing: it is a DFlash head."""
+    """A Domino head, see `BlockHead`. A fresh one corrects nothing: it is a DFlash head."""
 
     Config = DominoConfig
     config: DominoConfig
@@ -72,7 +72,7 @@ class DominoHead(FollowingHead):
 
 
 class PrefixGru(nn.Module):
-    """A step of ``torch.nn.GRU`` of one layer without biases, under its names."""
+    """A step of ``torch.nn.GRU`` of one layer without biases, with its parameter names."""
 
     def __init__(self, config: DominoConfig) -> None:
         super().__init__()
@@ -83,7 +83,9 @@ class PrefixGru(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, embeds: Tensor, memory: Tensor | None) -> Tensor:
-        """Embeddings (B, N, H) of tokens and the state (B, N, G) above them, None being zero -> (B, N, G)."""
+        """Advance the state: embeddings (B, N, H) of tokens and the state (B, N, G) above them,
+        None being zero -> (B, N, G).
+        """
         if memory is None:
             memory = embeds.new_zeros(*embeds.shape[:-1], self.weight_hh_l0.shape[1])
         reset, keep, new = linear(embeds, self.weight_ih_l0).chunk(3, -1)

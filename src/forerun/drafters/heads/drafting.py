@@ -1,5 +1,7 @@
-"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The head is fed with the
-target's features as tokens are committed, so a proposal starts at the root's children with no catching up."""
+"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The
+head is fed with the target's features as tokens are committed, so a proposal starts at the root's
+children with no catching up.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ class HeadDrafterConfig(TreeOptions):
     model: Any = None  # Directory or hub id of the head, or a loaded one; without one the error names known heads
     num_speculative_tokens: int = 5  # Length of the chain, or most tokens on one path of a tree; at most the head's own
     top_k: int | None = None
-    """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node (EAGLE: 10).
+    """Draft EAGLE-2's dynamic tree: nodes expanded per level and children looked at per node
+    (EAGLE: 10).
 
     Above temperature 0 a deterministic tree loses (docs/findings.md), so there ``draw="auto"`` draws a tree of fixed
     shape and no more nodes instead, without replacement; ``draw="deterministic"`` keeps the dynamic one.
@@ -60,7 +63,7 @@ class HeadDrafterConfig(TreeOptions):
 
 
 class HeadDrafter(Drafter):
-    """Drafts with a head; a kind of head adds its name and the tree that is drafted by default."""
+    """Drafts with a head; a kind of head adds its name and its default tree."""
 
     Config = HeadDrafterConfig
 
@@ -82,7 +85,9 @@ class HeadDrafter(Drafter):
         self._rows = defaultdict[int, _Row](_Row)
 
     def default_tree(self, depth: int) -> FixedTree | DynamicTree:
-        """What is drafted, at most `depth` tokens on one path, where the options name no tree."""
+        """Return the tree that is drafted, at most `depth` tokens on one path, if the options name
+        none.
+        """
         return self._fixed_tree(Shape.regular((1,) * depth))
 
     @property
@@ -140,8 +145,9 @@ class HeadDrafter(Drafter):
         return trees
 
     def stopped(self, children: Children) -> list[bool]:
-        """Of each row (B,), whether a fixed tree grows no deeper than these children, whatever they are; empty: all
-        grow."""
+        """Return, for each row (B,), whether a fixed tree grows no deeper than these children,
+        whatever they are; empty: all grow.
+        """
         return []
 
     def _dynamic(self, tree: DynamicTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
@@ -206,15 +212,18 @@ class HeadDrafter(Drafter):
         return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
-        """In the place of a dynamic tree that nobody insists on."""
+        """Return the fixed tree that replaces a dynamic tree for sampled requests, unless a dynamic
+        one was asked for.
+        """
         if isinstance(tree, FixedTree) or self.config.draw == Draw.DETERMINISTIC:
             return tree
         return tree.drawn(Draw(self.config.draw), self.config.temperature)
 
 
 class BestFirstDrafter(HeadDrafter):
-    """Drafts the tree of the likeliest paths (DDTree, arXiv 2604.12989) where no other is asked for: for heads that say
-    all depths at once, so that a level costs nothing."""
+    """Drafts the tree of the likeliest paths (DDTree, arXiv 2604.12989) by default: for heads that
+    compute all depths at once, so that a level costs nothing.
+    """
 
     def default_tree(self, depth: int) -> DynamicTree:
         return DynamicTree(depth=depth, top_k=self.config.nodes, nodes=self.config.nodes)
@@ -222,14 +231,14 @@ class BestFirstDrafter(HeadDrafter):
 
 @dataclass(kw_only=True, slots=True)
 class _Row:
-    """What is known of one row."""
+    """The state of one row."""
 
     ready: bool = False  # The head has seen every committed token, the root included
     submitted: Proposal | None = None
 
 
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:
-    """The head, checked against the target, in its dtype and on its device."""
+    """Load the head, checked against the target, in its dtype and on its device."""
     target, head = setup.target, config.model
     loaded = isinstance(head, str | Path) or (head is None and kind.in_target is not None)
     if head is None and kind.in_target is not None:
@@ -257,7 +266,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
 
 
 def repack(head: Head) -> None:
-    """Make a head's modules faster in place: what drafts with it only, is not trained."""
+    """Make a head's modules faster in place, for a head that only drafts and is not trained."""
     packing.pack(head)
     forwards.install(head, None)
 

@@ -27,8 +27,9 @@ class DSparkConfig(DFlashConfig):
     sample_from_anchor: bool = True
     markov_rank: int = 256
     markov_head_type: str = "vanilla"
-    """What the table is multiplied with: ``vanilla`` nothing, ``gated`` a gate that reads the block's output, ``rnn`` a
-    state of all tokens above."""
+    """The factor of the table: ``vanilla`` none, ``gated`` a gate that reads the block's output,
+    ``rnn`` a state of all tokens above.
+    """
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True  # It reads the table's row of the token above, too
 
@@ -46,22 +47,26 @@ class DSparkConfig(DFlashConfig):
 
 @dataclass(frozen=True, slots=True)
 class Corrected:
-    """What a `FollowingHead` makes a correction of, by a last product."""
+    """The state of a correction, which `FollowingHead.correction` maps to logits."""
 
     state: Tensor  # (B, N, r)
     memory: Tensor | None  # (B, N, M) of all tokens above, where the head keeps one
 
 
 class FollowingHead(DFlashHead):
-    """A block whose depths' logits the tokens above them correct, by a product of a state that is cheap to make."""
+    """A block head whose depths' logits are corrected by the tokens above them, by one product of a
+    cheap state.
+    """
 
     def correct(self, states: Tensor, above: Above) -> Corrected:
-        """Of the nodes at a depth, whose block outputs are `states` (B, N, H), or (B, 1, H) where they are alike."""
+        """Return the correction of the nodes at a depth, whose block outputs are `states` (B, N,
+        H), or (B, 1, H) where they are alike.
+        """
         raise NotImplementedError
 
     @property
     def correction(self) -> nn.Linear:
-        """(B, N, r) of `correct` -> what is added to logits (B, N, Vd)."""
+        """Maps (B, N, r) of `correct` to what is added to logits (B, N, Vd)."""
         raise NotImplementedError
 
     def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
@@ -70,7 +75,7 @@ class FollowingHead(DFlashHead):
 
 
 class DSparkHead(FollowingHead):
-    """See `BlockHead`."""
+    """A DSpark head, see `BlockHead`."""
 
     Config = DSparkConfig
     config: DSparkConfig
@@ -98,8 +103,9 @@ class DSparkHead(FollowingHead):
         )
 
     def confidence(self, states: Tensor, tokens: Tensor) -> Tensor | None:
-        """(B, N) logits of the chance that a token drawn from the `states` (B, N or 1, H) of a depth, after the
-        `tokens` (B, N) above it, is accepted; None without such a head."""
+        """Return (B, N) logits of the probability that a token drawn from the `states` (B, N or 1,
+        H) of a depth, after the `tokens` (B, N) above it, is accepted; None without such a head.
+        """
         if not self.config.enable_confidence_head:
             return None
         read = states.expand(-1, tokens.shape[1], -1)
@@ -110,7 +116,7 @@ class DSparkHead(FollowingHead):
 
 
 class MarkovHead(nn.Module):
-    """The table, and what it is multiplied with. It corrects nothing at first."""
+    """The table and its factor. A fresh one corrects nothing."""
 
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__()
@@ -125,7 +131,9 @@ class MarkovHead(nn.Module):
         nn.init.zeros_(self.markov_w2.weight)
 
     def forward(self, states: Tensor, tokens: Tensor, memory: Tensor | None) -> Corrected:
-        """`states` (B, N, H) of a depth, the `tokens` (B, N) above it, and the `memory` (B, N, r) of what is above."""
+        """Return the correction for `states` (B, N, H) of a depth, the `tokens` (B, N) above it,
+        and the `memory` (B, N, r) of what is above.
+        """
         row = self.markov_w1(tokens).to(states.dtype)
         if self.gate == "vanilla":
             return Corrected(row, None)

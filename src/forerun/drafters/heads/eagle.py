@@ -39,16 +39,22 @@ class EagleConfig(DecoderConfig):
 
     generation: int = 3
     use_aux_hidden_state: bool = True
-    """False: EAGLE-3's layer reads the target's last hidden state as it is, and nothing is fused (some of NVIDIA's)."""
+    """False: EAGLE-3's layer reads the target's last hidden state as it is, and nothing is fused
+    (some of NVIDIA's).
+    """
     fc_bias: bool = False  # Original EAGLE-1 heads have one; vLLM drops it without a word
     norm_before_residual: bool = False
-    """The residual stream of the first layer is the normed feature (speculators) instead of the feature (EAGLE)."""
+    """True: the residual stream of the first layer is the normed feature (speculators) instead of
+    the feature (EAGLE).
+    """
     norm_before_fc: bool = False  # One norm over the concatenated features before they are fused (``input_norm``)
     fc_norm: bool = False  # One norm for each boundary's features before they are fused (EAGLE-3.1)
     norm_output: bool = False  # The next step reads the normed output (EAGLE-3.1), not the residual stream (EAGLE-3)
     latent: LatentConfig | None = None  # None: ordinary attention; else DeepSeek's (heads for Kimi-K2)
     next_layer_regular: bool = True
-    """The layers above the first read the residual stream alone; False: the embedding beside it, too (DeepSpec)."""
+    """True: the layers above the first read the residual stream alone. False: they read the
+    embedding beside it, too (DeepSpec).
+    """
 
     @property
     def kind(self) -> str:
@@ -80,7 +86,9 @@ class EagleConfig(DecoderConfig):
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See `HeadConfig.fields_for`; an EAGLE-1 head reads the target's output head unless it gets one."""
+        """Return the fields, see `HeadConfig.fields_for`; an EAGLE-1 head uses the target's output
+        head unless it gets one.
+        """
         found = cls.layer_fields(config)
         norms = [name for name in FEATURE_NORMS if options.get(name)]
         if kind != "eagle3" and norms:
@@ -103,7 +111,9 @@ class EagleConfig(DecoderConfig):
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice for a target of at least 3 layers: after 2 layers, half, and all but 3; distinct, in 1..n."""
+    """Return EAGLE-3's choice for a target of at least 3 layers: after 2 layers, half, and all but
+    3; distinct, in 1..n.
+    """
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
     chosen: list[int] = []
@@ -114,7 +124,7 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
 
 
 class FusedHead(DecoderHead):
-    """EAGLE's layers over the target's fused states, as `EagleConfig` says."""
+    """A head with EAGLE's layers over the target's fused states, as `EagleConfig` says."""
 
     config: EagleConfig
 
@@ -133,7 +143,9 @@ class FusedHead(DecoderHead):
         self.complete()
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        """See `Head.fuse`. Generation 1 reads its one boundary as it is: its ``fc`` also wants the embedding."""
+        """Fuse the target's states, see `Head.fuse`. Generation 1 reads its one boundary as it is:
+        its ``fc`` also wants the embedding.
+        """
         if self.config.generation == 1 or not self.config.use_aux_hidden_state:
             return features[0]
         if self.config.fc_norm:
@@ -145,14 +157,16 @@ class FusedHead(DecoderHead):
         return fused
 
     def through(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """Embeddings (B, N, H) beside `states` (B, N, H) -> (B, N, H), the residual stream after all layers."""
+        """Run all layers: embeddings (B, N, H) beside `states` (B, N, H) -> (B, N, H), the residual
+        stream after them.
+        """
         for layer in self.layers:
             states = layer(embeds, states, angles, attend)
         return states
 
 
 class EagleHead(FusedHead, SequentialHead):
-    """EAGLE-1 and -2 or EAGLE-3 with its variants; see `SequentialHead`."""
+    """An EAGLE-1, EAGLE-2 or EAGLE-3 head with its variants; see `SequentialHead`."""
 
     Config = EagleConfig
 
@@ -178,7 +192,9 @@ class EagleDrafter(HeadDrafter):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle2DrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; the dynamic tree is EAGLE-2's own unless its size is given."""
+    """Options of `eagle2`: those of the other head drafters; the dynamic tree is EAGLE-2's own
+    unless its size is given.
+    """
 
     top_k: int | None = 10  # Nodes expanded per level and children looked at per node
     nodes: int = 59  # Nodes of the dynamic tree, root not counted
@@ -192,7 +208,9 @@ class Eagle2Drafter(HeadDrafter):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer. The first of an EAGLE-3 head, or each, reads token embeddings beside the feature."""
+    """One decoder layer. The first of an EAGLE-3 head, or each, reads token embeddings beside the
+    feature.
+    """
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
         super().__init__()
@@ -208,7 +226,9 @@ class HeadLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps)
 
     def forward(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """`embeds` and `states` (B, N, H) -> (B, N, H), the residual stream after the layer."""
+        """Run the layer: `embeds` and `states` (B, N, H) -> (B, N, H), the residual stream after
+        it.
+        """
         if self.reads_embedding:
             normed = self.hidden_norm(states)
             inputs = torch.cat([self.input_layernorm(embeds), normed], dim=-1)

@@ -17,7 +17,7 @@ GATHERED = 1 << 28  # Weights of experts copied at once on an accelerator: 512 M
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertsConfig:
-    """Routing and sizes, called as in transformers' DeepSeek-V3."""
+    """Routing and sizes of the experts, named as in transformers' DeepSeek-V3."""
 
     n_routed_experts: int
     num_experts_per_tok: int
@@ -29,7 +29,7 @@ class ExpertsConfig:
     routed_scaling_factor: float = 1.0
 
     def problem(self) -> str | None:
-        """What contradicts itself; None: nothing."""
+        """Describe what contradicts itself; None: nothing."""
         if min(self.n_routed_experts, self.num_experts_per_tok, self.n_group, self.topk_group) < 1:
             return "experts, experts a token and groups must be at least 1"
         inside = self.n_routed_experts // self.n_group
@@ -51,7 +51,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_experts = HeadMLP(config, experts.moe_intermediate_size * experts.n_shared_experts)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., H)."""
+        """Mix the experts of each token: (.., H) -> (.., H)."""
         flat = states.flatten(0, -2)
         mixed = self.experts(flat, *self.gate(flat)).view_as(states)
         result: Tensor = mixed + self.shared_experts(states)
@@ -59,7 +59,9 @@ class MixtureOfExperts(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the experts of a token. The correction decides who is chosen, not how much an expert weighs."""
+    """Chooses the experts of a token. The correction bias decides who is chosen, not how much an
+    expert weighs.
+    """
 
     e_score_correction_bias: Tensor
 
@@ -70,7 +72,7 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.n_routed_experts))
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """(T, H) -> experts (T, k) int64 and their weights (T, k) float32."""
+        """Route (T, H) -> experts (T, k) int64 and their weights (T, k) float32."""
         config = self.config
         scores = linear(states.float(), self.weight.float()).sigmoid()
         ranked = scores.detach() + self.e_score_correction_bias.float()
@@ -87,7 +89,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Gated feed-forward parts, E of them."""
+    """The gated feed-forward parts of E experts."""
 
     def __init__(self, config: DecoderConfig, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -97,7 +99,7 @@ class Experts(nn.Module):
         self.activation: Any = ACT2FN[config.hidden_act]
 
     def forward(self, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """(T, H), chosen experts (T, k) and their weights (T, k) -> (T, H)."""
+        """Apply to (T, H) the chosen experts (T, k) with their weights (T, k) -> (T, H)."""
         if states.device.type == "cpu" or torch.is_grad_enabled():
             return self._by_expert(states, experts, weights)
         # No number of tokens is known on the host: every token gets copies of its experts' weights.
@@ -106,7 +108,7 @@ class Experts(nn.Module):
         return torch.cat([self._gathered(*part) for part in parts])
 
     def _by_expert(self, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Each expert once, over its tokens, which the host counts."""
+        """Run each expert once, over its tokens, which the host counts."""
         chosen, order = experts.flatten().sort(stable=True)
         tokens = order // experts.shape[1]
         counts = torch.bincount(chosen, minlength=len(self.down_proj)).tolist()

@@ -61,7 +61,7 @@ class HydraConfig(DecoderConfig):
 
 
 class HydraHead(DecoderHead, RecurrentHead):
-    """See `RecurrentHead`."""
+    """A Hydra head, see `RecurrentHead`."""
 
     Config = HydraConfig
     config: HydraConfig
@@ -80,7 +80,9 @@ class HydraHead(DecoderHead, RecurrentHead):
         return self.output_head(0)[0]
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
-        """Each depth predicts at first what the target's own output head does of the prefix."""
+        """Let each depth predict at first what the target's own output head predicts from the
+        prefix.
+        """
         target = model.get_output_embeddings()
         for blocks, lm_head in zip(self.heads, self.lm_heads, strict=True):
             lm_head.weight.copy_(target.weight.float())  # type: ignore[operator]
@@ -114,8 +116,9 @@ class HydraHead(DecoderHead, RecurrentHead):
 
 
 class HydraBlocks(nn.Module):
-    """The residual blocks of a depth: one that brings state and embeddings to the width of one state, then one block
-    that is applied again and again, as in the published code."""
+    """The residual blocks of a depth: one that maps state and embeddings to the width of one state,
+    then one block that is applied again and again, as in the published code.
+    """
 
     def __init__(self, config: HydraConfig, depth: int) -> None:
         super().__init__()
@@ -125,14 +128,14 @@ class HydraBlocks(nn.Module):
             self.rest = ResBlock(size)
 
     def start(self) -> None:
-        """Pass the prefix on."""
+        """Initialise the blocks to pass the prefix on."""
         nn.init.eye_(self.first.res_connection.weight)
         nn.init.zeros_(self.first.linear.weight)
         if self.more:
             nn.init.zeros_(self.rest.linear.weight)
 
     def forward(self, joined: Tensor) -> Tensor:
-        """(.., (depth + 2) * H) -> (.., H)."""
+        """Apply the blocks: (.., (depth + 2) * H) -> (.., H)."""
         states: Tensor = self.first(joined)
         for _ in range(self.more):
             states = self.rest(states)
@@ -140,7 +143,7 @@ class HydraBlocks(nn.Module):
 
 
 class JoiningBlock(nn.Module):
-    """``R x + c + SiLU(W x + b)``, narrower than what it reads."""
+    """Computes ``R x + c + SiLU(W x + b)``, narrower than its input."""
 
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
@@ -148,7 +151,7 @@ class JoiningBlock(nn.Module):
         self.res_connection = nn.Linear(width, size)
 
     def forward(self, joined: Tensor) -> Tensor:
-        """(.., width) -> (.., size)."""
+        """Apply the block: (.., width) -> (.., size)."""
         narrowed: Tensor = self.res_connection(joined) + silu(self.linear(joined))
         return narrowed
 

@@ -1,4 +1,5 @@
-"""Kangaroo (arXiv 2404.18911): the target's first layers and an adapter, one layer of attention, draft.
+"""Kangaroo (arXiv 2404.18911): the target's first layers and an adapter, one layer of attention,
+draft.
 
 A drafted token runs through the target's layers 0 .. E in the slot in which it is scored. The adapter stands in for the
 other layers: ``h + Attention(norm(h))`` of the state h at boundary E, over what is committed and drafted before, then a
@@ -61,14 +62,14 @@ class KangarooConfig(DecoderConfig):
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See `HeadConfig.fields_for`."""
+        """Return the fields, see `HeadConfig.fields_for`."""
         found = cls.layer_fields(config) | dict(options)
         found.setdefault("boundaries", (min(EXIT, config.num_hidden_layers - 1),))
         return found | {name: tuple(found[name]) for name in ("boundaries", "full_layers") if name in found}
 
 
 class KangarooHead(DecoderHead, AdapterHead):
-    """See `AdapterHead`."""
+    """A Kangaroo adapter, see `AdapterHead`."""
 
     Config = KangarooConfig
     config: KangarooConfig
@@ -104,19 +105,21 @@ class AdapterLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, H) -> (B, N, H)."""
+        """Run the layer: (B, N, H) -> (B, N, H)."""
         mixed: Tensor = states + self.self_attn(self.input_layernorm(states), angles, attend)
         return mixed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head, and the second exit."""
+    """Options of `kangaroo`: those of the other head drafters, and the second exit."""
 
     num_speculative_tokens: int = 6  # Length of the chain, or most tokens on one path of a tree
     exit_below: float = 0.6
-    """A chain or fixed tree grows no deeper once the likeliest token below none of its last nodes had this probability;
-    0: never. What was drafted up to there is submitted. A dynamic tree has `stop_below`."""
+    """Least probability of the likeliest next token: a chain or fixed tree grows no deeper once
+    none of its last nodes reaches it; 0: never. What was drafted up to there is submitted. A
+    dynamic tree has `stop_below`.
+    """
 
     def __post_init__(self) -> None:
         HeadDrafterConfig.__post_init__(self)
@@ -133,8 +136,10 @@ class KangarooDrafter(HeadDrafter):
     runner: AdapterRunner
 
     def __init__(self, config: KangarooDrafterConfig, setup: DrafterSetup) -> None:
-        """Errors as of every drafter with a head. ArgumentError: no layer is left to verify. UnsupportedModelError: the
-        target's layers cannot be run in part."""
+        """Build the drafter. Besides the errors of every head drafter it raises ArgumentError if no
+        layer is left to verify, and UnsupportedModelError if the target's layers cannot be run in
+        part.
+        """
         super().__init__(config, setup)
         self.boundary, layers = self.head.config.boundaries[0], setup.target.num_layers
         if self.boundary >= layers:

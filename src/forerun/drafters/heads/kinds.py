@@ -1,4 +1,5 @@
-"""The kinds of draft heads, one line each, and all that training, checkpoints and the command line know of a kind.
+"""The kinds of draft heads, one line each: all that training, checkpoints and the command line know
+of a kind.
 
 A new kind is one file for the head (`drafters/heads/`), one for what it is trained to do (`training/objectives/`) and,
 where its checkpoints look like nobody else's, one for their format (`checkpoints/`); a line in each folder's registry.
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
 READ_HEAD = "forerun.checkpoints.formats:read_head"
-"""Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not the reverse."""
+"""Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not
+the reverse.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,13 +35,19 @@ class HeadKind:
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
     drafts: Way
-    """``sequential``: level by level, each reading the one before by layers. ``recurrent``: level by level, each by
-    weights of its own. ``parallel``: all depths from one state. ``block``: all depths from one pass over a block.
-    ``adapter``: level by level, through the target's first layers."""
+    """How the head drafts. ``sequential``: level by level, each reading the one before by layers.
+    ``recurrent``: level by level, each by weights of its own. ``parallel``: all depths from one
+    state. ``block``: all depths from one pass over a block. ``adapter``: level by level, through
+    the target's first layers.
+    """
     trains: Role = "head"
-    """What training changes: a head on a frozen target, a draft model, the target itself, or the target and a head."""
+    """What training changes: a head on a frozen target, a draft model, the target itself, or the
+    target and a head.
+    """
     in_target: str | None = None
-    """``module:function`` that reads such a head out of the target's own checkpoint, where targets bring one."""
+    """Path ``module:function`` that reads such a head out of the target's own checkpoint, if
+    targets bring one.
+    """
     same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
 
     @property
@@ -48,7 +57,7 @@ class HeadKind:
 
     @property
     def head(self) -> type[Head]:
-        """The head's module."""
+        """The class of the head's module."""
         found: type[Head] = named(self.module)
         return found
 
@@ -205,13 +214,13 @@ KINDS: dict[str, HeadKind] = {
 
 
 def kind_named(name: str) -> HeadKind:
-    """The kind of that name; an ArgumentError names the nearest where there is none."""
+    """Return the kind of that name. Raises ArgumentError that names the nearest if there is none."""
     if name not in KINDS:
         raise ArgumentError(f"unknown kind of head {name!r}.{choices(name, KINDS)}")
     return KINDS[name]
 
 
 def named(path: str) -> Any:
-    """What ``module:attribute`` names, imported now."""
+    """Import and return the attribute that ``module:attribute`` names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -24,7 +24,7 @@ LATENT_EPS = 1e-6  # Of the norms inside, in DeepSeek's own layers, whatever the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LatentConfig:
-    """Sizes of latent attention, called as in transformers' DeepSeek-V3."""
+    """Sizes of latent attention, named as in transformers' DeepSeek-V3."""
 
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -35,7 +35,9 @@ class LatentConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Self:
-        """From a recipe's keys; ArgumentError, naming them, for those that are unknown or missing."""
+        """Build the sizes from a recipe's keys. Raises ArgumentError, naming them, for those that
+        are unknown or missing.
+        """
         known = [one.name for one in fields(cls)]
         wrong = sorted(options.keys() - set(known)) + sorted(set(known[:4]) - options.keys())
         if wrong:
@@ -44,7 +46,7 @@ class LatentConfig:
         return cls(**options)
 
     def problem(self, config: DecoderConfig) -> str | None:
-        """What of the layers does not go with it; None: nothing."""
+        """Describe which setting of the layers does not go with it; None: all do."""
         if min(self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) < 1 or self.qk_rope_head_dim < 2:
             return f"latent attention has positive sizes; got {self}"
         if self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim:
@@ -59,8 +61,9 @@ class LatentConfig:
 def attention(
     config: DecoderConfig, latent: LatentConfig | None, layer: int, width: int | None = None, *, eps: float
 ) -> nn.Module:
-    """The attention of a layer that reads (B, N, width), H if it is None: ordinary without `latent`; `eps` is that of
-    the norms inside."""
+    """Build the attention of a layer that reads (B, N, width), H if it is None: ordinary without
+    `latent`; `eps` is that of the norms inside.
+    """
     if latent is None:
         return HeadAttention(config, layer, width)
     return LatentAttention(config, latent, layer, config.hidden_size if width is None else width, eps)
@@ -87,7 +90,7 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * latent.v_head_dim, config.hidden_size, bias=False)
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, width) -> (B, N, H)."""
+        """Attend: (B, N, width) -> (B, N, H)."""
         latent = self.latent
         if latent.q_lora_rank is None:
             asked = self.q_proj(states)
@@ -105,7 +108,7 @@ class LatentAttention(nn.Module):
         return projected
 
     def _split(self, states: Tensor, *sizes: int) -> tuple[Tensor, ...]:
-        """(B, N, heads * D) -> (B, heads, N, size) for each of the `sizes`."""
+        """Split (B, N, heads * D) -> (B, heads, N, size) for each of the `sizes`."""
         heads = states.view(*states.shape[:-1], self.heads, -1).transpose(1, 2)
         return torch.split(heads, list(sizes), -1)
 
@@ -116,6 +119,8 @@ class LatentAttention(nn.Module):
 
 
 def query_scaling(rope: Mapping[str, Any] | None) -> float:
-    """Factor of the queries besides one over the root of their size: DeepSeek's YaRN scales attention, too."""
+    """Return the factor of the queries besides one over the root of their size: DeepSeek's YaRN
+    scales attention, too.
+    """
     factor, all_dims = (rope or {}).get("factor") or 1.0, (rope or {}).get("mscale_all_dim") or 0.0
     return float((0.1 * all_dims * math.log(factor) + 1.0) ** 2) if factor > 1 else 1.0

@@ -25,14 +25,14 @@ ROPE_KINDS = ("default", *ROPE_INIT_FUNCTIONS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderConfig(HeadConfig):
-    """Configuration of a head that is made of decoder layers, called as in transformers."""
+    """Configuration of a head that is made of decoder layers, named as in transformers."""
 
     LEAST: ClassVar[Mapping[str, int]] = {
         **dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"), 1),
         **dict.fromkeys(("head_dim", "num_hidden_layers", "max_position_embeddings"), 1),
         **dict.fromkeys(("rms_norm_eps", "initializer_range"), 0),
     }
-    """Field -> the least that it may be."""
+    """Least value of each field."""
 
     hidden_size: int
     intermediate_size: int
@@ -70,7 +70,7 @@ class DecoderConfig(HeadConfig):
         return f"a head of hidden size {self.hidden_size} needs an embedding of its own"
 
     def window(self, layer: int) -> int | None:
-        """Positions that this layer looks back, itself included; None: to the beginning."""
+        """Return the positions that this layer looks back, itself included; None: to the beginning."""
         return None if layer in self.full_layers else self.sliding_window
 
     @property
@@ -80,11 +80,11 @@ class DecoderConfig(HeadConfig):
 
     @property
     def output_bias(self) -> bool:
-        """Whether attention's last projection has a bias, too."""
+        """True if attention's last projection has a bias, too."""
         return self.attention_bias
 
     def problem(self) -> str | None:
-        """What contradicts itself; None: nothing."""
+        """Describe what contradicts itself; None: nothing."""
         if wrong := self._unknown():
             return wrong
         if not 1 <= self.draft_vocab_size <= self.vocab_size:
@@ -110,7 +110,9 @@ class DecoderConfig(HeadConfig):
         return None
 
     def _unknown(self) -> str | None:
-        """An activation or an embedding of positions that nothing can compute."""
+        """Describe an activation or a position embedding that nothing can compute; None: all is
+        known.
+        """
         if not self.rope_theta > 0:
             return f"rope_theta must be above 0, got {self.rope_theta}"
         if self.rotary_dim % 2:
@@ -127,7 +129,7 @@ class DecoderConfig(HeadConfig):
 
     @classmethod
     def layer_fields(cls, config: Any) -> dict[str, Any]:
-        """The fields of layers like those of the target with this configuration."""
+        """Return the fields of layers like those of the target with this configuration."""
         rope = dict(getattr(config, "rope_parameters", None) or {})
         theta = rope.pop("rope_theta", 10_000.0)
         heads = config.num_attention_heads
@@ -145,14 +147,17 @@ class DecoderConfig(HeadConfig):
 
 
 def spare_token(config: Any) -> int:
-    """A token of a target with this configuration that texts hardly hold: the one for padding, or the last one."""
+    """Return a token that texts hardly hold, of a target with this configuration: the padding
+    token, or the last one.
+    """
     padding = getattr(config, "pad_token_id", None)
     return int(config.vocab_size - 1 if padding is None else padding)
 
 
 class DecoderHead(AttendingHead):
-    """What heads of decoder layers share: rotary embedding, and an output head and an embedding of their own if any. A
-    kind makes its ``layers`` and ``norm``, then calls `complete`."""
+    """The base of heads made of decoder layers: rotary embedding, and an output head and an
+    embedding of their own if any. A kind makes its ``layers`` and ``norm``, then calls `complete`.
+    """
 
     config: DecoderConfig
     norm: nn.Module
@@ -163,7 +168,7 @@ class DecoderHead(AttendingHead):
         self.config = config
 
     def complete(self) -> None:
-        """Make the rest, and draw fresh weights: normal, biases zero."""
+        """Make the remaining parts, and draw fresh weights: normal, biases zero."""
         config = self.config
         if config.own_lm_head:
             self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
@@ -214,7 +219,9 @@ class DecoderHead(AttendingHead):
         self.d2t.copy_(token_ids - torch.arange(len(token_ids), device=token_ids.device))
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
-        """Output head and embedding of its own, and the final norm, where it is as wide as the target's final one."""
+        """Copy the target's weights to the head's own output head and embedding, and to the final
+        norm where it is as wide as the target's.
+        """
         if token_ids is not None:
             self.set_vocabulary(token_ids)
         if self.config.own_lm_head:
@@ -230,7 +237,7 @@ class DecoderHead(AttendingHead):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32."""
+    """A root-mean-square norm, computed in float32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -238,12 +245,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., size) -> (.., size) in the dtype of `states`."""
+        """Normalise (.., size) -> (.., size) in the dtype of `states`."""
         return rms_norm(states, self.weight, self.eps)
 
 
 class HeadAttention(nn.Module):
-    """Projections around an attention that somebody else computes; `width` of what they read, H if it is None."""
+    """The projections around an attention that the caller computes; `width` is that of their input,
+    H if it is None.
+    """
 
     def __init__(self, config: DecoderConfig, layer: int, width: int | None = None) -> None:
         super().__init__()
@@ -259,14 +268,14 @@ class HeadAttention(nn.Module):
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, width) -> (B, N, H)."""
+        """Attend: (B, N, width) -> (B, N, H)."""
         query = rotate(self.q_norm(self._split(self.q_proj(states))).transpose(1, 2), angles)
         attended = attend(self.layer, query, *self.entries(states, angles))
         projected: Tensor = self.o_proj(attended.flatten(2))
         return projected
 
     def entries(self, states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
-        """(B, N, width) -> keys, rotated, and values, (B, groups, N, D) each."""
+        """Return keys, rotated, and values of (B, N, width), (B, groups, N, D) each."""
         key = rotate(self.k_norm(self._split(self.k_proj(states))).transpose(1, 2), angles)
         return key, self._split(self.v_proj(states)).transpose(1, 2)
 
@@ -275,7 +284,7 @@ class HeadAttention(nn.Module):
 
 
 class HeadMLP(nn.Module):
-    """Gated feed-forward part; of the configuration's intermediate size if none is given."""
+    """A gated feed-forward part; of the configuration's intermediate size if none is given."""
 
     def __init__(self, config: DecoderConfig, intermediate_size: int | None = None) -> None:
         super().__init__()
@@ -286,7 +295,7 @@ class HeadMLP(nn.Module):
         self.activation: Any = ACT2FN[config.hidden_act]
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., H)."""
+        """Apply the feed-forward part: (.., H) -> (.., H)."""
         result: Tensor = self.down_proj(gated(self.activation, self.gate_proj(states), self.up_proj(states)))
         return result
 
@@ -302,15 +311,17 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        """(B, N, H) -> (B, N, H), the residual stream after the layer."""
+        """Run the layer: (B, N, H) -> (B, N, H), the residual stream after it."""
         states = states + self.self_attn(self.input_layernorm(states), angles, attend)
         mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return mixed
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
-    """Llama's rotary embedding in float32 whatever the head is turned into: in bfloat16 far positions fall together.
-    Raises KeyError, TypeError or ValueError where a parameter of `DecoderConfig.rope_scaling` makes no sense."""
+    """Llama's rotary embedding, in float32 whatever dtype the head gets: in bfloat16 far positions
+    fall together. Raises KeyError, TypeError or ValueError if a parameter of
+    `DecoderConfig.rope_scaling` makes no sense.
+    """
 
     def __init__(self, config: DecoderConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
@@ -331,7 +342,9 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of (.., size), computed in float32; in the dtype of `states`."""
+    """Compute the root-mean-square norm of (.., size) in float32; the result has the dtype of
+    `states`.
+    """
     if _tracked(states, weight):
         normed: Tensor = _Norm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
         return normed
@@ -339,7 +352,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
-    """``activation(gate) * up``."""
+    """Compute ``activation(gate) * up``."""
     if _tracked(gate, up):
         product: Tensor = _Gated.apply(activation, gate, up)  # type: ignore[no-untyped-call]
         return product
@@ -347,8 +360,9 @@ def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(states: Tensor, angles: Angles) -> Tensor:
-    """Rotary position embedding of (B, heads, N, D), halves paired as in Llama; of the first dimensions, as many as
-    there are `angles`."""
+    """Apply the rotary position embedding to (B, heads, N, D), halves paired as in Llama: to the
+    first dimensions, as many as there are `angles`.
+    """
     cosine, sine = (part.unsqueeze(1) for part in angles)
     if (turned := cosine.shape[-1]) < states.shape[-1]:
         return torch.cat([rotate(states[..., :turned], angles), states[..., turned:]], dim=-1)
@@ -359,7 +373,9 @@ def rotate(states: Tensor, angles: Angles) -> Tensor:
 
 
 def _tracked(*tensors: Tensor) -> bool:
-    """Whether a backward pass may follow. What was made in inference mode may not be kept for one."""
+    """Return whether a backward pass may follow. Tensors made in inference mode may not be kept for
+    one.
+    """
     return torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in tensors)
 
 
@@ -370,7 +386,7 @@ def _normed(states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 
 class _Norm(torch.autograd.Function):
-    """`rms_norm`; keeps the states and one number for each of them."""
+    """Autograd function of `rms_norm`; it keeps the states and one number for each of them."""
 
     @staticmethod
     def forward(context: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -389,7 +405,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """`gated`; the backward pass computes the activation once more."""
+    """Autograd function of `gated`; the backward pass computes the activation once more."""
 
     @staticmethod
     def forward(context: Any, activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -413,7 +429,7 @@ def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """`rotate`: linear in the states, so the angles alone are kept."""
+    """Autograd function of `rotate`: linear in the states, so only the angles are kept."""
 
     @staticmethod
     def forward(context: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

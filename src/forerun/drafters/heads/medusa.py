@@ -51,7 +51,7 @@ class MedusaConfig(HeadConfig):
 
 
 class MedusaHead(ParallelHead):
-    """For each depth some residual blocks and an output head; see `ParallelHead`."""
+    """A Medusa head: some residual blocks and an output head for each depth; see `ParallelHead`."""
 
     Config = MedusaConfig
     config: MedusaConfig
@@ -70,12 +70,12 @@ class MedusaHead(ParallelHead):
         return self.output_weight(0)
 
     def output_weight(self, depth: int) -> Tensor:
-        """(V, H) of the output head of that depth."""
+        """Return the weight (V, H) of the output head of that depth."""
         weight: Tensor = self.heads[depth][-1].weight  # type: ignore[index]
         return weight
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
-        """Each depth predicts at first what the target's own output head does."""
+        """Let each depth predict at first what the target's own output head predicts."""
         for depth in range(self.config.num_heads):
             self.output_weight(depth).copy_(model.get_output_embeddings().weight.float())
 
@@ -91,7 +91,7 @@ class MedusaHead(ParallelHead):
 
 
 class ResBlock(nn.Module):
-    """``x + SiLU(W x + b)``; does nothing at first."""
+    """Computes ``x + SiLU(W x + b)``; a fresh one does nothing."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -100,13 +100,15 @@ class ResBlock(nn.Module):
         nn.init.zeros_(self.linear.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., H) -> (.., H)."""
+        """Apply the block: (.., H) -> (.., H)."""
         return states + silu(self.linear(states))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without another tree the likeliest `nodes` paths are drafted."""
+    """Options of `medusa`: those of the other head drafters; without another tree the likeliest
+    `nodes` paths are drafted.
+    """
 
     draw: str = "deterministic"  # As of the others; by default the likeliest paths are taken at any temperature
 

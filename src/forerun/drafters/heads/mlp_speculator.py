@@ -26,7 +26,7 @@ EPS = 1e-6  # Of the norms: no file says another
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlpSpeculatorConfig(HeadConfig):
-    """Shape of an MLP speculator, called as in its ``config.json``."""
+    """Shape of an MLP speculator, named as in its ``config.json``."""
 
     n_predict: int = 3  # Depths: tokens drafted beyond the target's own
     inner_dim: int  # Width of the states; the target's hidden size unless said otherwise
@@ -60,17 +60,17 @@ class MlpSpeculatorConfig(HeadConfig):
 
     @property
     def state_weight(self) -> float:
-        """w_s: after all depths the target's state weighs half."""
+        """Weight w_s of the state: after all depths the target's state weighs half."""
         return math.pow(0.5, 0.5 / self.n_predict)
 
     @property
     def emb_weight(self) -> float:
-        """w_e, for embeddings whose entries are of the size 1 / sqrt(inner_dim)."""
+        """Weight w_e of embeddings whose entries are of the size 1 / sqrt(inner_dim)."""
         return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2)
 
 
 class MlpSpeculatorHead(RecurrentHead):
-    """See `RecurrentHead`."""
+    """An MLP speculator, see `RecurrentHead`."""
 
     Config = MlpSpeculatorConfig
     config: MlpSpeculatorConfig
@@ -95,7 +95,7 @@ class MlpSpeculatorHead(RecurrentHead):
         return weight
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
-        """Nothing does: the states are the speculator's own."""
+        """Copy nothing: the states are the speculator's own."""
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         return features[0]
@@ -123,7 +123,7 @@ class MlpSpeculatorHead(RecurrentHead):
 
 
 class ShiftedNorm(nn.Module):
-    """Root-mean-square norm with a bias, computed in float32."""
+    """A root-mean-square norm with a bias, computed in float32."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -131,12 +131,12 @@ class ShiftedNorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(size))
 
     def forward(self, states: Tensor) -> Tensor:
-        """(.., size) -> (.., size) in the dtype of `states`."""
+        """Normalise (.., size) -> (.., size) in the dtype of `states`."""
         return (rms_norm(states, self.weight, EPS) + self.bias).to(states.dtype)
 
 
 def _of(modules: nn.ModuleList, depth: int) -> Any:
-    """The module of a depth; tied ones are the last that there is."""
+    """Return the module of a depth; tied ones are the last that there is."""
     return modules[min(depth, len(modules) - 1)]
 
 

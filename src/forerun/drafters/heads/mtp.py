@@ -30,7 +30,9 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpConfig(DecoderConfig):
-    """Shape of a target's MTP layers; ``num_hidden_layers`` is their number, of one decoder layer each."""
+    """Shape of a target's MTP layers; ``num_hidden_layers`` is the number of modules, each with one
+    decoder layer.
+    """
 
     own_lm_head: bool = False
     experts: ExpertsConfig | None = None  # None: a dense feed-forward part
@@ -43,7 +45,9 @@ class MtpConfig(DecoderConfig):
 
     @property
     def norm_output(self) -> bool:
-        """Whether a module hands its normed output on: then it reads the target's state after the final norm, too."""
+        """True if a module hands its normed output on: then it reads the target's state after the
+        final norm, too.
+        """
         return self.boundaries == (LAST_HIDDEN,)
 
     @property
@@ -76,7 +80,9 @@ class MtpConfig(DecoderConfig):
 
 
 class MtpHead(DecoderHead, SequentialHead):
-    """The MTP modules of a target; see `SequentialHead`. A feature is what each module gave, side by side."""
+    """The MTP modules of a target; see `SequentialHead`. A feature is the outputs of all modules,
+    side by side.
+    """
 
     Config = MtpConfig
     config: MtpConfig
@@ -121,7 +127,7 @@ class MtpHead(DecoderHead, SequentialHead):
 
 
 class MtpModule(nn.Module):
-    """One module: what it is given becomes the input of a decoder layer."""
+    """One MTP module: combines its inputs for a decoder layer, and runs it."""
 
     def __init__(self, config: MtpConfig, layer: int) -> None:
         super().__init__()
@@ -136,7 +142,7 @@ class MtpModule(nn.Module):
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps)})
 
     def forward(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        """`embeds` and `states` (B, N, H)."""
+        """Run the module on `embeds` and `states` (B, N, H)."""
         states = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
         states = states + self.self_attn(self.input_layernorm(states), angles, attend)
         states = states + self.mlp(self.post_attention_layernorm(states))
@@ -146,7 +152,9 @@ class MtpModule(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpDrafterConfig(HeadDrafterConfig):
-    """As of the other drafters with a head; without `model` the layers of the target's own checkpoint draft."""
+    """Options of `mtp`: those of the other head drafters; without `model` the layers of the
+    target's own checkpoint draft.
+    """
 
     num_speculative_tokens: int = 3  # May exceed the number of modules: the last one goes on
 

@@ -44,12 +44,14 @@ class PEagleConfig(EagleConfig):
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See `HeadConfig.fields_for`. Without a mask token it is the padding token, or the last one."""
+        """Return the fields, see `HeadConfig.fields_for`. Without a mask token it is the padding
+        token, or the last one.
+        """
         return {"mask_token_id": spare_token(config)} | EagleConfig.fields_for("eagle3", config, options)
 
 
 class PEagleHead(FusedHead, BlockHead):
-    """See `BlockHead`; a block has no place for the root."""
+    """A P-EAGLE head, see `BlockHead`; its block has no place for the root."""
 
     Config = PEagleConfig
     config: PEagleConfig
@@ -74,7 +76,7 @@ class PEagleHead(FusedHead, BlockHead):
         return True
 
     def masked(self) -> Tensor:
-        """(1, 1, H) what a mask reads in the place of a feature from `fuse`."""
+        """Return (1, 1, H), what a mask reads in the place of a feature from `fuse`."""
         return self.fuse(self.mask_hidden.chunk(len(self.config.boundaries), -1))
 
     def read(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
@@ -87,7 +89,7 @@ class PEagleHead(FusedHead, BlockHead):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PEagleDrafterConfig(BlockDrafterConfig):
-    """As of the other drafters of blocks."""
+    """Options of `peagle`: those of the other drafters of blocks."""
 
     num_speculative_tokens: int = 8  # Most tokens on one path; trained for 8 to 10 in public checkpoints
 

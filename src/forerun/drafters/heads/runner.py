@@ -47,12 +47,13 @@ HiddenStates = Mapping[Boundary, Tensor]
 
 
 class HeadRunner:
-    """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees behind them of which it
-    runs at most `run` nodes."""
+    """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees
+    behind them of which it runs at most `run` nodes.
+    """
 
     head: Head
     acceptance: Tensor | None = None
-    """(B, F) of the latest level: the chance that a token drawn there is accepted, where the head says so."""
+    """(B, F) acceptance estimate of a token drawn from the latest level, if the head gives one."""
     _frontier: Any = None  # Where the trees that are being drafted have come to
 
     def __init__(self, head: Head, target: Target, rows: int, slots: int, run: int = 0) -> None:
@@ -73,7 +74,8 @@ class HeadRunner:
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
-        ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned."""
+        ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned.
+        """
         raise NotImplementedError
 
     def unroll(
@@ -85,8 +87,8 @@ class HeadRunner:
         levels: int | None = None,
         key: Hashable | None = None,
     ) -> Tree:
-        """Draft trees from the roots of `rows`; returns what `grow` made, which of a recording lives until the next
-        call.
+        """Draft trees from the roots of `rows`, and return what `grow` made; a recording's result
+        lives until the next call.
 
         Args:
             run: most nodes of a row that `grow` lets the head run.
@@ -114,21 +116,28 @@ class HeadRunner:
         return tree if len(rows) == count else first_rows(tree, count)
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
-        """For the nodes of `unroll`; returns what size, besides the rows' number, its work depends on."""
+        """Make room for the nodes of `unroll`, and return the size that its work depends on besides
+        the number of rows.
+        """
         raise NotImplementedError
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        """Logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries `lengths` (B,)."""
+        """Return logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries
+        `lengths` (B,).
+        """
         raise NotImplementedError
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes `parents` (B, F) of the
-        level before; (B, 1, V') where they are alike. Only inside `unroll`."""
+        """Return logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes
+        `parents` (B, F) of the level before; (B, 1, V') where they are alike. Only inside `unroll`.
+        """
         raise NotImplementedError
 
 
 class ParallelRunner(HeadRunner):
-    """All levels of a row from one state, that of the token before the root: nothing else is kept of a row."""
+    """Runs a head that computes all levels of a row from one state, that of the token before the
+    root; nothing else is kept of a row.
+    """
 
     head: ParallelHead
     _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
@@ -160,7 +169,9 @@ class ParallelRunner(HeadRunner):
 
 
 class AttendingRunner(HeadRunner):
-    """Over a row-and-slot cache of the head's own: entry i of a row stands in slot i, behind them what is drafted."""
+    """Runs a head over a row-and-slot cache of its own: entry i of a row stands in slot i, drafted
+    nodes behind them.
+    """
 
     head: AttendingHead
 
@@ -172,7 +183,7 @@ class AttendingRunner(HeadRunner):
         self._kinds_unseen = list(zip(self._kinds, head.unseen, strict=True))
 
     def _behind(self, run: int) -> int:
-        """Slots that a tree of which `run` nodes are run needs behind a row's entries."""
+        """Return the slots that a tree of which `run` nodes are run needs behind a row's entries."""
         return run
 
     def memory_bytes(self) -> int:
@@ -221,8 +232,10 @@ class AttendingRunner(HeadRunner):
             self.lengths[row] += len(piece)
 
     def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
-        """Take what was committed, in rows of a cache of `width` slots, with the features (B, N, H) that stand before
-        its tokens. To do it twice is to do it once: so it can be recorded."""
+        """Read what was committed, in rows of a cache of `width` slots, with the features (B, N, H)
+        that stand before its tokens. Doing it twice has the effect of doing it once, so it can be
+        recorded.
+        """
         raise NotImplementedError
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
@@ -231,7 +244,7 @@ class AttendingRunner(HeadRunner):
         return wide(max(ends), self._cache.slots) if recorded else max(ends)
 
     def _mask(self, kind: str, block: Block, width: int, unseen: int = 0) -> Tensor:
-        """Of layers of a kind that do not see so many first entries."""
+        """Build the mask of layers of a kind that do not see the first `unseen` entries."""
         mask = build(block, MaskStyle(types=(kind,), window=self._reach), width, self._dtype)
         assert isinstance(mask, Tensor), "of one kind there is one mask"
         if unseen:
@@ -241,13 +254,15 @@ class AttendingRunner(HeadRunner):
     def _advance(
         self, tokens: Tensor, block: Block, width: int, step: Callable[[Tensor, Angles, Attend], Passed]
     ) -> Passed:
-        """One pass of all layers over `tokens` (B, N), which a cache of `width` slots holds."""
+        """Run one pass of all layers over `tokens` (B, N), which a cache of `width` slots holds."""
         embeds, attend_cached = self.embed(tokens), self._attend(block, width)
         with attention_kernels(self.device):
             return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
 
     def _attend(self, block: Block, width: int) -> Attend:
-        """What a layer's queries get when its keys and values are put behind those of the cache."""
+        """Return an attention function that appends a layer's keys and values to the cache and
+        attends over it.
+        """
         kinds, this = self._kinds_unseen, Pass()
         masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
 
@@ -257,18 +272,20 @@ class AttendingRunner(HeadRunner):
         return attend_cached
 
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor:
-        """(..) -> (.., H), from the head's own table or the target's."""
+        """Embed (..) -> (.., H) with the head's own table or the target's."""
         own = self.head.embed(tokens, depth)
         return self.target.embed(tokens).to(self.device, self._dtype) if own is None else own
 
     def logits(self, output: Tensor, depth: int = 0) -> Tensor:
-        """(B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
+        """Map (B, N, H) -> raw logits (B, N, V') over the draft vocabulary."""
         own = self.head.logits(output, depth)
         return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
 
 
 class SequentialRunner(AttendingRunner):
-    """Level by level: drafted nodes read the head's own features, until the target's take their place."""
+    """Runs a head level by level: drafted nodes read the head's own features, until the target's
+    take their place.
+    """
 
     head: SequentialHead
     _frontier: _Frontier | None
@@ -339,7 +356,9 @@ class SequentialRunner(AttendingRunner):
 
 
 class RecurrentRunner(AttendingRunner):
-    """Level by level from the state of the token before the root; the cache holds what was committed alone."""
+    """Runs a head level by level from the state of the token before the root; the cache holds only
+    what was committed.
+    """
 
     head: RecurrentHead
     _frontier: _Memory | None
@@ -377,8 +396,9 @@ class RecurrentRunner(AttendingRunner):
 
 
 class BlockRunner(AttendingRunner):
-    """All levels from one pass over a block behind the committed entries, which are keys and values of features or of
-    all that the layers read."""
+    """Runs a head that computes all levels in one pass over a block behind the committed entries,
+    which are keys and values of features or of all that the layers read.
+    """
 
     head: BlockHead
     _frontier: _Depths | None
@@ -454,8 +474,10 @@ class BlockRunner(AttendingRunner):
 
 
 class AdapterRunner(AttendingRunner):
-    """Level by level: nodes run through the target's layers up to the head's boundary, in the slots in which they are
-    scored, then through the head. Entries are the target's states of what is committed before the root."""
+    """Runs a head level by level: nodes run through the target's layers up to the head's boundary,
+    in the slots in which they are scored, then through the head. Entries are the target's states of
+    what is committed before the root.
+    """
 
     head: AdapterHead
     shape: Shape | None = None  # Of the trees to come; None: it differs by row, and parents are read on the host
@@ -508,7 +530,7 @@ class AdapterRunner(AttendingRunner):
         return self._level(self._frontier, start)
 
     def _level(self, trees: _Exited, start: int) -> Tensor:
-        """Logits (B, F, V) after the nodes from `start` on."""
+        """Return logits (B, F, V) after the nodes from `start` on."""
         roots = [self._roots[row] for row in self.rows]
         nodes = Nodes.of_levels(roots, trees.ids, trees.parents, counts=trees.fits, start=start)
         states = self.target.run(self.rows, nodes, self._plan)
@@ -527,7 +549,7 @@ class AdapterRunner(AttendingRunner):
 
 @dataclass(kw_only=True, slots=True)
 class _Committed:
-    """What is appended to the rows of a runner."""
+    """The tokens that are appended to the rows of a runner."""
 
     index: Tensor  # (B,) int64 of the rows
     ids: Tensor  # (B, N) int64
@@ -548,7 +570,7 @@ class _Frontier:
 
 @dataclass(kw_only=True, slots=True)
 class _Exited:
-    """The trees that are being drafted, of an adapter."""
+    """The trees that are being drafted by an adapter."""
 
     lengths: Tensor  # (B,) committed entries
     ids: Tensor  # (B, K) drafted tokens
@@ -561,7 +583,7 @@ class _Exited:
 
 @dataclass(kw_only=True, slots=True)
 class _Memory:
-    """The last level of the trees that are being drafted, of a recurrent head."""
+    """The last level of the trees that are being drafted by a recurrent head."""
 
     memory: Tensor  # (B, F, M)
     depth: int
@@ -569,7 +591,7 @@ class _Memory:
 
 @dataclass(kw_only=True, slots=True)
 class _Depths:
-    """All depths of a block, and how far the trees that are being drafted have come."""
+    """All depths of a block, and the depth that the trees being drafted have reached."""
 
     logits: Tensor  # (B, depths, V')
     states: Tensor  # (B, depths, H)
@@ -584,4 +606,4 @@ RUNNERS: dict[Way, type[HeadRunner]] = {
     "block": BlockRunner,
     "adapter": AdapterRunner,
 }
-"""What runs a head, by its kind's way to draft."""
+"""The runner for each way to draft."""

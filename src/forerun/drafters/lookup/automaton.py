@@ -1,6 +1,7 @@
-"""A suffix automaton over a growing text: every string that occurs in it, how often, and what followed. Blumer et al.
-1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of SuffixDecoding (arXiv 2411.04975). What runs
-for every token is in `compiled.suffixes`."""
+"""A suffix automaton over a growing text: every string that occurs in it, how often, and what
+followed. Blumer et al. 1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of
+SuffixDecoding (arXiv 2411.04975). The work per token is done in `compiled.suffixes`.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _NUMBERS = count(1)
 
 
 class SuffixAutomaton(Text):
-    """All substrings of a text, one state for those that end at the same positions.
+    """A suffix automaton: all substrings of a text, one state for those that end at the same
+    positions.
 
     A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
     strings of at most `depth` >= 2 tokens. One flat array of 32 bits holds states and transitions; the token of a
@@ -26,7 +28,7 @@ class SuffixAutomaton(Text):
     """
 
     def __init__(self, depth: int, tokens: int = 0) -> None:
-        """Of the empty text, with room for so many tokens."""
+        """Make the automaton of the empty text, with room for so many tokens."""
         self.number = next(_NUMBERS)  # No two have the same
         self.whole = _empty(tokens)
         self.arrays = suffixes.parts_of(self.whole)
@@ -60,7 +62,7 @@ class SuffixAutomaton(Text):
 
 
 def _empty(tokens: int) -> Ints:
-    """An array with room for so many tokens and more, the index empty."""
+    """Allocate an array with room for so many tokens and more, the index empty."""
     room = room_for(tokens)
     whole = np.empty(suffixes.size_of(room), np.int32)
     whole[: suffixes.HEAD] = 0
@@ -70,9 +72,10 @@ def _empty(tokens: int) -> Ints:
 
 
 class OutputStore:
-    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`. SuffixDecoding's
-    global tree (arXiv 2411.04975) as two generations of automata: new outputs enter the younger; when that is full, the
-    older one is dropped and the younger takes its place."""
+    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
+    SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs
+    enter the younger; when that is full, the older one is dropped and the younger takes its place.
+    """
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
@@ -85,7 +88,7 @@ class OutputStore:
         return sum(map(len, self.generations))
 
     def add(self, output: Sequence[int] | Ints) -> None:
-        """Take in an output; of one longer than half the store, only the end."""
+        """Add an output; of one longer than half the store, only the end."""
         kept = np.asarray(output[max(0, len(output) + 1 - self._tokens) :], np.int32)
         if not len(kept) or not self._requests or self._tokens <= 1:
             return

@@ -1,4 +1,6 @@
-"""What `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of rows, and drafts."""
+"""The base that `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of
+rows, and drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,31 +38,35 @@ D = TypeVar("D")  # What is known of an isolation domain
 
 
 class Text:
-    """A text that grows, and its index if it has one: one array, which compiled code finds by its address."""
+    """A text that grows, and its index if it has one: one array, which compiled code finds by its
+    address.
+    """
 
     whole: Ints
 
     @property
     def tokens(self) -> Ints:
-        """(N,) int32, the text, and room behind it where N is more than its tokens are; a view."""
+        """(N,) int32, the text as a view; N may be more than its tokens, for the room behind it."""
         raise NotImplementedError
 
     @property
     def room(self) -> int:
-        """Tokens that the array has room for."""
+        """Number of tokens that the array has room for."""
         raise NotImplementedError
 
     def make_room(self, tokens: int) -> None:
-        """Move to a larger array where there is no room for so many."""
+        """Move to a larger array if there is no room for so many tokens."""
         raise NotImplementedError
 
 
 class LookupDrafter(Drafter, Generic[D]):
-    """Drafts by looking up the end of a row's text. An engine that has the texts of all rows in an array calls
-    `chains`; forerun's own has lists and scores trees, and calls it like any drafter."""
+    """The base of drafters that look up the end of a row's text. An engine that has the texts of
+    all rows in an array calls `chains`; forerun's own has lists and scores trees, and calls it like
+    any drafter.
+    """
 
     def __init__(self, domains: PerDomain[D], setup: DrafterSetup | None, *, columns: int, nodes: int) -> None:
-        """`columns` of the batch's rows; at most so many `nodes` of a draft."""
+        """Allocate the batch: `columns` of its rows, and room for drafts of at most `nodes` nodes."""
         rows = setup.rows if setup is not None else 0
         followers = Followers(
             np.zeros((rows, FOLLOWER), np.int32), np.zeros((rows, REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32)
@@ -81,33 +87,38 @@ class LookupDrafter(Drafter, Generic[D]):
     # --- what a method says -------------------------------------------------------------------------------------------
 
     def _new_text(self, tokens: int) -> Text:
-        """An empty one, with room for so many."""
+        """Return an empty text with room for so many tokens."""
         raise NotImplementedError
 
     def _point(self, row: int, domain: D) -> None:
-        """Write the further columns of a row whose text is empty."""
+        """Write the method's own columns of a row whose text is empty."""
         raise NotImplementedError
 
     def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
-        """Compiled, as `grams.step`."""
+        """Run the method's compiled step, with the arguments of `grams.step`."""
         raise NotImplementedError
 
     # --- rows in arrays -----------------------------------------------------------------------------------------------
 
     def begin(self, row: int, prompt: int, salt: str | None = None) -> None:
-        """A row begins, whose prompt has so many tokens; they are read next. What it held is forgotten."""
+        """Begin a row whose prompt has so many tokens, which are read next. What it held is
+        forgotten.
+        """
         if row >= len(self.batch.rows):
             self._make_rows(max(8, 2 * row))
         self._domain[row] = self._domains.of(salt)
         self._restart(row, prompt)
 
     def chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
-        """Texts go on with some of these tokens, and are drafted for: `work`, (WORK, B), says of each of B rows what it
-        reads and how much is drafted. At most so many tokens for each."""
+        """Read on and draft: `work`, (WORK, B), says which of these tokens each of B rows reads and
+        how much is drafted. Returns at most so many tokens for each.
+        """
         return [chain[1 : chain[0]] for chain in self._chains(tokens, work)]
 
     def _chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
-        """Of each row's draft, which is left in the batch, how many nodes it has, and the tokens of these."""
+        """Return, for each row's draft, which is left in the batch, its number of nodes and the
+        tokens of these.
+        """
         chains = np.empty((work.shape[1], self.batch.nodes.shape[1]), np.int32)
         while (done := self._step(self._where, tokens, work, chains)) < work.shape[1]:
             row = int(work[ROW, done])
@@ -150,8 +161,9 @@ class LookupDrafter(Drafter, Generic[D]):
         self.batch.rows[row, TEXT], self.batch.rows[row, ROOM] = address(text.whole), text.room
 
     def _shrink(self, row: int, length: int) -> None:
-        """Of a text that becomes shorter everything is read again, since an index cannot forget a token: linear, and
-        rare."""
+        """Shorten a text. Everything is read again, since an index cannot forget a token: linear,
+        and rare.
+        """
         kept = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
         self._chains(kept, _work([row], [length]))
@@ -195,7 +207,9 @@ class LookupDrafter(Drafter, Generic[D]):
     def _advance(
         self, rows: Sequence[int], texts: Sequence[Sequence[int]], budget: Budget | None = None
     ) -> list[list[int]]:
-        """Read what these texts have beyond what is known, and draft; as `_chains`."""
+        """Read what these texts have beyond what is known, and draft; returns the result of
+        `_chains`.
+        """
         table = self.batch.rows
         new = [tokens[int(table[row, READ]) :] for row, tokens in zip(rows, texts, strict=True)]
         tokens = np.array([*chain.from_iterable(new)], np.int32)
@@ -218,8 +232,9 @@ class LookupDrafter(Drafter, Generic[D]):
 
 
 def _work(rows: Sequence[int], sizes: Sequence[int], budget: Budget | None = None) -> Longs:
-    """Rows that read so many tokens each, one after the other, and are drafted for within a budget; None drafts
-    nothing."""
+    """Return the work of rows that read so many tokens each, one after the other, and are drafted
+    for within a budget; None drafts nothing.
+    """
     ends, none = [*accumulate(sizes)], [0] * len(sizes)
     what = {ROW: rows, START: [0, *ends[:-1]], END: ends, NODES: none, DEPTH: none}
     if budget is not None:
@@ -228,7 +243,7 @@ def _work(rows: Sequence[int], sizes: Sequence[int], budget: Budget | None = Non
 
 
 def _with_rows(array: A, count: int) -> A:
-    """A copy of the array that has so many rows, the new ones 0."""
+    """Return a copy of the array with so many rows, the new ones 0."""
     made = np.zeros((count, *array.shape[1:]), array.dtype)
     made[: len(array)] = array
     return made  # type: ignore[return-value]

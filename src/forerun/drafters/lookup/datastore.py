@@ -35,7 +35,9 @@ MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``: places are 32 bits wid
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Datastore:
-    """A datastore directory, memory-mapped: of files of any size only what is looked at is read. Use `open`."""
+    """A datastore directory, memory-mapped: of files of any size only what is looked at is read.
+    Use `open`.
+    """
 
     folder: Path
     manifest: Manifest
@@ -44,7 +46,9 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote. DataError: none there, another version, or damaged."""
+        """Open a directory that `forerun datastore build` wrote. Raises DataError if there is none,
+        it has another version, or is damaged.
+        """
         folder = Path(folder).expanduser()
         value = KIND.read(folder)
         files = {name: StoredFile(**stored) for name, stored in value["files"].items()}
@@ -65,15 +69,19 @@ class Datastore:
         return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
 
     def verify(self) -> None:
-        """Compare every byte with the manifest's hashes: slow. DataError if one has changed."""
+        """Compare every byte with the manifest's hashes, which is slow. Raises DataError if one has
+        changed.
+        """
         for name, stored in self.manifest.files.items():
             if StoredFile.of(self.folder / name) != stored:
                 raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
 
     def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
-        """Where the longest end of `text`, of `shortest` to `longest` tokens, occurs; None if none does. Places are
-        sorted by the tokens before them read backwards, so those that match one token more are a part of those that
-        match so far: one interval, narrowed token by token, O(log(places)) for each."""
+        """Find the longest end of `text`, of `shortest` to `longest` tokens, that occurs; None if
+        none does. Places are sorted by the tokens before them read backwards, so those that match
+        one token more are a part of those that match so far: one interval, narrowed token by token,
+        O(log(places)) for each.
+        """
         start, stop, length = 0, len(self.places), 0
         for back, token in enumerate(reversed(text[-longest:]), start=1):
             narrower = self._narrowed(start, stop, back, token)
@@ -83,8 +91,9 @@ class Datastore:
         return Match(length, range(start, stop)) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
-        """Those of the places ``start:stop`` that have `token` `back` tokens before them. All of them match ``back -
-        1`` tokens, none a separator, so the index stays within the file."""
+        """Return the part of the places ``start:stop`` that have `token` `back` tokens before them.
+        All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
+        """
         tokens, places = self.tokens, self.places
 
         def before(place: int) -> int:
@@ -96,8 +105,9 @@ class Datastore:
         return left, bisect_right(places, token, left, stop, key=before)
 
     def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
-        """What followed: (H, length) uint32, ended early by a separator where a document ends. Of more than `most`
-        places every so manieth is taken, spread evenly over all."""
+        """Return what followed a match: (H, length) uint32, ended early by a separator where a
+        document ends. Of more than `most` places an evenly spaced sample is taken.
+        """
         chosen = self.places[match.places.start : match.places.stop]
         if len(chosen) > most:
             chosen = chosen[np.arange(most) * len(chosen) // most]
@@ -115,13 +125,13 @@ class StoredFile:
 
     @classmethod
     def of(cls, path: Path) -> StoredFile:
-        """Of a file that is there; reads all of it."""
+        """Describe an existing file; reads all of it."""
         return cls(bytes=path.stat().st_size, sha256=hash_file(path))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What ``manifest.json`` says."""
+    """The contents of ``manifest.json``."""
 
     tokenizer: TokenizerIdentity  # Whose token ids these are
     documents: int
@@ -133,8 +143,10 @@ class Manifest:
     sources: tuple[Mapping[str, Any], ...] = ()  # Name and sha256 of each data file
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
-        """Raise VocabularyMismatchError where token ids mean something else to the target, whose ids are below
-        `vocabulary`. `given` is its tokenizer; None where the engine works on token ids alone: then sizes must do."""
+        """Raise VocabularyMismatchError if token ids mean something else to the target, whose ids
+        are below `vocabulary`. `given` is its tokenizer; None where the engine works on token ids
+        alone: then sizes must do.
+        """
         own = self.tokenizer
         if given is not None and given.vocabulary != own.vocabulary:
             raise VocabularyMismatchError(

@@ -32,12 +32,16 @@ class NgramConfig:
     prompt_lookup_min: int = 1  # Shortest n-gram searched for, in tokens
     max_branches: int = 1  # Most different continuations merged into one tree; 1 drafts a chain
     match: str = "last"
-    """Where to copy from if an n-gram has several positions: ``last``, ``first`` (transformers), or ``most_frequent``:
-    the continuation that its last 32 positions have most often, token after token."""
+    """Which position to copy from if an n-gram has several: ``last``, ``first`` (transformers), or
+    ``most_frequent``: the continuation that its last 32 positions have most often, token after
+    token.
+    """
     min_hits: int = 1  # Earlier positions that an n-gram must have to be copied from
     min_token_prob: float = 0.1  # Least probability of a path, in 0..1, as learned; 0 drafts whatever was found
     follow_edits: bool = True
-    """From the longest n-gram on stay with the text that is copied, over changes, and make replacements again."""
+    """Stay with the text that is copied once the longest n-gram matches, over changes, and make
+    replacements again.
+    """
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
@@ -98,7 +102,7 @@ class NgramDrafter(LookupDrafter[Floats]):
 
 
 class _Tokens(Text):
-    """A text alone."""
+    """A text without an index."""
 
     def __init__(self, tokens: int) -> None:
         self.whole = np.empty(max(64, 2 * tokens), np.int32)  # An answer may be as long as its prompt

@@ -1,5 +1,7 @@
-"""Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It comes with the
-prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All nodes are deterministic."""
+"""Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It
+comes with the prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All
+nodes are deterministic.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +45,12 @@ class _Row:
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the predicted tokens from where the answer stands among them; nothing where it stands nowhere. Until the
-    answer first leaves the prediction a draft has `num_speculative_tokens`; from then on it is shorter where little
-    agreed, so that a prediction which was wrong costs little.
-    ArgumentError: `text` is a string and there is no tokenizer, or holds ids outside the vocabulary."""
+    """Drafts the predicted tokens from where the answer stands among them, and nothing if it stands
+    nowhere. Until the answer first leaves the prediction a draft has `num_speculative_tokens`; from
+    then on it is shorter where little agreed, so that a prediction which was wrong costs little.
+    Raises ArgumentError if `text` is a string and there is no tokenizer, or holds ids outside the
+    vocabulary.
+    """
 
     name = "prediction"
     Config = PredictionConfig
@@ -85,7 +89,9 @@ class PredictionDrafter(Drafter):
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """As `Drafter.truncate`; a row that shrinks, or serves another prompt, is aligned anew when it is next seen."""
+        """Truncate rows, see `Drafter.truncate`; a row that shrinks, or serves another prompt, is
+        aligned anew when it is next seen.
+        """
         for row_id, length in zip(rows, lengths, strict=True):
             if row_id in self._rows and length <= len(self._rows[row_id].text):
                 del self._rows[row_id]
@@ -129,17 +135,19 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
 
 
 class Places:
-    """Where strings end in a text. The places of each token are found by one sort, so that a long prediction holds
-    nobody up."""
+    """An index of where strings end in a text. The places of each token are found by one sort, so
+    that a long prediction delays nobody.
+    """
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text: Ints = np.array(text, np.int32)
         self._order = self.text.argsort(kind="stable")  # Places of the smallest token, then of the next
 
     def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
-        """The index behind the longest of the strings that end a text, the last tokens of which are `end`, and its
-        length: the nearest place from `first` on that is not too far for so short a string. A string of `_LONGEST`
-        tokens may stand anywhere."""
+        """Return the index behind the longest of the strings that end a text, whose last tokens are
+        `end`, and its length. The place is the nearest from `first` on that is not too far for so
+        short a string; a string of `_LONGEST` tokens may stand anywhere.
+        """
         found = list(self._ends(end))
         for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
             ahead = int(np.searchsorted(ends, first))
@@ -150,7 +158,7 @@ class Places:
         return None, 0
 
     def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-        """Where the last token of `end`, its last two, ... end in the text, ascending."""
+        """Yield where the last token of `end`, its last two, ... end in the text, ascending."""
         tokens, order = self.text, self._order
         first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
         ends = order[first:last] + 1

@@ -49,10 +49,12 @@ _MEASURED: Mapping[Where, tuple[float, ...]] = {
     (True, True): (0.57, 0.088, 0.055, 0.027, 0.025, 0.014, 0.012, 0.008),
     (True, False): (0.67, 0.087, 0.050, 0.033, 0.025, 0.018, 0.010, 0.008),
 }
-"""How often the text's next token had each rank among the successors, given that what stands above was right: of
-SmolLM2-135M-Instruct at T = 0 on 60 prompts, 20 each of GSM8K's training questions, adversarial QA and Self-Instruct,
-128 tokens each, replayed, nothing known before four prompts of a kind. Rates by the target's own probability of each
-successor, in 13 bins, drafted no better (1.52 and 1.53 of plain decoding's speed)."""
+"""How often the text's next token had each rank among the successors, given that what stands above
+was right. Measured with SmolLM2-135M-Instruct at T = 0 on 60 prompts, 20 each of GSM8K's training
+questions, adversarial QA and Self-Instruct, 128 tokens each, replayed, nothing known before four
+prompts of a kind. Rates by the target's own probability of each successor, in 13 bins, drafted no
+better (1.52 and 1.53 of plain decoding's speed).
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,9 +66,11 @@ class RecyclingConfig:
     top_k: int = 8  # Successors kept for each token of the vocabulary
     adaptive_tree: bool = True  # Let the tree follow how often each rank was right here, not rates measured before
     path: str | None = None
-    """File that the matrix is read from and kept in: written when a sequence ends, if 256 steps have passed since the
-    last time, and when the process ends. None forgets it. Requests of an isolation domain (API key) begin with what it
-    held at the start, and what they teach is never written."""
+    """File that the matrix is read from and kept in. It is written when a sequence ends, if 256
+    steps have passed since the last time, and when the process ends. None forgets it. Requests of
+    an isolation domain (API key) begin with what it held at the start, and what they teach is never
+    written.
+    """
 
     def __post_init__(self) -> None:
         check_least("recycling", self, num_speculative_tokens=1, nodes=1, top_k=1)
@@ -74,19 +78,21 @@ class RecyclingConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _Memory:
-    """What is known of an isolation domain."""
+    """The learned state of an isolation domain."""
 
     matrix: SuccessorMatrix
     pairs: PairTable
     acceptance: Acceptance  # By (`Where`, rank)
 
     def successors(self, before: int, token: int) -> tuple[bool, list[int]]:
-        """Whether both tokens are known as a pair, and the successors of both, else those of `token` alone."""
+        """Return whether both tokens are known as a pair, and the successors of the pair, else
+        those of `token` alone.
+        """
         found = self.pairs.get(before, token)
         return (True, found) if found is not None else (False, self.matrix.successors[token].tolist())
 
     def nbytes(self) -> int:
-        """Of both tables."""
+        """Return the bytes of both tables."""
         return self.matrix.successors.nbytes + self.pairs.nbytes()
 
 
@@ -97,7 +103,9 @@ class RecyclingDrafter(Drafter):
     Config = RecyclingConfig
 
     def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
-        """Make an empty matrix, or read the one that was kept; errors as `SuccessorMatrix.open`."""
+        """Make an empty matrix, or read the one that was kept. Raises as `SuccessorMatrix.open`
+        does.
+        """
         self.config = config
         size = setup.target.vocab_size
         if config.top_k > size:
@@ -124,7 +132,7 @@ class RecyclingDrafter(Drafter):
 
     @property
     def watches(self) -> bool:
-        """What the target thought likely is worth knowing whoever drafted."""
+        """Always true: the target's likeliest tokens are worth knowing whoever drafted."""
         return True
 
     @property
@@ -143,7 +151,7 @@ class RecyclingDrafter(Drafter):
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """The likeliest paths, as far as successors are known."""
+        """Draft the likeliest paths, as far as successors are known."""
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, most, deepest) in enumerate(limits):
             memory, nodes = self._memory(context, index), min(most, self._nodes)
@@ -152,9 +160,10 @@ class RecyclingDrafter(Drafter):
         return [self._rows[row_id].tree for row_id in context.rows]
 
     def _grown(self, memory: _Memory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
-        """The tree of the likeliest nodes, found one by one: a path survives with the product of its ranks' rates, so
-        the next one is the next successor of a parent of which one stands in the tree, or the first one of a node of
-        the tree."""
+        """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its
+        ranks' rates, so the next one is the next successor of a parent of which one stands in the
+        tree, or the first one of a node of the tree.
+        """
         tokens, parents, depths, rates = [root], [-1], [0], [1.0]
         evidence, ranked = dict[int, Evidence](), self._ranked(memory)
         # (-survival, order of entry, parent, index among the ranks, survival of the parent, where, its successors)
@@ -186,7 +195,9 @@ class RecyclingDrafter(Drafter):
         return drafted
 
     def _ranked(self, memory: _Memory) -> dict[Where, list[tuple[float, int, float]]]:
-        """By how often successors of each rank are taken to be right: that, the rank, and how often they were right."""
+        """Return the ranks by how often successors of each are taken to be right, as (that rate,
+        the rank, the learned rate).
+        """
         estimate, learned, ranked = memory.acceptance.estimate, self.config.adaptive_tree, {}
         for where, ranks in self._evidence.items():
             right = [estimate(*one) for one in ranks]
@@ -226,7 +237,7 @@ class RecyclingDrafter(Drafter):
         return self._shared if salt is None else self._memories.of(salt)
 
     def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _Memory:
-        """Of a domain; without a matrix a new one begins with what the file held."""
+        """Make the memory of a domain; without a matrix a new one begins with what the file held."""
         if matrix is None:
             first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
             matrix = SuccessorMatrix(first, None, None)
@@ -234,43 +245,50 @@ class RecyclingDrafter(Drafter):
 
 
 class PairTable:
-    """Of pairs of tokens the last known likely successors, the likeliest first. There is room for `_PAIRS`: a new pair
-    takes the place of another one."""
+    """The last known likely successors of pairs of tokens, the likeliest first. There is room for
+    `_PAIRS`: a new pair takes the place of another one.
+    """
 
     def __init__(self, top_k: int) -> None:
         self._pairs = np.full(_PAIRS, -1, np.int64)
         self._successors = np.full((_PAIRS, top_k), -1, np.int32)
 
     def get(self, before: int, token: int) -> list[int] | None:
-        """The successors of `token` behind `before`; None where the pair is not known."""
+        """Return the successors of `token` behind `before`, or None if the pair is not known."""
         place = _place(before, token)
         known = self._pairs[place] == (before << 32 | token)
         return self._successors[place].tolist() if known else None
 
     def put(self, before: Sequence[int], tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
-        """What the target now thinks after ``tokens`` (N,), each behind one of `before`: rows (N, k)."""
+        """Store the target's likeliest tokens after ``tokens`` (N,), each behind one of `before`:
+        rows (N, k).
+        """
         first, second = np.asarray(before, np.int64), np.asarray(tokens, np.int64)
         places = _place(first, second)
         self._pairs[places], self._successors[places] = first << 32 | second, successors
 
     def nbytes(self) -> int:
-        """Of all that there is room for."""
+        """Return the bytes of the whole table, used or not."""
         return self._pairs.nbytes + self._successors.nbytes
 
 
 def _place(before: Any, token: Any) -> Any:
-    """Where a pair stands, of numbers or of arrays; no product of token ids leaves 64 bits."""
+    """Return the index of a pair, of numbers or of arrays; no product of token ids leaves 64 bits."""
     return (before * 40_503 + token * 2_654_435_761 >> 8) % _PAIRS
 
 
 def _before(tokens: Sequence[int], index: int) -> int:
-    """The token before one of a text; its first one stands behind none, 0 as good as any."""
+    """Return the token before one of a text; the first one has none before it, for which 0 is as
+    good as any.
+    """
     return tokens[index - 1] if index > 0 else 0
 
 
 class SuccessorMatrix:
-    """Of each token the last known likely successors, the likeliest first: (V, k) int32, -1 where nothing is known;
-    known ones stand first and are distinct. Kept at `path`, None: in memory alone. Use `open`."""
+    """The last known likely successors of each token, the likeliest first: (V, k) int32, -1 where
+    nothing is known; known ones stand first and are distinct. Kept at `path`, None: in memory
+    alone. Use `open`.
+    """
 
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
         self.successors, self.path = successors, path
@@ -279,9 +297,11 @@ class SuccessorMatrix:
 
     @classmethod
     def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
-        """The matrix in the file at `path`; an empty one where there is no file yet. ArgumentError: the file holds
-        another number of successors, or its directory does not exist. DataError: it is no matrix, or cut short.
-        VocabularyMismatchError: it belongs to another tokenizer."""
+        """Return the matrix in the file at `path`, or an empty one if there is no file yet. Raises
+        ArgumentError if the file holds another number of successors, or its directory does not
+        exist; DataError if it is no matrix, or cut short; VocabularyMismatchError if it belongs to
+        another tokenizer.
+        """
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
         made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
@@ -299,13 +319,17 @@ class SuccessorMatrix:
         return made
 
     def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
-        """What the target now thinks after `tokens` (N,): rows (N, k); of equal tokens the last one counts."""
+        """Store the target's likeliest tokens after `tokens` (N,): rows (N, k); of equal tokens the
+        last one counts.
+        """
         # numpy assigns in order: the last of equal indices stays.
         self.successors[np.asarray(tokens, dtype=np.int64)] = successors
         self.changed = True
 
     def read(self, text: NDArray[np.int64]) -> None:
-        """Learn from text alone: of each token the latest distinct successors come first, then those known before."""
+        """Learn from text alone: of each token the latest distinct successors come first, then
+        those known before.
+        """
         ranks = self.successors.shape[1]
         tokens, nexts = _latest_pairs(text, ranks)
         owners, first, counts = np.unique(tokens, return_index=True, return_counts=True)
@@ -317,8 +341,9 @@ class SuccessorMatrix:
         self.changed = True
 
     def save(self) -> None:
-        """Write the file if there is one to write: complete under its name, or as it was before. An error, which would
-        cost somebody's answer, is logged."""
+        """Write the file if there is one to write: complete under its name, or as it was before. An
+        error, which would cost somebody's answer, is logged.
+        """
         if self.path is None or not self.changed:
             return
         try:
@@ -330,7 +355,7 @@ class SuccessorMatrix:
 
 
 def _read(path: Path) -> tuple[NDArray[np.int32], str]:
-    """The stored matrix, a copy in memory, and the hash of its tokenizer."""
+    """Read the stored matrix, a copy in memory, and the hash of its tokenizer."""
     remedy = "delete it, or name another file"
     try:
         with safe_open(path, framework="numpy") as file:
@@ -347,7 +372,9 @@ def _read(path: Path) -> tuple[NDArray[np.int32], str]:
 
 
 def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Neighbours in the text, (tokens, successors): by token, then the latest first, at most so many of each token."""
+    """Return neighbours in the text, (tokens, successors): by token, then the latest first, at most
+    so many of each token.
+    """
     pairs = (text[:-1] << 32) | text[1:]
     distinct, last = np.unique(pairs[::-1], return_index=True)  # index from the end: 0 is the latest
     order = np.lexsort((last, distinct >> 32))
@@ -358,7 +385,9 @@ def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64]
 
 
 def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """(M, width): the first distinct entries of each row (M, W), left aligned; -1 is no entry."""
+    """Return (M, width), the first distinct entries of each row (M, W), left aligned; -1 is no
+    entry.
+    """
     equal = rows[:, :, None] == rows[:, None, :]
     again = np.tril(equal, -1).any(2) | (rows < 0)
     order = np.argsort(again, axis=1, kind="stable")
@@ -367,14 +396,17 @@ def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 
 
 def rates_of(where: Where, ranks: int) -> list[float]:
-    """How often a successor of each rank is right, as it was measured; beyond that a rate halves with every rank."""
+    """Return the measured rates at which a successor of each rank is right; beyond the table a rate
+    halves with every rank.
+    """
     known = _MEASURED[where]
     return [known[min(rank, len(known) - 1)] * 0.5 ** max(0, rank - len(known) + 1) for rank in range(ranks)]
 
 
 def measured(depth: int, ranks: int) -> NDArray[np.float64]:
-    """(depth, ranks): the probability that the successor of some rank is right, given that its parent is, of pairs that
-    are known."""
+    """Return (depth, ranks): the measured probability, for known pairs, that the successor of some
+    rank is right, given that its parent is.
+    """
     return np.array([rates_of((True, level == 0), ranks) for level in range(depth)])
 
 
@@ -387,7 +419,9 @@ class RankedNode(NamedTuple):
 
 
 def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
-    """Nodes, at most `most`, of the best tree for `rates` that yields most tokens for its time, `pass_ms`."""
+    """Return the number of nodes, at most `most`, of the best tree for `rates` that yields most
+    tokens for its time, `pass_ms`.
+    """
     tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
     for count, node in enumerate(best_tree(rates, most), start=1):
         above = alive[node.parent] if node.parent >= 0 else 1.0
@@ -398,8 +432,9 @@ def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: in
 
 
 def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
-    """The `nodes` paths of largest product of `rates` (depth, ranks), by falling product; all if there are fewer. Every
-    beginning of it is the best tree of its size: a node comes after its parent and its siblings of smaller rank.
+    """Return the `nodes` paths of largest product of `rates` (depth, ranks), by falling product;
+    all if there are fewer. Every beginning of it is the best tree of its size: a node comes after
+    its parent and its siblings of smaller rank.
 
     A path survives with the product of its ranks' rates, so the likeliest are found greedily; the same argument as for
     DDTree's marginals (arXiv 2604.12989).

@@ -51,7 +51,9 @@ class RestDrafter(Drafter):
     Config = RestConfig
 
     def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
-        """Open the datastore. DataError: none there, or damaged. VocabularyMismatchError: of another tokenizer."""
+        """Open the datastore. Raises DataError if there is none, or it is damaged;
+        VocabularyMismatchError if it was built with another tokenizer.
+        """
         self.config = config
         self.store = Datastore.open(config.datastore)
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
@@ -90,8 +92,10 @@ class RestDrafter(Drafter):
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
-    """Of entry `node` of a trie: by the length of the match, the parent's continuations and the node's share of them.
-    One continuation out of one is a weaker sign than a hundred out of a hundred; how much weaker, the text says."""
+    """Return the evidence of entry `node` of a trie: by the length of the match, the parent's
+    continuations and the node's share of them. One continuation out of one is a weaker sign than a
+    hundred out of a hundred; the text teaches how much weaker.
+    """
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
     key = match.bit_length(), min(total.bit_length(), 8), min(BINS * count // total, BINS - 1)
@@ -100,7 +104,9 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
 
 @dataclass(slots=True)
 class Trie:
-    """The nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the root."""
+    """The trie nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the
+    root.
+    """
 
     most: int  # How many will be kept
     tokens: list[int] = field(default_factory=list)
@@ -108,17 +114,21 @@ class Trie:
     counts: list[int] = field(default_factory=list)  # Continuations that run through the node
 
     def floor(self) -> int:
-        """What a deeper node's count must exceed: so many shallower ones are at least as frequent already."""
+        """Return the count that a deeper node must exceed: enough shallower ones are at least as
+        frequent already.
+        """
         return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
 
     def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
-        """Further nodes; a key is a parent's id and, in the lower 32 bits, a token."""
+        """Add nodes; a key is a parent's id and, in the lower 32 bits, a token."""
         self.tokens.extend([key & _LOW for key in keys])
         self.parents.extend([key >> 32 for key in keys])
         self.counts.extend(counts)
 
     def best(self) -> Trie:
-        """The most frequent ones first, under new ids, which puts parents before their children."""
+        """Return the most frequent nodes first, under new ids, which puts parents before their
+        children.
+        """
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0} | {node + 1: name for name, node in enumerate(order, start=1)}
         tokens, counts = [self.tokens[node] for node in order], [self.counts[node] for node in order]
@@ -126,8 +136,10 @@ class Trie:
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
-    """The `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D), each ended early by a
-    `SEPARATOR`. Of equals the shallower is kept, then the one of smaller parent, then of smaller token."""
+    """Return the `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D),
+    each ended early by a `SEPARATOR`. Of equals the shallower is kept, then the one of smaller
+    parent, then of smaller token.
+    """
     found = Trie(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
@@ -150,7 +162,7 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
 
 
 def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
-    """The same, without arrays; `rows` are what is left of the continuations."""
+    """Do the rest of `merge` without arrays; `rows` are what is left of the continuations."""
     for depth in range(len(rows[0]) if rows else 0):
         keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
         floor, every = found.floor(), sorted(Counter(keys).items())

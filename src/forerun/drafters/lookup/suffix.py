@@ -35,7 +35,9 @@ class SuffixConfig:
     max_spec_factor: float = 4.0  # Tokens drafted for each token of the match
     max_spec_offset: float = 0.0  # Tokens drafted besides
     min_token_prob: float = 0.1
-    """Least probability of a path, in 0..1: by the counts, of its tokens' shares, multiplied; followed, as learned."""
+    """Least probability of a path, in 0..1: the product of its tokens' shares by the counts; for
+    followed text, as learned.
+    """
     min_match: int = 1  # Shortest match that is drafted from, tokens
     nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
     follow_edits: bool = True  # Stay with a text that is copied, over changes, and make replacements again
@@ -56,8 +58,9 @@ class SuffixConfig:
 
 
 class SuffixDrafter(LookupDrafter["_Domain"]):
-    """Longest match in the request's own text and in past outputs, and the text that is followed; of these the draft of
-    largest expected gain is taken."""
+    """Drafts from the longest match in the request's own text and in past outputs, and from the
+    text that is followed, whichever draft has the largest expected gain.
+    """
 
     name = "suffix"
     Config = SuffixConfig
@@ -101,7 +104,7 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
         return suffix_rows.step(where, self._options, tokens, work, chains)
 
     def _free(self, row: int) -> None:
-        """The output enters the store of its domain."""
+        """Free a row; its output enters the store of its domain."""
         first = 0 if self.config.cache_prompts else int(self.batch.rows[row, PROMPT])
         domain, output = self._domain[row], self._texts[row].tokens[first : self.batch.rows[row, READ]]
         super()._free(row)
@@ -110,7 +113,7 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
 
 
 class _Domain:
-    """What is known of an isolation domain."""
+    """The state of an isolation domain."""
 
     def __init__(self, config: SuffixConfig) -> None:
         depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
@@ -121,7 +124,7 @@ class _Domain:
         self._point()
 
     def add(self, output: Ints) -> None:
-        """Take in the output of a request that has ended."""
+        """Add the output of a request that has ended."""
         try:
             self.store.add(output)
         finally:

@@ -1,4 +1,4 @@
-"""Base of drafters that run a part of the target itself, in the cache slots of the coming step.
+"""The base of drafters that run a part of the target itself, in the cache slots of the coming step.
 
 The prefix's keys and values are the target's own. Root and drafted nodes are run level by level behind the committed
 tokens; scoring overwrites these slots. So there is no second cache, nothing to catch up with and nothing to forget.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SelfDrafter(Drafter):
-    """The base of drafters that run a part of the target; a method gives `logits`."""
+    """The base of drafters that run a part of the target; a method provides `logits`."""
 
     def __init__(self, tree: FixedTree, target: Target) -> None:
         self.target = target
@@ -35,12 +35,16 @@ class SelfDrafter(Drafter):
         return self._tree.kind(sampler)
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        """The method's own raw logits (B, N - start, V) after `nodes`, of which those before `start` have been run."""
+        """Return the method's own raw logits (B, N - start, V) after `nodes`, of which those before
+        `start` have been run.
+        """
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
-        """A row whose last nodes are all less likely than this drafts no deeper; None never stops. The figure of a
-        sampled node is that of the distribution it is drawn from (`Children.confidence`)."""
+        """Return the threshold below which a row stops: if its last nodes are all less likely, it
+        drafts no deeper. None never stops. The figure of a sampled node is that of the distribution
+        it is drawn from (`Children.confidence`).
+        """
         return None
 
     def extend(self, context: DraftContext) -> None:

@@ -44,8 +44,10 @@ class EarlyExitConfig(TreeOptions):
 
     exit_layer: int  # E, how many of the target's layers draft: 1 .. L - 1
     head: str | Path | None = None
-    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) where
-    it has a final norm of its own, in the target's convention. None: the target's final norm and head."""
+    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and
+    ``norm.weight`` (H,) if it has a final norm of its own, in the target's convention. None: the
+    target's final norm and head.
+    """
 
     def __post_init__(self) -> None:
         self.check_tree("early_exit")
@@ -58,8 +60,10 @@ class EarlyExitDrafter(SelfDrafter):
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
-        """ArgumentError: there is no such layer to exit at. UnsupportedModelError: the target's layers cannot be run in
-        part. CheckpointError: the file of the head is missing, broken, or holds other tensors than it should."""
+        """Check that the target can exit there. Raises ArgumentError if there is no such layer,
+        UnsupportedModelError if the target's layers cannot be run in part, CheckpointError if the
+        file of the head is missing, broken, or holds other tensors than it should.
+        """
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
         if not 1 <= config.exit_layer < layers:
@@ -75,7 +79,7 @@ class EarlyExitDrafter(SelfDrafter):
         return 0 if self._head is None else self._head.nbytes()
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        """What the exit expects after them: (A, N - start, V)."""
+        """Return the exit's logits after the nodes: (A, N - start, V)."""
         states, logits = self.target.draft(rows, nodes, Plan(stop=self.config.exit_layer), self._head)
         self._rows = rows
         self._states.append(states)
@@ -94,8 +98,8 @@ class EarlyExitDrafter(SelfDrafter):
 
 
 def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, Proposal]], states: Tensor) -> None:
-    """Leave to each row's tree the states of the submitted nodes that were run, numbered as they were submitted, so
-    that scoring runs the other layers alone.
+    """Attach to each row's tree the states of the submitted nodes that were run, numbered as they
+    were submitted, so that scoring runs only the other layers.
 
     Args:
         drafts: (B,) row, its tree, and what of it was submitted, as it was numbered when it was run.
@@ -113,10 +117,14 @@ def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, 
 
 
 class ExitHead:
-    """An output head that was trained for the exit: a norm like the target's final one, then a matrix."""
+    """An output head that was trained for the exit: a norm like the target's final one, then a
+    matrix.
+    """
 
     def __init__(self, path: Path, target: Target) -> None:
-        """Read the file. CheckpointError: it is missing, broken, or holds other tensors than it should."""
+        """Read the file. Raises CheckpointError if it is missing, broken, or holds other tensors
+        than it should.
+        """
         if not path.is_file():
             raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
         shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
@@ -131,10 +139,10 @@ class ExitHead:
 
     @torch.inference_mode()
     def __call__(self, states: Tensor) -> Tensor:
-        """States at the exit (.., H) -> raw logits (.., V)."""
+        """Map states at the exit (.., H) -> raw logits (.., V)."""
         normed: Tensor = functional_call(self._norm, self._own, (states,))
         return linear(normed, self._weight)
 
     def nbytes(self) -> int:
-        """Bytes of the weights that the target does not have."""
+        """Return the bytes of the weights that the target does not have."""
         return self._weight.nbytes + sum(weight.nbytes for weight in self._own.values())

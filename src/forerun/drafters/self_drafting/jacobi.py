@@ -37,7 +37,7 @@ class JacobiConfig:
 
 @dataclass(kw_only=True, slots=True)
 class WindowRow:
-    """What a drafter with a window knows of one row."""
+    """The state of one row of a drafter with a window."""
 
     window: Window
     acceptance: Acceptance
@@ -45,7 +45,9 @@ class WindowRow:
 
 
 class WindowDrafter(Drafter, Generic[RowOf]):
-    """The base of drafters with a window, which every pass of the target refines; a method says how a row begins."""
+    """The base of drafters with a window, which every pass of the target refines; a method says how
+    a row begins.
+    """
 
     def __init__(self, config: Any, setup: DrafterSetup) -> None:
         self.config = config
@@ -62,7 +64,7 @@ class WindowDrafter(Drafter, Generic[RowOf]):
         return self._rows[row_id]
 
     def _collect(self, row: RowOf, new: Sequence[int]) -> None:
-        """Columns have just grown by the `new` tokens, see `Window.read`."""
+        """Take note that columns have just grown by the `new` tokens, see `Window.read`."""
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -83,7 +85,9 @@ class WindowDrafter(Drafter, Generic[RowOf]):
 
 
 class JacobiDrafter(WindowDrafter[WindowRow]):
-    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next ones."""
+    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next
+    ones.
+    """
 
     name = "jacobi"
     Config = JacobiConfig
@@ -122,12 +126,16 @@ class Window:
         self.columns: list[list[int]] = []  # The columns as they were fitted last, each of N - 1 tokens
 
     def widest(self, nodes: int, depth: int) -> int:
-        """The most columns that stay within so many nodes and so deep; W columns are W - 1 + (N - 2) W nodes."""
+        """Return the most columns that stay within so many nodes and so deep; W columns are W - 1 +
+        (N - 2) W nodes.
+        """
         return max(0, min((nodes + 1) // self._rows, depth - self._rows + 2))
 
     def fit(self, tokens: Sequence[int], width: int) -> None:
-        """Make it `width` columns that start at the text's last token. Columns that fell behind the text are dropped,
-        and new ones begin as copies of the text, read from its beginning on: a guess that needs no randomness."""
+        """Make the window `width` columns that start at the text's last token. Columns that fell
+        behind the text are dropped, and new ones begin as copies of the text, read from its
+        beginning on: a guess that needs no randomness.
+        """
         late = len(tokens) - self._base
         self.columns = self.columns[late:width] if late >= 0 else []
         while len(self.columns) < width:
@@ -148,7 +156,9 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """The token by which each column grows, `choose` of its end; up to the first one that was not scored."""
+        """Return the token by which each column grows, `choose` of its end, up to the first column
+        that was not scored.
+        """
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
             below = tree.child(head, column[0]) if index else head
@@ -162,10 +172,12 @@ class Window:
         return found
 
     def roll(self, new: Sequence[int], emitted: int) -> None:
-        """Each column loses its oldest token and gains its entry of `new`; columns move left as the text grows. Row r +
-        1 becomes row r, one position nearer: exactly where it belongs if one token was emitted. Every further one
-        passes a column. Columns that `new`, as `read` gave it, does not reach are dropped; if it is empty, the window
-        was not scored and the next `fit` drops what is late."""
+        """Move the window on: each column loses its oldest token and gains its entry of `new`, and
+        columns move left as the text grows. Row r + 1 becomes row r, one position nearer: exactly
+        where it belongs if one token was emitted. Every further one skips a column. Columns that
+        `new`, as `read` gave it, does not reach are dropped; if it is empty, the window was not
+        scored and the next `fit` drops what is late.
+        """
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
             self.columns = grown[emitted - 1 :]

@@ -52,7 +52,7 @@ class _Row(WindowRow):
 
 
 class LookaheadDrafter(WindowDrafter[_Row]):
-    """Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
+    """Drafts Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
 
     name = "lookahead"
     Config = LookaheadConfig
@@ -64,7 +64,7 @@ class LookaheadDrafter(WindowDrafter[_Row]):
 
     @property
     def depth(self) -> int:
-        """How far the window reaches, or the guesses."""
+        """Most tokens on one path: how far the window reaches, or the guesses."""
         return max(self.config.level - 1, self.config.window + self.config.level - 3)
 
     def extend(self, context: DraftContext) -> None:
@@ -78,7 +78,7 @@ class LookaheadDrafter(WindowDrafter[_Row]):
                 row.copied = len(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """The guesses, then the window; a window of one column is left room for."""
+        """Draft the guesses, then the window; room is kept for a window of one column."""
         trees, column = context.trees(), self.config.level - 2
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
             row, tree = self._row(context, index), trees[index]
@@ -105,7 +105,9 @@ class LookaheadDrafter(WindowDrafter[_Row]):
         return _Row(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
 
     def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
-        """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes` reach."""
+        """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes`
+        reach.
+        """
         children = Counter[int]()
         for gram in pool.after(guessed.tokens[0]):
             parent = 0
@@ -120,8 +122,10 @@ class LookaheadDrafter(WindowDrafter[_Row]):
 
 
 class Pool:
-    """The n-grams that a request has come across: at most `per_key` continuations of each of at most `keys` tokens.
-    Both bounds forget what was added longest ago; adding a continuation again makes it new again."""
+    """The n-grams that a request has come across: at most `per_key` continuations of each of at
+    most `keys` tokens. Both bounds forget what was added longest ago; adding a continuation again
+    makes it new again.
+    """
 
     def __init__(self, per_key: int, keys: int) -> None:
         self._per_key, self._keys = per_key, keys
@@ -139,5 +143,5 @@ class Pool:
             del self._grams[next(iter(self._grams))]
 
     def after(self, first: int) -> list[Gram]:
-        """The continuations of `first`, the most recent first."""
+        """Return the continuations of `first`, the most recent first."""
         return list(reversed(self._grams.get(first, {})))

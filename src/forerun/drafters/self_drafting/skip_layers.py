@@ -46,8 +46,9 @@ class SkipLayersConfig(TreeOptions):
     search_patience: int = 300  # ``swift`` ends after so many sets in a row that were no better
     stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
     adapt_threshold: bool = False
-    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are accepted. Without
-    `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones."""
+    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are
+    accepted. Without `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones.
+    """
     target_acceptance: float = 0.9  # Accepted / drafted, 0..1, that `adapt_threshold` aims at
 
     def __post_init__(self) -> None:
@@ -131,8 +132,9 @@ class SkipLayersDrafter(SelfDrafter):
 
 
 def agreement(scores: Scores, index: int) -> tuple[int, int]:
-    """(nodes at which the draft's likeliest token was the target's, nodes that have children) of one row's tree,
-    accepted or not: the target was asked at all of them."""
+    """Return (nodes at which the draft's likeliest token was the target's, nodes that have
+    children) of one row's tree, accepted or not: the target was asked at all of them.
+    """
     tree, probs = scores.trees[index], scores.row(index)
     right = judged = 0
     for node, children in enumerate(tree.children):
@@ -146,7 +148,8 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
 
 
 class OnlineSearch:
-    """SWIFT: which set drafts the coming step; learns from how it did.
+    """SWIFT's online search: chooses the set that drafts the coming step, and learns from how it
+    did.
 
     As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped, the first and the last layer are kept,
     candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
@@ -181,12 +184,12 @@ class OnlineSearch:
 
     @property
     def done(self) -> bool:
-        """Whether only the best set is used from now on."""
+        """True if only the best set is used from now on."""
         found = self._best.judged >= 2 * self._window and self._best.score >= GOOD_ENOUGH
         return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
 
     def choose(self) -> SkipSet:
-        """The set for the coming step: the best one, every second time a candidate."""
+        """Return the set for the coming step: the best one, every second time a candidate."""
         self._step += 1
         if self.done or self._step % 2 or self._best.judged < self._window:
             return self._best.skip
@@ -195,7 +198,9 @@ class OnlineSearch:
         return self._candidate.skip
 
     def observe(self, skip: SkipSet, right: int, judged: int) -> None:
-        """A step drafted with `skip`: at `right` of `judged` nodes its likeliest token was the target's."""
+        """Learn from a step that drafted with `skip`: at `right` of `judged` nodes its likeliest
+        token was the target's.
+        """
         record = self._best if skip == self._best.skip else self._candidate
         if record is None or skip != record.skip:
             return
@@ -206,7 +211,7 @@ class OnlineSearch:
             record.right, record.judged = record.right / 2, record.judged / 2
 
     def _judge(self, candidate: _Record) -> None:
-        """Settle a candidate once its window is full, or once it cannot win any more."""
+        """Decide on a candidate once its window is full, or once it cannot win any more."""
         left = max(0.0, self._window - candidate.judged)
         hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
         if left and not hopeless:
@@ -221,7 +226,9 @@ class OnlineSearch:
         self._best, self._failed = candidate, 0
 
     def _next(self) -> SkipSet:
-        """A random set, every 25th time one that the trials so far speak for; never the best one itself."""
+        """Return the next candidate: a random set, every 25th time one that the trials so far
+        favour; never the best one itself.
+        """
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
             found = propose(self.space, self._trials, self._proposing)
@@ -232,14 +239,18 @@ class OnlineSearch:
 
 @dataclass(slots=True)
 class Threshold:
-    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls again."""
+    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and
+    falls again.
+    """
 
     value: float  # In 0..1
     acceptance: float  # Running accepted / drafted, 0..1
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens, where `wanted` is the share to
-        aim at. With `whole` drafting was not stopped, so that a lower threshold would change nothing."""
+        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens; `wanted`
+        is the share to aim at. With `whole` drafting was not stopped, so that a lower threshold
+        would change nothing.
+        """
         self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
         step = 0.0 if whole else -_STEP
         if self.acceptance < wanted:
@@ -249,7 +260,7 @@ class Threshold:
 
 @dataclass(slots=True)
 class _Record:
-    """How often a set's likeliest token was the target's."""
+    """The counts of how often a set's likeliest token was the target's."""
 
     skip: SkipSet
     right: float = 0.0

@@ -29,17 +29,19 @@ PARTS = ("attn", "mlp")
 
 
 def every(layers: int) -> tuple[Sublayer, ...]:
-    """All sub-layers of a model, in the order in which they run."""
+    """Return all sub-layers of a model, in the order in which they run."""
     return tuple((layer, part) for layer in range(layers) for part in PARTS)
 
 
 def names(skip: Iterable[Sublayer]) -> list[str]:
-    """``["3.attn", "3.mlp"]``, in the order in which they run."""
+    """Return names such as ``["3.attn", "3.mlp"]``, in the order in which the sub-layers run."""
     return [f"{layer}.{part}" for layer, part in sorted(skip)]
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """The set behind names such as ``"3.attn"``. ArgumentError: an unknown one is named, or nothing or everything."""
+    """Return the set behind names such as ``"3.attn"``. Raises ArgumentError if an unknown one is
+    named, or nothing or everything.
+    """
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:
@@ -56,7 +58,9 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
 
 
 def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
-    """`count` of the allowed sub-layers, half of them attention, at even distances: where a search may begin."""
+    """Return `count` of the allowed sub-layers, half of them attention, at even distances: where a
+    search may begin.
+    """
     chosen = list[Sublayer]()
     for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
         own = [sublayer for sublayer in allowed if sublayer[1] == part]
@@ -72,8 +76,9 @@ _ADDITIVE = (0.0, 0.5, 0.9)
 
 
 def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NOISE) -> tuple[Floats, Floats]:
-    """Mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a small Gaussian process that
-    knows `values` (n,) at `points` (n, d), with a variance of `noise` relative to that of all values.
+    """Return mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a
+    small Gaussian process that knows `values` (n,) at `points` (n, d), with a variance of `noise`
+    relative to that of all values.
 
     The likeness of subsets mixes the share of entries in which they agree (effects that add up) and an exponential of
     their Hamming distance (effects that do not); the mixture is the likeliest of a few.
@@ -92,7 +97,7 @@ def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NO
 
 
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
-    """(n, m) in 0..1, 1 for equal subsets."""
+    """Return the likeness (n, m) of subsets, in 0..1, 1 for equal ones."""
     share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
     likeness: Floats = additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
     return likeness
@@ -107,22 +112,24 @@ _RANDOM_STARTS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """Which subsets may be proposed."""
+    """The subsets that may be proposed."""
 
     allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
     size: int | None = None  # How many are skipped; None: any number but none and all
 
     def vector(self, skip: SkipSet) -> Floats:
-        """(d,) of 0 and 1."""
+        """Return a subset as a vector (d,) of 0 and 1."""
         return np.array([float(sublayer in skip) for sublayer in self.allowed])
 
     def random(self, random: np.random.Generator) -> SkipSet:
-        """Any subset; without a fixed size every size is equally likely."""
+        """Return a random subset; without a fixed size every size is equally likely."""
         size = int(random.integers(1, len(self.allowed))) if self.size is None else self.size
         return frozenset(self.allowed[index] for index in random.permutation(len(self.allowed))[:size])
 
     def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
-        """One or two sub-layers exchanged; without a fixed size, one added or removed as well."""
+        """Return the subset with one or two sub-layers exchanged; without a fixed size, one may be
+        added or removed as well.
+        """
         inside, outside = sorted(skip), sorted(set(self.allowed) - skip)
         found = set(skip)
         for _ in range(int(random.integers(1, 3))):
@@ -137,14 +144,16 @@ class Space:
 
 
 class Trial(NamedTuple):
-    """One subset that was valued."""
+    """One subset and its measured value."""
 
     skip: SkipSet
     value: float  # Larger is better
 
 
 def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> SkipSet | None:
-    """The untried subset of largest upper confidence bound by a Gaussian process; None if all were tried."""
+    """Return the untried subset of largest upper confidence bound by a Gaussian process; None if
+    all were tried.
+    """
     leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
     pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
     pool += [space.random(random) for _ in range(_POOL)]
@@ -162,7 +171,9 @@ def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) 
 
 
 class Search:
-    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and at random."""
+    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and
+    at random.
+    """
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self.space = space
@@ -174,13 +185,13 @@ class Search:
         self._starts = list(dict.fromkeys(starts))
 
     def ask(self) -> SkipSet | None:
-        """What to value next; None if every subset was."""
+        """Return the next subset to measure, or None if every one was."""
         if len(self.trials) < len(self._starts):
             return self._starts[len(self.trials)]
         return propose(self.space, self.trials, self._random)
 
     def tell(self, skip: SkipSet, value: float) -> None:
-        """A subset's value."""
+        """Record a subset's value."""
         self.trials.append(Trial(skip, value))
 
 
@@ -202,7 +213,7 @@ class SkipFile:
     trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:
-        """Write the file; it is whole or not there. DataError if it cannot be written."""
+        """Write the file; it is whole or not there. Raises DataError if it cannot be written."""
         body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
         try:
             with written(path) as fresh:
@@ -212,8 +223,9 @@ class SkipFile:
 
     @classmethod
     def read(cls, path: Path, target: Target) -> SkipFile:
-        """The file at `path`. DataError: it is missing, or not what the tuner writes. ArgumentError: it was tuned on
-        another kind of model than `target`."""
+        """Read the file at `path`. Raises DataError if it is missing, or not what the tuner writes;
+        ArgumentError if it was tuned on another kind of model than `target`.
+        """
         body = read_object(path, "tune a set: forerun tune skip-layers")
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
@@ -232,6 +244,6 @@ class SkipFile:
 
 
 def structure_hash(target: Target) -> str:
-    """What kind of model this is: a hash of family and sizes, not of the weights."""
+    """Return a hash of the kind of model: of family and sizes, not of the weights."""
     facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]

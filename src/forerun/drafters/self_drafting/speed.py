@@ -51,7 +51,9 @@ class SpeedDrafter(Drafter):
     Config = SpeedConfig
 
     def __init__(self, config: SpeedConfig, setup: DrafterSetup) -> None:
-        """UnsupportedModelError: no layers share their weights, or the logits do not come out the same."""
+        """Check the target. Raises UnsupportedModelError if no layers share their weights, or the
+        logits do not come out the same.
+        """
         self.target = setup.target
         self._pipeline = Pipeline(setup.target)
         self._most = config.num_speculative_tokens
@@ -84,7 +86,9 @@ class SpeedDrafter(Drafter):
         return trees
 
     def _stream(self, context: DraftContext, run: _Run) -> None:
-        """Pass after pass of the shared block, until every node that is not flushed has left the last one."""
+        """Run pass after pass of the shared block, until every node that is not flushed has left
+        the last one.
+        """
         rows, roots = [context.rows[i] for i in run.members], [context.tokens[i][-1] for i in run.members]
         depth, states, step = self._pipeline.depth, None, 0
         while (first := len(run.finished)) <= max(run.limits):
@@ -108,7 +112,7 @@ class SpeedDrafter(Drafter):
         return self.target.lm_head(self.target.final_norm(states))[:, 0]
 
     def _likeliest(self, context: DraftContext, run: _Run, logits: Tensor, node: int) -> list[int]:
-        """(A,) what follows `node` according to its logits (A, V)."""
+        """Return (A,) the likeliest token after `node` according to its logits (A, V)."""
         best: list[int] = logits.argmax(-1).tolist()
         for entry, index in enumerate(run.members):
             if not context.samplers[index].neutral:
@@ -117,7 +121,9 @@ class SpeedDrafter(Drafter):
         return best
 
     def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
-        """Node `node` is finished: rows whose next node is not what the whole model finds likeliest end there."""
+        """Finish node `node`: rows whose next node is not what the whole model finds likeliest end
+        there.
+        """
         logits = self._logits(run.finished[node])
         right = self._likeliest(context, run, logits, node)
         for entry, index in enumerate(run.members):
@@ -148,8 +154,10 @@ class _Run:
 
 
 class Pipeline:
-    """Runs the tokens of a chain through a shared block, each at its own depth and with its own layer in the cache: one
-    pass over token k at block d and token k + 1 at block d - 1 reads the weights once. Errors as `shared_block`."""
+    """Runs the tokens of a chain through a shared block, each at its own depth and with its own
+    layer in the cache: one pass over token k at block d and token k + 1 at block d - 1 reads the
+    weights once. Raises as `shared_block` does.
+    """
 
     def __init__(self, target: Target) -> None:
         self.target, self.size = target, shared_block(target)
@@ -157,7 +165,8 @@ class Pipeline:
 
     @torch.inference_mode()
     def advance(self, rows: Sequence[int], nodes: Nodes, states: Tensor | None, blocks: Sequence[int]) -> Tensor:
-        """One pass: each of the last F nodes of a chain goes through its block; (B, F, H) behind their blocks.
+        """Run one pass: each of the last F nodes of a chain goes through its block; returns (B, F,
+        H) behind their blocks.
 
         Args:
             nodes: the chains so far, from the first of the F on.
@@ -201,7 +210,7 @@ class _Cache:
     blocks: Sequence[int]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_args: object, **_kwargs: object) -> Any:
-        """As `SlotCache.update`, each token at its own layer."""
+        """Update the cache as `SlotCache.update` does, each token at its own layer."""
         seen, cache, size = [], self.pipeline.target.cache, self.pipeline.size
         for token, block in enumerate(self.blocks):
             cache.begin(self.rows, self.slots[:, token : token + 1], self.width)
@@ -211,7 +220,9 @@ class _Cache:
 
 
 def shared_block(target: Target) -> int:
-    """How many layers the block has that a target repeats; UnsupportedModelError where each has weights of its own."""
+    """Return the number of layers in the block that a target repeats. Raises UnsupportedModelError
+    if each layer has weights of its own.
+    """
     count = target.num_layers
     types = getattr(target.config, "layer_types", None) or [None] * count
     storages = [
@@ -230,7 +241,7 @@ def shared_block(target: Target) -> int:
 
 
 def _stream(target: Target, tree: TokenTree) -> Resume:
-    """A whole chain through the pipeline, one token behind the other."""
+    """Run a whole chain through the pipeline, one token behind the other."""
     pipeline, states, finished = Pipeline(target), None, list[Tensor]()
     for step in range(pipeline.depth + tree.size):
         first, last = len(finished), min(step, tree.size)

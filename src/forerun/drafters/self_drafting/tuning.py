@@ -36,7 +36,7 @@ ITERATIONS = 60  # Sets that are tried where neither a number nor a time is aske
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """What a search found."""
+    """The result of a search."""
 
     best: Worth
     costs: Costs
@@ -46,7 +46,7 @@ class Tuned:
 
     @property
     def plain_ms(self) -> float:
-        """A token decoded plainly."""
+        """Milliseconds of a token decoded plainly."""
         return self.costs.verify_ms[0]
 
     @property
@@ -64,8 +64,8 @@ def tune(
     seed: int = 0,
     progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
 ) -> Tuned:
-    """Try sets of the model's `layers` until their number or the time is used up, every set has been tried, or Ctrl-C,
-    which is raised only before the first set was measured.
+    """Try sets of the model's `layers` until their number or the time is used up, every set has
+    been tried, or Ctrl-C, which is raised only before the first set was measured.
 
     Args:
         iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
@@ -95,20 +95,20 @@ def tune(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Costs:
-    """What passes over one sequence cost, ms."""
+    """The costs of passes over one sequence, in ms."""
 
     rest_ms: float  # A draft pass without any sub-layer: embedding, final norm, output head
     sublayer_ms: dict[str, float]  # ``"attn"`` and ``"mlp"``: one sub-layer of one layer, over one token
     verify_ms: tuple[float, ...]  # Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding
 
     def draft_ms(self, skip: SkipSet, layers: int) -> float:
-        """One level of a chain drafted without the sub-layers in `skip`."""
+        """Return the ms of one level of a chain drafted without the sub-layers in `skip`."""
         return self.rest_ms + sum(self.sublayer_ms[part] for layer, part in every(layers) if (layer, part) not in skip)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worth:
-    """What a set of skipped sub-layers brings at its best length of the chain."""
+    """The value of a set of skipped sub-layers at its best length of the chain."""
 
     skip: SkipSet
     num_speculative_tokens: int
@@ -117,14 +117,16 @@ class Worth:
     draft_ms: float  # One drafted token
 
     def record(self) -> dict[str, object]:
-        """As it stands in the file."""
+        """Return the entry for the file."""
         rounded = {name: round(value, 4) for name, value in asdict(self).items() if name != "skip"}
         return {"skip": names(self.skip), **rounded}
 
 
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
-    """The set at the length of the chain that makes a token cheapest. `accepted` are the drafted tokens that were
-    accepted in each step, of chains as long as `costs` knows scoring passes for."""
+    """Return the set's value at the length of the chain that makes a token cheapest. `accepted` are
+    the drafted tokens that were accepted in each step, of chains as long as `costs` knows scoring
+    passes for.
+    """
     draft_ms = costs.draft_ms(skip, layers)
 
     def at(length: int) -> Worth:
@@ -137,8 +139,10 @@ def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> 
 
 
 class Probe:
-    """Prompts (token ids) in the cache of a target that has a row for each and nothing in them, decoded anew with every
-    set: `tokens` of them in chains of `length`, with resolved sampling parameters."""
+    """Prompts (token ids) in the cache of a target that has a row for each and nothing in them,
+    decoded anew with every set: `tokens` of them in chains of `length`, with resolved sampling
+    parameters.
+    """
 
     def __init__(
         self, target: Target, prompts: Sequence[Sequence[int]], *, length: int, tokens: int, params: SamplingParams
@@ -154,7 +158,9 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """Drafted tokens that were accepted in each step when `skip` drafts; ForerunError where fewer were drafted."""
+        """Return the drafted tokens that were accepted in each step when `skip` drafts. Raises
+        ForerunError if fewer were drafted.
+        """
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
         ends = [len(row.tokens) + self._tokens for row in rows]
@@ -173,7 +179,7 @@ class Probe:
         return found
 
     def costs(self, *, repeats: int = REPEATS) -> Costs:
-        """Put the passes of the first prompt's row on the clock, all kinds in turns."""
+        """Time the passes of the first prompt's row, all kinds in turns."""
         layers, root = self._target.num_layers, self._beginnings[0][0][-1]
 
         def draft(skip: SkipSet) -> None:
@@ -209,7 +215,7 @@ class Probe:
 
 @torch.inference_mode()
 def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """The median ms of each, taken in turns after one warm-up."""
+    """Return the median ms of each, taken in turns after one warm-up."""
     times: list[list[float]] = [[] for _ in runs]
     for lap in range(repeats + 1):
         for own, run in zip(times, runs, strict=True):

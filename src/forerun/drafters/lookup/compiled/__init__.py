@@ -1,5 +1,5 @@
-"""What drafters that copy do for every token, compiled: functions over arrays, so that a large batch costs the host
-little.
+"""The per-token work of drafters that copy, compiled: functions over arrays, so that a large batch
+costs the host little.
 
 numba compiles a function when it is first called and keeps the result on disk. `drafts` has what all share, `suffixes`
 a suffix automaton over a growing text, `following` a follower of a text that is copied with changes, `grams` the places

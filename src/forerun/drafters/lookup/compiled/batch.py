@@ -1,4 +1,4 @@
-"""What compiled code knows of a batch of rows, so that one call sees to all of them.
+"""The state of a batch of rows for compiled code, so that one call serves all of them.
 
 Each row's text, and its index, is an array of its own that grows; a table has their addresses. Who owns an array keeps
 the table right and the array alive.
@@ -58,13 +58,13 @@ class Batch(NamedTuple):
 
 @compiled
 def address(array: NDArray[Any]) -> int:
-    """Where an array's content begins."""
+    """Return the address at which an array's content begins."""
     return int(array.ctypes.data)
 
 
 @intrinsic
 def _pointer(context: Any, place: Any, kind: Any) -> Any:
-    """An address as a pointer to numbers of a type."""
+    """Cast an address to a pointer to numbers of a type."""
     signature = types.CPointer(kind.dtype)(place, kind)  # type: ignore[attr-defined]
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -75,24 +75,26 @@ def _pointer(context: Any, place: Any, kind: Any) -> Any:
 
 @compiled
 def ints_at(place: int, shape: Any) -> Ints:
-    """The int32 array at an address."""
+    """Return the int32 array at an address."""
     return numba.carray(_pointer(place, np.int32), shape)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
 def longs_at(place: int, shape: Any) -> Longs:
-    """The int64 array at an address."""
+    """Return the int64 array at an address."""
     return numba.carray(_pointer(place, np.int64), shape)  # type: ignore[no-any-return, call-arg]
 
 
 @compiled
 def floats_at(place: int, shape: Any) -> Floats:
-    """The float64 array at an address."""
+    """Return the float64 array at an address."""
     return numba.carray(_pointer(place, np.float64), shape)  # type: ignore[no-any-return, call-arg]
 
 
 def whereabouts(batch: Batch) -> Longs:
-    """Where the arrays of a batch are, for `batch_at`: one array costs a call of compiled code less than ten."""
+    """Return the addresses of a batch's arrays, for `batch_at`: passing one array to compiled code
+    costs less than passing ten.
+    """
     arrays: list[NDArray[Any]] = [batch.rows, batch.nodes, batch.confidence, *batch.followers, *batch.spare]
     sizes = [*batch.rows.shape, batch.nodes.shape[1], batch.vocabulary]
     return np.array([*sizes, *(address(array) for array in arrays)], np.int64)
@@ -100,7 +102,7 @@ def whereabouts(batch: Batch) -> Longs:
 
 @compiled
 def batch_at(where: Longs) -> Batch:
-    """The batch whose `whereabouts` they are."""
+    """Return the batch with these `whereabouts`."""
     rows, columns, nodes, vocabulary = where[:4]
     return Batch(
         longs_at(where[4], (rows, columns)),
@@ -114,19 +116,19 @@ def batch_at(where: Longs) -> Batch:
 
 @compiled
 def text_of(batch: Batch, row: int) -> Ints:
-    """What was read of a row's text."""
+    """Return what was read of a row's text."""
     return ints_at(batch.rows[row, TEXT], batch.rows[row, READ])
 
 
 @compiled
 def counts_of(batch: Batch, row: int) -> Floats:
-    """What is known of the drafts of a row's domain, (KEYS, 2)."""
+    """Return the acceptance counts of a row's domain, (KEYS, 2)."""
     return floats_at(batch.rows[row, COUNTS], (KEYS, 2))
 
 
 @compiled
 def learn_draft(batch: Batch, row: int, new: Ints) -> None:
-    """Learn from the last draft of a row, of which `new` says how its text went on."""
+    """Learn from the last draft of a row; `new` is how its text went on."""
     if batch.rows[row, DRAFTED] > 0:
         learn(batch.nodes[row, : batch.rows[row, DRAFTED]], new, counts_of(batch, row))
         batch.rows[row, DRAFTED] = 0
@@ -134,20 +136,22 @@ def learn_draft(batch: Batch, row: int, new: Ints) -> None:
 
 @compiled
 def room_of(batch: Batch, row: int, nodes: int) -> Draft:
-    """Room for a draft of so many nodes besides the root, at most those that there is room for."""
+    """Return room for a draft of so many nodes besides the root, at most those that there is room
+    for.
+    """
     most = 1 + max(0, min(nodes, batch.nodes.shape[1] - 1))
     return Draft(batch.nodes[row, :most], batch.confidence[row, :most])
 
 
 @compiled
 def spare_of(batch: Batch, nodes: int) -> Draft:
-    """Room for another draft of so many nodes besides the root."""
+    """Return room for another draft of so many nodes besides the root."""
     return Draft(batch.spare.nodes[: 1 + nodes], batch.spare.confidence)
 
 
 @compiled
 def keep(made: Draft, spare: Draft, size: int) -> None:
-    """Copy the nodes of a draft that is the better one, `size` with the root."""
+    """Copy the nodes of the better draft from the spare room, `size` with the root."""
     for node in range(1, size):
         made.nodes[node] = spare.nodes[node]
         made.confidence[node] = spare.confidence[node]
@@ -155,7 +159,9 @@ def keep(made: Draft, spare: Draft, size: int) -> None:
 
 @compiled
 def without_room(batch: Batch, work: Longs) -> int:
-    """The index of the first of B rows that has no text, or no room for what it reads; B where all have."""
+    """Return the index of the first of B rows that has no text, or no room for what it reads; B if
+    all have both.
+    """
     for index in range(work.shape[1]):
         columns, new = batch.rows[work[ROW, index]], work[END, index] - work[START, index]
         if columns[TEXT] == 0 or columns[READ] + new > columns[ROOM]:
@@ -165,8 +171,9 @@ def without_room(batch: Batch, work: Longs) -> int:
 
 @compiled
 def put_chain(batch: Batch, row: int, size: int, chain: Ints) -> None:
-    """The last draft of a row has so many nodes, the root included: note it, and write how many, and the token of each
-    other one, to `chain`."""
+    """Record the size of a row's last draft, root included, and write it and the other nodes'
+    tokens to `chain`.
+    """
     for node in range(1, size):
         token = batch.nodes[row, node, NODE_TOKEN]
         if not 0 <= token < batch.vocabulary:

@@ -1,4 +1,4 @@
-"""What is known of a copied token, and what becomes of it; and the compiler."""
+"""Evidence, acceptance counts and nodes of copied tokens, for compiled code; and the compiler."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ NONE = -1
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """numba's compiler; what it made is kept beside the source, or in the user's cache, where either can be written."""
+    """Compile a function with numba; the result is kept beside the source, or in the user's cache,
+    where either can be written.
+    """
     try:
         made: Callable[P, R] = numba.njit(cache=True)(function)
     except RuntimeError:  # No folder to keep it in
@@ -34,8 +36,9 @@ def compiled(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _forget_stale(folder: Path, *others: Path) -> None:
-    """Have everything in a folder compiled anew where a file of it or another has changed: numba looks at a function's
-    own file alone, not at those of the functions that it calls."""
+    """Delete compiled results of a folder if a file of it or another has changed. numba looks at a
+    function's own file alone, not at those of the functions that it calls.
+    """
     newest = max(source.stat().st_mtime for source in (*folder.glob("*.py"), *others))
     for kept in folder.glob("__pycache__/*.nb?"):
         with suppress(OSError):  # Another process was faster, or they belong to somebody else
@@ -51,13 +54,15 @@ MIX = 0x1E3779B97F4A7C15  # An odd number of 61 bits: what is multiplied by it i
 
 
 def room_for(tokens: int) -> int:
-    """How many tokens to make room for where so many are needed: a text goes on."""
+    """Return how many tokens to make room for where so many are needed: a text goes on."""
     return max(64, tokens + tokens // 2)
 
 
 @compiled
 def slots_for(entries: int) -> int:
-    """Size of an index of so many entries: a power of two, at least half of it empty; NONE is where nothing is."""
+    """Return the size of an index of so many entries: a power of two, at least half of it empty;
+    empty slots hold NONE.
+    """
     size = 1
     while size < 2 * entries:
         size *= 2
@@ -66,15 +71,17 @@ def slots_for(entries: int) -> int:
 
 @compiled
 def slot_of(slots: Ints, mixed: np.int64) -> int:
-    """Where the search for an entry begins."""
+    """Return the slot at which the search for an entry begins."""
     return int((mixed >> 29) & (len(slots) - 1))
 
 
 # --- what is known of a drafted token ---------------------------------------------------------------------------------
 
 SOURCES = ("request", "store", "followed", "guessed", "ngram")
-"""Where a token was copied from, as `by_match` names it: by the longest match in the text itself or in an earlier
-answer, the place that a follower has found or guessed, the place of an n-gram."""
+"""Sources that a token is copied from, as `by_match` names them: the longest match in the text
+itself or in an earlier answer, the place that a follower has found or guessed, the place of an
+n-gram.
+"""
 REQUEST, STORE, FOLLOWED, GUESSED, NGRAM = range(len(SOURCES))
 KEYS = len(SOURCES) * len(COPIED) * BINS
 NODE_TOKEN, NODE_PARENT, NODE_KEY = 0, 1, 2  # Columns of a draft's nodes, the root first
@@ -82,28 +89,28 @@ NODE_COLUMNS = 3
 
 
 class Draft(NamedTuple):
-    """Nodes drafted for a row, the root first: room for them, which compiled code fills."""
+    """Room for the nodes drafted for a row, the root first, which compiled code fills."""
 
     nodes: Ints  # (N, NODE_COLUMNS), the root's row unused
     confidence: Floats  # (N,)
 
     @classmethod
     def of(cls, most: int) -> Draft:
-        """Room for so many nodes besides the root."""
+        """Allocate room for so many nodes besides the root."""
         return cls(np.empty((1 + most, NODE_COLUMNS), np.int32), np.empty(1 + most))
 
     def first(self, size: int) -> Draft:
-        """The first so many nodes, the root included."""
+        """Return the first so many nodes, the root included."""
         return Draft(self.nodes[:size], self.confidence[:size])
 
     def tree(self, root: int) -> TokenTree:
-        """As a tree below this token."""
+        """Return the nodes as a tree below this token."""
         tokens, parents = self.nodes[1:, NODE_TOKEN].tolist(), self.nodes[1:, NODE_PARENT].tolist()
         return TokenTree.of(root, tokens, parents, self.confidence[1:].tolist())
 
 
 def unseen() -> Floats:
-    """(KEYS, 2) accepted and tried, of nodes by what was known of them: nothing yet."""
+    """Return empty counts (KEYS, 2) of accepted and tried nodes by key."""
     return np.zeros((KEYS, 2))
 
 
@@ -112,7 +119,9 @@ _bucket = compiled(bucket_of)
 
 @compiled
 def evidence(source: int, matched: int, share: float) -> tuple[int, float]:
-    """`forerun.core.acceptance.by_match` with a number below KEYS for a key: (key, prior)."""
+    """Return (key, prior) as `forerun.core.acceptance.by_match` does, with a number below KEYS for
+    a key.
+    """
     bucket = _bucket(matched)
     key = (source * len(COPIED) + bucket) * BINS + min(int(share * BINS), BINS - 1)
     return key, COPIED[bucket] * share
@@ -120,13 +129,15 @@ def evidence(source: int, matched: int, share: float) -> tuple[int, float]:
 
 @compiled
 def estimate(counts: Floats, key: int, prior: float) -> float:
-    """`forerun.core.acceptance.Acceptance.estimate` on (KEYS, 2) counts: accepted, tried."""
+    """Return the estimate of `forerun.core.acceptance.Acceptance` from (KEYS, 2) counts: accepted,
+    tried.
+    """
     return float((counts[key, 0] + WEIGHT * prior) / (counts[key, 1] + WEIGHT))
 
 
 @compiled
 def likelihood(counts: Floats, source: int, matched: int, share: float) -> tuple[int, float]:
-    """The key of `evidence`, and how likely such a node is accepted."""
+    """Return the key of `evidence`, and the estimated acceptance of such a node."""
     key, prior = evidence(source, matched, share)
     return key, estimate(counts, key, prior)
 
@@ -140,8 +151,9 @@ def put(draft: Draft, node: int, token: int, parent: int, key: int, likely: floa
 
 @compiled
 def learn(nodes: Ints, text: Ints, counts: Floats) -> None:
-    """Count for every node of a draft whose parent the text holds whether it holds the node, too: the draft against
-    what followed its root."""
+    """Count, for every node of a draft whose parent the text holds, whether it holds the node too;
+    `text` is what followed the root.
+    """
     depths = np.full(len(nodes), NONE, np.int64)
     depths[0] = 0
     for node in range(1, len(nodes)):

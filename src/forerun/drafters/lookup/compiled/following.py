@@ -57,7 +57,7 @@ class Following(NamedTuple):
 
 
 class Followers(NamedTuple):
-    """Those of the rows of a batch."""
+    """The followers of the rows of a batch."""
 
     places: Ints  # (R, FOLLOWER)
     replacements: Ints  # (R, REPLACEMENTS, REPLACEMENT_COLUMNS)
@@ -65,32 +65,36 @@ class Followers(NamedTuple):
 
 @compiled
 def follower_of(followers: Followers, row: int) -> Following:
-    """A row's; views."""
+    """Return a row's follower, as views."""
     return Following(followers.places[row], followers.replacements[row])
 
 
 @compiled
 def start(place: Ints, at: int, matched: int) -> None:
-    """The text goes on at this index of its source, before which so many tokens agree."""
+    """Set the place: the text goes on at this index of its source, before which so many tokens
+    agree.
+    """
     place[PLACE], place[FOUND], place[MATCHED] = at, 1, matched
     place[TRUST] = place[MISSED] = place[DUE] = 0
 
 
 @compiled
 def agreed(place: Ints) -> int:
-    """How much speaks for the place: tokens that agreed, of late and since the last change."""
+    """Return how much speaks for the place: recent tokens that agreed, and those since the last
+    change.
+    """
     return 0 if place[PLACE] == NONE else int(place[TRUST] + place[MATCHED])
 
 
 @compiled
 def settled(place: Ints) -> bool:
-    """Whether the last tokens agree, enough of them in a row."""
+    """Return whether the last tokens agree, enough of them in a row."""
     return bool(place[FOUND] and place[MATCHED] >= _AGREED)
 
 
 @compiled
 def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
-    """The replacement that is to be made again at an index of the source; NONE if there is none."""
+    """Return the replacement to make again at an index of the source, or NONE."""
     place, replacements = follower.place, follower.replacements
     if place[FOUND] == 0 or at >= end:
         return NONE
@@ -108,7 +112,7 @@ def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
 
 @compiled
 def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
-    """In a change: where it has ended, remember what replaced what."""
+    """Detect the end of a change, and then remember what replaced what."""
     place, replacements = follower.place, follower.replacements
     if place[MATCHED] < _AGREED:
         return
@@ -130,8 +134,9 @@ def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
 
 @compiled
 def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> None:
-    """A token does not agree. Its nearest place ahead is taken before which most agrees; if there is none, it replaced
-    one token, or, after another one like it, was added."""
+    """Handle a token that does not agree: move to the nearest place ahead before which most agrees.
+    If there is none, the token replaced one token, or, after another one like it, was added.
+    """
     place = follower.place
     if place[MISSED] == 0:
         place[PARTED], place[BEGAN], place[CHANGED] = place[PLACE], at, 1
@@ -151,7 +156,9 @@ def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> N
 
 @compiled
 def advance(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> int:
-    """`read`, one token at least, until the place is unknown or a guess behind one: the index of the next one."""
+    """Read as `read` does, one token at least, until the place is unknown or a guess; returns the
+    index of the next token.
+    """
     place, replacements = follower.place, follower.replacements
     for at in range(first, last if place[PLACE] != NONE else first):
         token, end = text[at], at if same else len(source)
@@ -182,15 +189,18 @@ def advance(follower: Following, source: Ints, text: Ints, first: int, last: int
 
 @compiled
 def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
-    """The text gained the tokens ``first:last``; `same`: the text is its own source."""
+    """Read the tokens ``first:last`` that the text gained; `same` means that the text is its own
+    source.
+    """
     while first < last:
         first = advance(follower, source, text, first, last, same)
 
 
 @compiled
 def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
-    """Fill `found` with the tokens that come next; how many there are. A text that is its own source goes on with
-    them."""
+    """Fill `found` with the tokens that come next, and return their number. A text that is its own
+    source goes on with them.
+    """
     place, replacements = follower.place, follower.replacements
     at, size = place[PLACE], 0
     if at == NONE:
@@ -215,8 +225,10 @@ def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
 def draft(
     follower: Following, source: Ints, counts: Floats, made: Draft, least: float, same: bool
 ) -> tuple[int, float]:
-    """Fill `made` with what comes next in the source, a chain, as far as it survives with a probability of at least
-    `least`: how many nodes, the root included, and the sum of their survival. `same`: the text is its own source."""
+    """Fill `made` with a chain of what comes next in the source, as far as it survives with a
+    probability of at least `least`. Returns the number of nodes, the root included, and the sum of
+    their survival. `same` means that the text is its own source.
+    """
     place, found = follower.place, np.empty(len(made.nodes) - 1, np.int32)
     kind = FOLLOWED if place[FOUND] else GUESSED
     survival, expected, size = 1.0, 0.0, 1

@@ -50,7 +50,7 @@ _BLOCK = 64  # Places that are looked at without branches, several at a time
 
 
 class Choice(NamedTuple):
-    """Where a draft is copied from."""
+    """The options of copying: where a draft is copied from, and how much."""
 
     match: int  # LAST, FIRST or MOST_FREQUENT
     hits: int  # Earlier places that an n-gram must have
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
 
 @compiled
 def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
-    """Whether the n-gram's first and last token stand before one of these places."""
+    """Return whether the n-gram's first and last token stand before one of these places."""
     last, first, found = text[len(text) - 1], text[len(text) - size], False
     lasts, firsts = text[low - 1 : high - 1], text[low - size : high - size]  # No index that may be negative: SIMD
     for place in range(high - low):
@@ -74,9 +74,11 @@ def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
 
 @compiled
 def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
-    """Fill ``found[i]`` with places of the n-gram of ``shortest + i`` tokens that ends the text, those that are
-    preferred first, as many as there is room for, and ``met[i]`` with how many there are, as far as that matters. One
-    pass: once there is enough of the smaller n-grams, only larger ones are looked for."""
+    """Fill ``found[i]`` with places of the n-gram of ``shortest + i`` tokens that ends the text,
+    the preferred ones first, as many as there is room for, and ``met[i]`` with their number, as far
+    as it matters. One pass: once there are enough of the smaller n-grams, only larger ones are
+    looked for.
+    """
     end, size, (_, room) = len(text), choice.shortest, found.shape
     enough, forwards, places = max(choice.hits, room), choice.match == FIRST, max(0, end - size)
     for done in range(0, places, _BLOCK):
@@ -100,14 +102,17 @@ def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
 
 @compiled
 def _copied(text: Ints, place: int, offset: int) -> int:
-    """The token at `offset` from a place; a copy that reaches the end of the text goes on with itself."""
+    """Return the token at `offset` from a place; a copy that reaches the end of the text goes on
+    with itself.
+    """
     return int(text[place + offset % (len(text) - place)])
 
 
 @compiled
 def _voted(text: Ints, places: Ints, length: int, kept: Ints) -> int:
-    """Fill `kept` with those of the places whose next token is the most frequent, of equals the first; of these again,
-    for `length` tokens. How many are left."""
+    """Fill `kept` with the places whose next token is the most frequent, of equals the first; then
+    again among these, for `length` tokens. Returns how many are left.
+    """
     size = len(places)
     kept[:size] = places
     for offset in range(length):
@@ -130,7 +135,7 @@ def _voted(text: Ints, places: Ints, length: int, kept: Ints) -> int:
 
 @compiled
 def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
-    """Leave of the places one for each continuation, the most frequent first; how many."""
+    """Keep one place for each continuation, the most frequent first, and return their number."""
     waiting, voters, size, chosen = places.copy(), np.empty(len(places), np.int32), len(places), 0
     while size > 0:
         voted = _voted(text, waiting[:size], length, voters)
@@ -145,16 +150,20 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
 
 @compiled
 def _preferred(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> Ints:
-    """Of one n-gram's places as `_find` left them, those to copy `length` tokens from, in their order."""
+    """Return the places of one n-gram, as `_find` left them, to copy `length` tokens from, in their
+    order.
+    """
     places = found[: min(met, len(found)) if met >= choice.hits else 0]
     return places[: _order_by_votes(text, places, length)] if choice.match == MOST_FREQUENT else places
 
 
 @compiled
 def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) -> tuple[int, float, int]:
-    """Fill `made` with a trie of continuations of `length` tokens, as many nodes as there is room for: those of the
-    longest n-gram that ended earlier first. How many nodes, the root included, the sum of their survival, and the place
-    of the first one where the n-gram is the longest that is looked for, else NONE."""
+    """Fill `made` with a trie of continuations of `length` tokens, as many nodes as there is room
+    for, those after the longest n-gram first. Returns the number of nodes, the root included, the
+    sum of their survival, and the place of the first continuation if the n-gram is the longest that
+    is looked for, else NONE.
+    """
     nodes, size, branches, expected, first = made.nodes, 1, 0, 0.0, NONE
     survival = np.ones(len(nodes))
     sizes = choice.longest + 1 - choice.shortest
@@ -194,7 +203,9 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
 
 @compiled
 def _place(text: Ints, choice: Choice) -> int:
-    """Where the longest n-gram that is looked for goes on; NONE: it has not occurred before."""
+    """Return where the longest n-gram that is looked for goes on, or NONE if it has not occurred
+    before.
+    """
     only = Choice(choice.match, choice.hits, 1, choice.length, choice.longest, choice.longest, choice.least, True)
     found, met = np.empty((1, 1 if choice.match != MOST_FREQUENT else _SCANNED), np.int32), np.zeros(1, np.int32)
     _find(text, only, found, met)
@@ -204,8 +215,10 @@ def _place(text: Ints, choice: Choice) -> int:
 
 @compiled
 def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
-    """A row's text, which has room for that, goes on. Its place is looked for behind every token of its answer, behind
-    the last one by `_draft`: how many a step brings does not matter."""
+    """Append new tokens, which have room, to a row's text. Its place is looked for behind every
+    token of its answer, and by `_draft` behind the last one, so it does not matter how many tokens
+    a step brings.
+    """
     size = batch.rows[row, READ]
     learn_draft(batch, row, new)
     batch.rows[row, READ] = size + len(new)
@@ -222,8 +235,9 @@ def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
 
 @compiled
 def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> int:
-    """Leave a draft for a row, from the place that its text follows if it is sure of that, else that of more expected
-    tokens. How many nodes, the root included."""
+    """Write a draft for a row: from the place that its text follows if that is settled, else from
+    whichever source has more expected tokens. Returns the number of nodes, the root included.
+    """
     text, counts, follower = text_of(batch, row), counts_of(batch, row), follower_of(batch.followers, row)
     made = room_of(batch, row, min(nodes, choice.branches * length))
     if choice.follows and choice.branches == 1 and following.settled(follower.place):
@@ -243,9 +257,11 @@ def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> i
 
 @compiled
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
-    """Read for all, then draft: `chains`, (B, N), has how many nodes each draft has, the root included, and the tokens
-    of these. Nothing is done where a text has no room for what it reads: the index of the first such; B where all have.
-    `chosen` is a `Choice` as a bare tuple, which costs less to hand over."""
+    """Read for all rows, then draft: `chains`, (B, N), gets each draft's number of nodes, the root
+    included, and their tokens. Returns B, or, with nothing done, the index of the first row whose
+    text has no room for what it reads. `chosen` is a `Choice` as a bare tuple, which is cheaper to
+    pass.
+    """
     batch, choice = batch_at(where), Choice(*chosen)
     ready = without_room(batch, work)
     if ready < work.shape[1]:

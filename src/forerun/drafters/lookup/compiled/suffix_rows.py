@@ -1,4 +1,4 @@
-"""What the drafter `suffix` does for a batch of rows: reads what their texts gained, and drafts."""
+"""The work of the drafter `suffix` for a batch of rows: reads what their texts gained, and drafts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
 
 
 class Options(NamedTuple):
-    """What bounds the drafts, as `SuffixConfig` says it."""
+    """Limits of the drafts, from `SuffixConfig`."""
 
     length: int
     factor: float
@@ -61,7 +61,7 @@ class Options(NamedTuple):
 
 @compiled
 def _store_of(batch: Batch, row: int) -> Longs:
-    """(GENERATIONS, STORE_COLUMNS) the store of the row's domain."""
+    """Return the store of the row's domain, (GENERATIONS, STORE_COLUMNS)."""
     return longs_at(batch.rows[row, STORED], (GENERATIONS, STORE_COLUMNS))
 
 
@@ -73,8 +73,9 @@ def _cursor(batch: Batch, row: int, generation: int) -> Longs:
 
 @compiled
 def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
-    """Let the row's cursors take in what its text and the store have gained. One begins anew where its automaton has
-    grown or is another."""
+    """Advance the row's cursors over what its text and the store have gained. A cursor begins anew
+    if its automaton has grown or is another.
+    """
     store, size = _store_of(batch, row), text.head[SIZE]
     for generation in range(GENERATIONS):
         number, cursor = store[generation, NUMBER], _cursor(batch, row, generation)
@@ -93,8 +94,9 @@ def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
 
 @compiled
 def _source(batch: Batch, row: int, place: Ints) -> Arrays:
-    """The automaton of the text that is followed. Where the store has dropped it the row's own, and it stands nowhere
-    in that."""
+    """Return the automaton of the text that is followed. If the store has dropped it, it is the
+    row's own, in which the follower has no place.
+    """
     followed = batch.rows[row, FOLLOWED]
     if followed != 0:
         store = _store_of(batch, row)
@@ -107,7 +109,9 @@ def _source(batch: Batch, row: int, place: Ints) -> Arrays:
 
 @compiled
 def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, Match]:
-    """The longest match of the row's end, and the automaton that it is in: for 0 the row's own, then the store's."""
+    """Return the longest match of the row's end, and the automaton that it is in: the row's own for
+    source 0, else the store's.
+    """
     known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
     if source > 0:
         cursor = _cursor(batch, row, source - 1)
@@ -119,8 +123,9 @@ def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, M
 
 @compiled
 def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
-    """Read the tokens from `known` on in the text that is followed. Where it does not tell the place any more, the
-    longest match does, if it is long enough."""
+    """Read the tokens from `known` on in the text that is followed. If that no longer tells the
+    place, the longest match does, if it is long enough.
+    """
     follower = follower_of(batch.followers, row)
     place, source = follower.place, _source(batch, row, follower.place)
     first, size, same = max(known, batch.rows[row, PROMPT]), text.head[SIZE], batch.rows[row, FOLLOWED] == 0
@@ -140,7 +145,7 @@ def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
 
 @compiled
 def _read(batch: Batch, row: int, new: Ints, follows: bool) -> None:
-    """A row's text, which has room for that, goes on."""
+    """Append new tokens, which have room, to a row's text."""
     known, text = batch.rows[row, READ], automaton_at(batch.rows[row, TEXT])
     if len(new) > 0:
         learn_draft(batch, row, new)
@@ -153,7 +158,7 @@ def _read(batch: Batch, row: int, new: Ints, follows: bool) -> None:
 
 @compiled
 def _length(options: Options, matched: int, most: int) -> int:
-    """Tokens of a path that is drafted from a match of so many."""
+    """Return the length of a path that is drafted from a match of so many tokens."""
     if matched < options.shortest:
         return 0
     return min(most, int(min(float(options.length), options.factor * matched + options.offset + 1e-6)))
@@ -161,8 +166,10 @@ def _length(options: Options, matched: int, most: int) -> int:
 
 @compiled
 def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> int:
-    """Leave a draft for a row from each match and from the text that is followed: the one with most expected tokens is
-    taken, that of the row's own text at equality. How many nodes, the root included."""
+    """Write a draft for a row, the one with most expected tokens of those from each match and from
+    the text that is followed; at equality that of the row's own text. Returns the number of nodes,
+    the root included.
+    """
     text, counts, follower = (
         automaton_at(batch.rows[row, TEXT]),
         counts_of(batch, row),
@@ -192,7 +199,7 @@ def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> i
 
 @compiled
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
-    """As `grams.step`; `chosen` are `Options`."""
+    """Read and draft as `grams.step` does; `chosen` are `Options`."""
     batch, options = batch_at(where), Options(*chosen)
     ready = without_room(batch, work)
     if ready < work.shape[1]:

@@ -52,8 +52,9 @@ _UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts
 
 
 class Arrays(NamedTuple):
-    """A suffix automaton over N tokens: at most 2 N states and N further transitions (Blumer et al. 1985). Views into
-    one array, `parts_of` it."""
+    """A suffix automaton over N tokens: at most 2 N states and N further transitions (Blumer et al.
+    1985). The parts are views into one array, see `parts_of`.
+    """
 
     head: Ints  # (HEAD,)
     tokens: Ints  # (room,)
@@ -64,13 +65,13 @@ class Arrays(NamedTuple):
 
 @compiled
 def size_of(room: int) -> int:
-    """Numbers of an automaton with room for so many tokens."""
+    """Return how many numbers an automaton with room for so many tokens takes."""
     return HEAD + room * (1 + 2 * STATE_COLUMNS + EDGE_COLUMNS) + slots_for(room)
 
 
 @compiled
 def parts_of(whole: Ints) -> Arrays:
-    """The parts of an automaton that is one array; its head is written."""
+    """Return the parts of an automaton that is one array, whose head is written."""
     room = whole[ROOM]
     tokens = HEAD + room
     states = tokens + 2 * room * STATE_COLUMNS
@@ -86,13 +87,13 @@ def parts_of(whole: Ints) -> Arrays:
 
 @compiled
 def automaton_at(place: int) -> Arrays:
-    """The automaton at an address."""
+    """Return the automaton at an address."""
     return parts_of(ints_at(place, size_of(ints_at(place, HEAD)[ROOM])))
 
 
 @compiled
 def _slot(slots: Ints, state: int, token: int) -> int:
-    """Where the search for an edge begins."""
+    """Return the slot at which the search for an edge begins."""
     return slot_of(slots, ((np.int64(state) << 32) ^ np.int64(token)) * np.int64(MIX))
 
 
@@ -108,7 +109,7 @@ def _edge(text: Arrays, state: int, token: int) -> int:
 
 @compiled
 def reindex(text: Arrays, first: int) -> None:
-    """Put the edges from this one on into the index."""
+    """Put the edges from `first` on into the index."""
     for edge in range(first, text.head[USED]):
         slot = _slot(text.slots, text.edges[edge, SOURCE], text.edges[edge, TOKEN])
         while text.slots[slot] != NONE:
@@ -118,7 +119,7 @@ def reindex(text: Arrays, first: int) -> None:
 
 @compiled
 def step(text: Arrays, state: int, token: int) -> int:
-    """The state after `token`, NONE where the text does not go on like this."""
+    """Return the state after `token`, or NONE if the text does not go on like this."""
     end = text.states[state, END]
     if end < text.head[SIZE] and text.tokens[end] == token:
         return int(text.states[state, FIRST])
@@ -128,7 +129,9 @@ def step(text: Arrays, state: int, token: int) -> int:
 
 @compiled
 def advance(text: Arrays, state: int, matched: int, token: int) -> tuple[int, int]:
-    """From the longest match of one text in this one to that of the text and `token`: its state and length."""
+    """Extend the longest match of another text in this one by `token`: returns its state and
+    length.
+    """
     following = step(text, state, token)
     while following == NONE and state != ROOT:
         state = text.states[state, LINK]
@@ -141,19 +144,19 @@ def advance(text: Arrays, state: int, matched: int, token: int) -> tuple[int, in
 
 @compiled
 def token_of(text: Arrays, state: int) -> int:
-    """The last token of the state's strings."""
+    """Return the last token of the state's strings."""
     return int(text.tokens[text.states[state, END] - 1])
 
 
 @compiled
 def counted(text: Arrays, state: int) -> bool:
-    """Whether it is known how often the state's strings go on with each token."""
+    """Return whether it is known how often the state's strings go on with each token."""
     return state == ROOT or bool(text.states[text.states[state, LINK], LENGTH] + 2 <= text.head[DEPTH])
 
 
 @compiled
 def _new(text: Arrays, length: int, end: int) -> int:
-    """A state without transitions; its link is the root."""
+    """Add a state without transitions, whose link is the root, and return it."""
     state = text.head[STATES]
     text.head[STATES] += 1
     text.states[state] = 0
@@ -164,7 +167,7 @@ def _new(text: Arrays, length: int, end: int) -> int:
 
 @compiled
 def start(text: Arrays, depth: int) -> None:
-    """The automaton of the empty text."""
+    """Write the automaton of the empty text."""
     text.head[:ROOM] = 0
     text.head[DEPTH] = depth
     text.slots[:] = NONE
@@ -208,14 +211,18 @@ def extend(text: Arrays, new: Ints) -> None:
 
 @compiled
 def repeated(text: Arrays) -> tuple[int, int]:
-    """State and length of the longest suffix of the text that occurs in it before its end too."""
+    """Return state and length of the longest suffix of the text that also occurs in it before its
+    end.
+    """
     state = max(ROOT, text.states[text.head[LAST], LINK])
     return state, int(text.states[state, LENGTH])
 
 
 @compiled
 def _split(text: Arrays, state: int, target: int, token: int) -> int:
-    """A state of its own for those strings of `target` that are suffixes of the text: these occur once more."""
+    """Split off a state for those strings of `target` that are suffixes of the text, which occur
+    once more, and return it.
+    """
     states = text.states
     twin = _new(text, states[state, LENGTH] + 1, states[target, END])
     for column in (LINK, COUNT, FIRST, BEST):
@@ -259,8 +266,10 @@ def _tally(text: Arrays, token: int) -> None:
 
 @compiled
 def _elect(text: Arrays, before: int, after: int) -> None:
-    """For each suffix that stood before the new token: does it now follow most often? `before` and `after` are the
-    states of the longest such suffix whose continuations are counted, and that ends with the token."""
+    """Update BEST of each suffix that stood before the new token: does it now follow most often?
+    `before` and `after` are the states of the longest such suffix whose continuations are counted,
+    and of the longest that ends with the token.
+    """
     states = text.states
     while before != NONE:
         size = states[states[before, LINK], LENGTH] + 2 if before != ROOT else 1
@@ -274,7 +283,9 @@ def _elect(text: Arrays, before: int, after: int) -> None:
 
 @compiled
 def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, int]:
-    """`advance` over several tokens of another text: state and length of the longest match."""
+    """Run `advance` over several tokens of another text: returns state and length of the longest
+    match.
+    """
     for token in other:
         state, matched = advance(text, state, matched, token)
     return state, matched
@@ -285,7 +296,9 @@ def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, in
 
 @compiled
 def _mark_ends(text: Arrays) -> None:
-    """Mark the states that hold the text's end: each has one occurrence that is not followed by anything."""
+    """Mark the states that hold the text's end: each has one occurrence that is not followed by
+    anything.
+    """
     state = text.head[DEEP]
     text.states[ROOT, MARK] = text.head[SIZE]
     while state != ROOT:
@@ -295,14 +308,18 @@ def _mark_ends(text: Arrays) -> None:
 
 @compiled
 def occurrences(text: Arrays, state: int) -> int:
-    """How often the strings of a `counted` state occur and something follows; the ends are marked."""
+    """Return how often the strings of a `counted` state occur and something follows; the ends must
+    be marked.
+    """
     return int(text.states[state, COUNT] - int(text.states[state, MARK] == text.head[SIZE]))
 
 
 @compiled
 def _share(text: Arrays, state: int, token: int) -> float:
-    """How often `token` follows the state's strings, blended with how often it follows ever shorter ones. A long string
-    that was met once says little by itself; the shorter ones tell whether it could have gone on otherwise."""
+    """Return how often `token` follows the state's strings, blended with how often it follows ever
+    shorter ones. A long string that was met once says little by itself; the shorter ones tell
+    whether it could have gone on otherwise.
+    """
     asked = np.empty(_BACKED_OFF, np.int64)
     size = 0
     while state != ROOT and size < _BACKED_OFF:
@@ -322,8 +339,10 @@ def _share(text: Arrays, state: int, token: int) -> float:
 
 @compiled
 def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
-    """The states after the next tokens of a `counted` state, the most frequent first, and of equals the one that BEST
-    prefers, then the first that occurred, then the last that came up; how many."""
+    """Fill `found` with the states after the next tokens of a `counted` state, the most frequent
+    first, and return their number. Of equals the one that BEST prefers comes first, then the first
+    that occurred, then the last that came up.
+    """
     states = text.states
     found[0], size = states[state, BEST], 1
     if not wide:
@@ -347,7 +366,7 @@ def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
 
 
 class Match(NamedTuple):
-    """Where a draft is copied from."""
+    """A match that a draft is copied from."""
 
     source: int  # One of SOURCES, by its place
     state: int
@@ -355,7 +374,7 @@ class Match(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What bounds a draft besides the room for its nodes."""
+    """Limits of a draft besides the room for its nodes."""
 
     depth: int  # Tokens of a path
     wide: bool  # Up to _WIDTH ways on from a node instead of one
@@ -364,8 +383,9 @@ class Limits(NamedTuple):
 
 @compiled
 def draft(text: Arrays, match: Match, limits: Limits, counts: Floats, made: Draft) -> tuple[int, float]:
-    """Fill `made` with the nodes of largest estimated survival below a match, as many as there is room for: how many,
-    the root included, and the sum of their survival."""
+    """Fill `made` with the nodes of largest estimated survival below a match, as many as there is
+    room for. Returns the number of nodes, the root included, and the sum of their survival.
+    """
     source, state, matched = match.source, match.state, match.matched
     most = len(made.nodes)
     room = most * (_WIDTH if limits.wide else 1)
