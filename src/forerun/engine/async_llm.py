@@ -1,4 +1,5 @@
-"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps.
+"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave
+between steps.
 
 What a request costs before that (tokens, parameters, grammars) is done in threads of their own (`lanes`).
 The worker goes from step to step by itself, and the event loop hands out what a step brought while the next one runs.
@@ -30,8 +31,9 @@ _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits
 
 
 class AsyncLLM:
-    """`LLM` with awaitable methods; takes the same arguments, `max_num_batched_tokens` None unless it is given: nobody
-    waits long for a long prompt. Requests of many tasks share the batch, also those of several event loops.
+    """An `LLM` with awaitable methods. It takes the same arguments, with `max_num_batched_tokens`
+    None unless it is given, so that nobody waits long for a long prompt. Requests of many tasks
+    share the batch, also those of several event loops.
 
     Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
     """
@@ -53,8 +55,9 @@ class AsyncLLM:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine has been at its present step (a long prompt is read in many), or at taking in a
-        request; 0 while it does neither."""
+        """Seconds that the engine has been at its present step (a long prompt is read in many), or
+        at taking in a request; 0 while it does neither.
+        """
         return self._worker.busy_s
 
     async def __aenter__(self) -> AsyncLLM:
@@ -73,7 +76,7 @@ class AsyncLLM:
         timeout_s: float | None = None,
         cache_salt: str | None = None,
     ) -> list[RequestOutput]:
-        """`LLM.generate`; cancelling the task aborts its requests."""
+        """Run `LLM.generate`; cancelling the task aborts its requests."""
         stream = partial(self.stream, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         requests = paired(prompts, sampling_params)
         return await all_or_none(whole_output(stream(prompt, params)) for prompt, params in requests)
@@ -81,7 +84,7 @@ class AsyncLLM:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> list[RequestOutput]:
-        """`LLM.chat`."""
+        """Run `LLM.chat`."""
         return await self.generate(self.llm.chat_prompt(messages), sampling_params, **keywords)
 
     async def stream(
@@ -99,7 +102,7 @@ class AsyncLLM:
         adapt: bool = True,
         max_unread: int | None = None,
     ) -> AsyncGenerator[StreamChunk]:
-        """`LLM.stream`; leaving the loop early aborts the request.
+        """Run `LLM.stream`; leaving the loop early aborts the request.
 
         Args:
             timeout_s: see `LLM.generate`; it counts from the call, also while the prompt waits to become tokens.
@@ -147,12 +150,15 @@ class AsyncLLM:
             self._release(request_id)
 
     def offer(self, speculative: Mapping[str, Any]) -> None:
-        """Build a drafter before any request asks for it; blocks until it is there or a ForerunError says why not."""
+        """Build a drafter before any request asks for it; blocks until it is there or a
+        ForerunError says why not.
+        """
         self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
 
     async def close(self) -> None:
-        """Finish the step in progress and stop the worker; running requests, and all that come later, end with an
-        EngineError."""
+        """Finish the step in progress and stop the worker. Running requests, and all that come
+        later, end with an EngineError.
+        """
         self._closed = True
         self._lanes.close()
         for inbox in list(self._inboxes.values()):
@@ -163,7 +169,7 @@ class AsyncLLM:
             await asyncio.to_thread(self.llm.adaptation.close)
 
     def _submit(self, request: Request, inbox: _Inbox) -> str:
-        """In the worker. The request's inbox is there before any step can answer: one thing is done after the other."""
+        """Queue a request, in the worker. Its inbox is registered before any step can answer."""
         request_id = self.llm.queue(request)
         self._inboxes[request_id] = inbox
         if self._closed:  # maybe before that
@@ -181,18 +187,20 @@ class AsyncLLM:
             self._worker.submit(self.llm.abort, request_id)
 
     def _abandon(self, submitted: asyncio.Future[str]) -> None:
-        """Nobody waits any longer for a request that has just been queued."""
+        """Drop a request that has just been queued and that nobody waits for any longer."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._release(submitted.result())
 
     def _go_on(self) -> None:
-        """In the worker: from now on step while there is work."""
+        """Step, in the worker, from now on while there is work."""
         if not self._stepping:
             self._stepping = True
             self._worker.submit(self._step)
 
     def _step(self) -> None:
-        """In the worker: one step. The next one waits its turn behind what was asked of the worker meanwhile."""
+        """Run one step, in the worker. The next one waits its turn behind what was asked of the
+        worker meanwhile.
+        """
         self._stepping = False
         try:
             chunks = self.llm.engine.step() if self.llm.engine.busy else []
@@ -206,7 +214,7 @@ class AsyncLLM:
             self._go_on()
 
     def _hand_over(self, items: Iterable[tuple[str, _Item]]) -> None:
-        """In the worker: each, with its request's id, to the loop in which it is waited for."""
+        """Pass each item with its request's id, in the worker, to the loop in which it is awaited."""
         loops = defaultdict[asyncio.AbstractEventLoop, list[tuple[str, _Item]]](list)
         for request_id, item in items:
             inbox = self._inboxes.get(request_id)
@@ -216,7 +224,7 @@ class AsyncLLM:
             self._handover.give(loop, partial(self._deliver, own))
 
     def _deliver(self, items: Iterable[tuple[str, _Item]]) -> None:
-        """In the loop: hand each item to whoever waits for it."""
+        """Hand each item, in the loop, to the reader that waits for it."""
         for request_id, item in items:
             inbox = self._inboxes.get(request_id)
             if inbox is not None and not inbox.deliver(item):
@@ -224,15 +232,16 @@ class AsyncLLM:
 
 
 class _Inbox(asyncio.Queue[_Item]):
-    """Chunks that wait for their reader in an event loop."""
+    """A queue of chunks that wait for their reader in an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int | None) -> None:
         super().__init__()
         self.loop, self._most, self._cut = loop, most, False
 
     def deliver(self, item: _Item) -> bool:
-        """Put it in; False where the reader has fallen too far behind: an error then replaces the chunks, and what is
-        still on its way is dropped."""
+        """Add an item. Returns False if the reader has fallen too far behind: an error then
+        replaces the chunks, and what is still on its way is dropped.
+        """
         if self._cut:
             return True
         if self._most is None or self.qsize() < self._most or isinstance(item, Exception):
@@ -246,8 +255,9 @@ class _Inbox(asyncio.Queue[_Item]):
 
 
 class _Handover:
-    """From a thread to event loops, one task at a time: the thread is never more than one ahead, so a reader in the
-    loop who keeps up never finds the chunks of many steps at once."""
+    """Hands tasks from a thread to event loops, one at a time: the thread is never more than one
+    ahead, so a reader in the loop who keeps up never finds the chunks of many steps at once.
+    """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
@@ -255,8 +265,9 @@ class _Handover:
         self._done.set()
 
     def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
-        """Have the loop do the task, once the one before is done, in whichever loop; one that has stopped is not waited
-        for, and nothing happens if it has been closed."""
+        """Have the loop do the task, once the one before is done, in whichever loop. A loop that
+        has stopped is not waited for, and nothing happens if it has been closed.
+        """
         while self._loop is not None and self._loop.is_running() and not self._done.wait(_LOOK_S):
             pass
         self._loop = loop
@@ -274,7 +285,7 @@ class _Handover:
 
 
 class _Worker(OneThread):
-    """Knows for how long it has been at what it does."""
+    """A worker thread that knows for how long it has been at its task."""
 
     def __init__(self) -> None:
         super().__init__("forerun-engine")
@@ -282,7 +293,7 @@ class _Worker(OneThread):
 
     @property
     def busy_s(self) -> float:
-        """Seconds since it began with its present task; 0 without one."""
+        """Seconds since it began its present task; 0 without one."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -298,7 +309,9 @@ class _Worker(OneThread):
 
 
 def _raisable(work: Callable[[], T]) -> T:
-    """What `work` returns; what no future carries, or nobody behind it expects, becomes an error of the request."""
+    """Return the result of `work`. An error that no future carries, or that nobody behind it
+    expects, becomes an error of the request.
+    """
     try:
         return work()
     except BaseException as error:
@@ -308,7 +321,9 @@ def _raisable(work: Callable[[], T]) -> T:
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all; the first error ends the others, too, and is raised when they have ended."""
+    """Return the results of all. The first error cancels the others, and is raised when they have
+    ended.
+    """
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -319,7 +334,7 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-    """The whole answer of a stream, read to its end."""
+    """Read a stream to its end and return the whole output."""
     output = None
     async for chunk in chunks:
         output = chunk.output or output

@@ -1,4 +1,6 @@
-"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and where it stops."""
+"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and
+where it stops.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ _INCOMPLETE = "\ufffd"
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Request:
-    """One prompt and how to answer it."""
+    """One prompt and the settings to answer it with."""
 
     id: str
     prompt: str | None
@@ -54,7 +56,7 @@ class Request:
     def belong(
         self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int, adapt: bool
     ) -> None:
-        """Say whose it is, see `LLM.submit`."""
+        """Set whose request it is, see `LLM.submit`."""
         self.client, self.user, self.priority = client, user, priority
         for answer in self.answers:
             answer.row.cache_salt, answer.row.adapt = cache_salt, adapt
@@ -70,11 +72,11 @@ class Request:
         return all(answer.finish_reason is not None for answer in self.answers)
 
     def late(self, now: float) -> bool:
-        """Whether its time is up at `now`, `time.perf_counter`."""
+        """Return whether its time is up at `now`, `time.perf_counter`."""
         return self.timeout_s is not None and self.queued_at is not None and now - self.queued_at >= self.timeout_s
 
     def closing(self, chunk: StreamChunk) -> StreamChunk:
-        """The request's last chunk, with the whole output."""
+        """Return the request's last chunk, with the whole output."""
         row = self.answers[chunk.index].row
         with Isolation(row):
             return replace(chunk, output=self.output())
@@ -91,7 +93,7 @@ class Request:
         self.answers.clear()
 
     def output(self) -> RequestOutput:
-        """What there is so far."""
+        """Return the output so far."""
         first, last, queued = self.first_token_at, self.last_token_at, self.queued_at
         return RequestOutput(
             request_id=self.id,
@@ -127,8 +129,9 @@ class Completion:
     failed: bool = False  # What its row holds is of no use to others
 
     def append(self, emitted: Emitted) -> StreamChunk:
-        """Take one step's tokens in, up to the first that ends the answer. If the row failed in the step, or its text
-        fails here, the whole request ends, and no other."""
+        """Append one step's tokens, up to the first that ends the answer. If the row failed in the
+        step, or its text fails here, the whole request ends, and no other.
+        """
         with Isolation(self.row):
             if self.row.error is None:
                 return self._append(emitted)
@@ -150,7 +153,9 @@ class Completion:
         return self._chunk(text, new, trace, first=first)
 
     def end_unbegun(self) -> StreamChunk:
-        """End an answer of no tokens, whose prompt has been read; it is its first chunk, too."""
+        """End an answer of no tokens, whose prompt has been read; the returned chunk is its first
+        one, too.
+        """
         if self.row.error is not None:
             return self._fail()
         self.finish_reason = "length"
@@ -161,7 +166,9 @@ class Completion:
         self.finish_reason = self.finish_reason or "abort"
 
     def expire(self) -> StreamChunk:
-        """End the answer because its time is up: a last chunk, with the text that was held back."""
+        """End the answer because its time is up, and return a last chunk, with the text that was
+        held back.
+        """
         self.abort()
         with Isolation(self.row):
             self.text.add(self.detokenizer.flush())
@@ -169,7 +176,9 @@ class Completion:
         return self._fail()
 
     def _fail(self) -> StreamChunk:
-        """End the whole request with the row's error; its text may be what failed, and is left alone."""
+        """End the whole request with the row's error; its text may be what failed, and is left
+        alone.
+        """
         for answer in self.request.answers:
             answer.abort()
         self.failed = True
@@ -178,7 +187,9 @@ class Completion:
     def _chunk(
         self, text: str, tokens: list[OutputToken], trace: StepTrace | None = None, *, first: bool = False
     ) -> StreamChunk:
-        """`first`: the answer's first one, which tells about the prompt."""
+        """Return a chunk of the answer; with `first` it is the answer's first one, which carries
+        the prompt's figures.
+        """
         return StreamChunk(
             request_id=self.request.id,
             index=self.index,
@@ -193,7 +204,7 @@ class Completion:
         )
 
     def completion(self) -> CompletionOutput:
-        """The answer so far."""
+        """Return the answer so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
@@ -249,7 +260,8 @@ class Completion:
 
 
 class Detokenizer:
-    """Turns output ids into text as they come; a character that spans tokens appears with its last token.
+    """Turns output ids into text as they come; a character that spans tokens appears with its last
+    token.
 
     Decodes a short window with every token and takes the difference to the text before, so it holds for every
     tokenizer.
@@ -257,10 +269,13 @@ class Detokenizer:
 
     _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
     _LONGEST = 12
-    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of its own."""
+    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of
+    its own.
+    """
     _SPAN = 4
-    """Tokens that a character spans at most. Where so many bring no complete text (bytes that form no character, or
-    tokens that each end within one), all but the last character is certain."""
+    """Most tokens that a character spans. If so many bring no complete text (bytes that form no
+    character, or tokens that each end within one), all but the last character is certain.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
         self._tokenizer, self._skip_special = tokenizer, skip_special
@@ -271,12 +286,12 @@ class Detokenizer:
         self._told: int | None = None  # Characters of the window that were handed out; None before it is needed
 
     def add(self, token: int) -> str:
-        """The text that `token` adds; empty while a character is incomplete."""
+        """Return the text that `token` adds; empty while a character is incomplete."""
         self._ids.append(token)
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """What is left of an incomplete character at the end of the answer."""
+        """Return what is left of an incomplete character at the end of the answer."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -312,7 +327,9 @@ class AnswerText:
     sent: int = 0  # Characters already handed out by `release`
 
     def add(self, piece: str, *, search: bool = False) -> str | None:
-        """Append; with `search`, the stop string that this completed (the text is then cut), or None."""
+        """Append a piece. With `search`, returns the stop string that it completed (the text is
+        then cut), or None.
+        """
         start = len(self.text)
         self.text += piece
         hits = [(self.text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in self.stops if search]
@@ -323,7 +340,7 @@ class AnswerText:
         return stop
 
     def release(self, *, final: bool) -> str:
-        """New text that can no longer be taken back; everything if `final`."""
+        """Return new text that can no longer be taken back; everything if `final`."""
         held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end
@@ -331,6 +348,6 @@ class AnswerText:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

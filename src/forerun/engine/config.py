@@ -39,14 +39,16 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = None  # Most drafted tokens on one path; None takes the method's own default
     rule: str | None = None  # A verification rule by name; None takes the best for how the draft was drawn
     adaptive: bool = True
-    """Let the policy decide at every step how much to draft, or nothing, up to `num_speculative_tokens`; for sampled
-    requests that have a seed models then draft deterministically, so that their text repeats. False drafts the same at
-    every step, as the drafter draws."""
+    """Let the policy decide at every step how much to draft, or nothing, up to
+    `num_speculative_tokens`. Models then draft deterministically for sampled requests that have a
+    seed, so that their text repeats. False drafts the same at every step, as the drafter draws.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)  # The method's own options
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
-        """From a dict, from JSON, or from vLLM's ``speculative_config``; None and ``{"enabled": False}`` mean off.
+        """Build a configuration from a dict, from JSON, or from vLLM's ``speculative_config``; None
+        and ``{"enabled": False}`` mean off.
 
         Raises:
             ArgumentError: no method can be inferred, or a value is out of range.
@@ -74,24 +76,28 @@ class SpeculativeConfig:
 
     @property
     def named(self) -> dict[str, Any]:
-        """The method with its own options, as a member of a composition is named."""
+        """The method with its own options, in the form of a member of a combined drafter."""
         return {"method": self.method, **self.options}
 
     @property
     def drafter_options(self) -> dict[str, Any]:
-        """What the drafter's `Config` is built from."""
+        """The values that the drafter's `Config` is built from."""
         tokens = {} if self.num_speculative_tokens is None else {"num_speculative_tokens": self.num_speculative_tokens}
         return {**tokens, **self.options}
 
     @property
     def key(self) -> str:
-        """The same for configurations that can share one drafter; what drafting costs is kept under it."""
+        """A key that is equal for configurations that can share one drafter; what drafting costs is
+        kept under it.
+        """
         options = {name: _plain(value) for name, value in sorted(self.drafter_options.items())}
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
 
 
 def check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:
-    """Raise ArgumentError where an engine's sizes, named as in `LLM`, are out of range or do not go together."""
+    """Raise ArgumentError if an engine's sizes, named as in `LLM`, are out of range or do not go
+    together.
+    """
     if max_num_seqs < 1:
         raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
     if max_model_len is not None and max_model_len < 2:
@@ -103,7 +109,9 @@ def check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: i
 
 
 def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
-    """The keywords of older vLLM tutorials as a ``speculative_config``; takes them out of `keywords`."""
+    """Return the keywords of older vLLM tutorials as a ``speculative_config``, and take them out of
+    `keywords`.
+    """
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")
     found = {name: keywords.pop(name) for name in old if keywords.get(name) is not None}
     if not found:
@@ -141,7 +149,9 @@ def _method(values: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Something JSON knows; objects (a loaded model, say) are told apart by identity."""
+    """Convert a value to something JSON knows; objects (a loaded model, say) are told apart by
+    identity.
+    """
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -153,12 +163,15 @@ def _plain(value: Any) -> Any:
 
 _AUTO_OPTIONS = ("drafters", "model", "reproducible")
 _COVERED = frozenset({"ngram"})
-"""What `auto` asks only where it is named: `suffix` finds what `ngram` finds. Both took 24 questions of Spec-Bench
-1.01 times the passes' time (SmolLM2-135M-Instruct, T = 0), and a step 0.4 ms more of the host's."""
+"""Drafters that `auto` asks only if they are named: `suffix` finds what `ngram` finds. Both took 24
+questions of Spec-Bench 1.01 times the passes' time (SmolLM2-135M-Instruct, T = 0), and a step 0.4
+ms more of the host's.
+"""
 
 
 def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[SpeculativeConfig]:
-    """One configuration for each drafter that takes part; a named drafter itself where the method is not `auto`.
+    """Return one configuration for each drafter that takes part; the named drafter itself if the
+    method is not `auto`.
 
     `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them, but not
     `ngram` (`_COVERED`) unless `every` one is wanted; those in option ``drafters``, a list of configurations, which
@@ -180,9 +193,11 @@ def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[Speculati
 
 
 def repeats(config: SpeculativeConfig) -> bool:
-    """Whether the policy's drafters draft deterministically for sampled requests that have a seed, so that their text
-    repeats: unless option ``reproducible`` is false. How much is drafted, and by whom, depends on what other requests
-    showed and on the clock. ArgumentError: it is neither true nor false."""
+    """Return whether the policy's drafters draft deterministically for sampled requests that have a
+    seed, so that their text repeats: unless option ``reproducible`` is false. How much is drafted,
+    and by whom, depends on what other requests showed and on the clock. Raises ArgumentError if the
+    option is neither true nor false.
+    """
     wanted = config.options.get("reproducible", True)
     if config.method == AUTO and not isinstance(wanted, bool):
         raise ArgumentError(f"{AUTO}: reproducible is true or false, got {wanted!r}")
@@ -202,7 +217,7 @@ def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 
 def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeConfig:
-    """A drafter's configuration, with the common limit of tokens where it has none of its own."""
+    """Return a drafter's configuration, with the common limit of tokens if it has none of its own."""
     found = type(config).parse(values)
     if found is None:
         raise ArgumentError(f'{AUTO}: leave a drafter out of drafters instead of {{"enabled": false}}')
@@ -221,7 +236,9 @@ def _copies_as_it_is(name: str) -> bool:
 
 
 def method_of(model: Any) -> str:
-    """The kind of a head, else ``pard`` or ``draft_model``: from the object, its directory, or a hub id's name."""
+    """Return the method of a model: a head's kind, else ``pard`` or ``draft_model``. It is found
+    from the object, its directory, or a hub id's name.
+    """
     if not isinstance(model, str | Path):
         config = getattr(model, "config", None)
         return str(getattr(config, "kind", "draft_model" if getattr(config, "pard_token", None) is None else "pard"))
@@ -246,8 +263,9 @@ def method_of(model: Any) -> str:
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
-    """Bytes of the weights of the models that draft, and of their caches for each token of a row, where their
-    directories say; 0 where there is none to ask."""
+    """Return the bytes of the weights of the models that draft, and of their caches for each token
+    of a row, as their directories state them; 0 where there is none to ask.
+    """
     from forerun.model.names import resolve
 
     if config is None:
@@ -259,7 +277,7 @@ def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of a token in the cache of a model or head of decoder layers."""
+    """Return the bytes of a token in the cache of a model or head of decoder layers."""
     from forerun.model.prepare import cache_bytes_per_token
 
     try:

@@ -1,4 +1,5 @@
-"""The engine: rows that advance unevenly, finish, are replaced by waiting requests, and give way when memory runs out.
+"""The engine: rows that advance unevenly, finish, are replaced by waiting requests, and are
+preempted when memory runs out.
 
 Who gets the next row is decided in `scheduling`, what a step does in `core.step`.
 """
@@ -35,8 +36,9 @@ from forerun.types import StreamChunk
 
 
 class Engine:
-    """Continuous batching over a target's cache rows, which bound how many answers run at once. Not thread-safe: one
-    caller steps it. `check` verifies the step's invariants (debug mode)."""
+    """Continuous batching over a target's cache rows, which bound how many answers run at once. Not
+    thread-safe: one caller steps it. `check` verifies the step's invariants (debug mode).
+    """
 
     def __init__(self, target: Target, drafting: DrafterPool, scheduling: Scheduling, *, check: bool = False) -> None:
         self.target, self.drafting, self.scheduling, self._check = target, drafting, scheduling, check
@@ -56,21 +58,23 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """True if a step would do anything."""
         return bool(self._waiting or self._running)
 
     @property
     def running(self) -> int:
-        """Answers that hold a row."""
+        """Number of answers that hold a row."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Answers that wait for a row."""
+        """Number of answers that wait for a row."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue all answers of a request; an ArgumentError where one could not be held even if it ran alone."""
+        """Queue all answers of a request. Raises ArgumentError if one could not be held even if it
+        ran alone.
+        """
         request.queued_at = request.queued_at or time.perf_counter()
         most = self.scheduling.kv_cache_tokens
         needed = max(len(answer.row.tokens) + answer.row.room for answer in request.answers)
@@ -86,7 +90,9 @@ class Engine:
         self._waiting.extend(request.answers)
 
     def abort(self, request_id: str) -> None:
-        """End a request's answers and free their rows; unknown ids are ignored, they may just have finished."""
+        """End a request's answers and free their rows; unknown ids are ignored, they may just have
+        finished.
+        """
         request = self._requests.pop(request_id, None)
         for answer in request.answers if request is not None else ():
             answer.abort()
@@ -95,7 +101,9 @@ class Engine:
             request.release()
 
     def forget(self) -> None:
-        """With nothing running: free rows hold nothing afterwards, and are taken in the order of a new engine."""
+        """Empty all free rows, with nothing running; they are then taken in the order of a new
+        engine.
+        """
         for row, drafter in self._prefixes.drop(0):
             self.drafting.forget(drafter, [row], [0])
         self._prefixes = PrefixCache(self.target, enabled=self.scheduling.enable_prefix_caching)
@@ -103,9 +111,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """One pass: over prompts, or over the next tokens of all that have been read; one chunk an answer. While there
-        are both, they take turns: a long prompt delays the others by a chunk. Answers whose time is up end first, with
-        what there is of them."""
+        """Run one pass: over prompts, or over the next tokens of all that have been read; returns
+        one chunk an answer. While there are both, they take turns: a long prompt delays the others
+        by a chunk. Answers whose time is up end first, with what there is of them.
+        """
         chunks = self._expire()
         self._preempt_youngest()
         self._admit()
@@ -133,8 +142,9 @@ class Engine:
         self._drop_prefixes()
 
     def _make_room(self, answer: Completion) -> bool:
-        """Whether there are a row and memory for it, if need be those of answers of whoever holds more than its share:
-        these are preempted, but none in vain."""
+        """Return whether there are a row and memory for an answer, if need be by preempting answers
+        of whoever holds more than its share, but none in vain.
+        """
         staying, leaving = list(self._running), list[Completion]()
         while not (leaving or len(self._prefixes)) or not self._fits([*staying, answer]):
             other = row_for(answer, staying, self.target.lengths)
@@ -147,7 +157,9 @@ class Engine:
         return True
 
     def _allocate(self, answer: Completion) -> None:
-        """Give the answer a row; what it lacks there is prefilled with an answer to the same prompt, or by itself."""
+        """Give the answer a row; what it lacks there is prefilled with an answer to the same
+        prompt, or by itself.
+        """
         request = answer.request
         same = [text for text in self._prefilling if text.begins and text.answers[0].request is request]
         if same and not answer.tokens:
@@ -216,13 +228,15 @@ class Engine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _preempt_youngest(self) -> None:
-        """Before a pass: what the running answers may hold after it fits, or the youngest is preempted."""
+        """Preempt the youngest running answers until what all may hold after the coming pass fits."""
         while not self._fits(self._running):
             self._preempt(max(self._running, key=lambda answer: answer.order))
         self._drop_prefixes()
 
     def _preempt(self, answer: Completion) -> None:
-        """Take its row; it waits, and goes on where it stood when what it held has been read again."""
+        """Take an answer's row. It waits, and continues where it stood when what it held has been
+        read again.
+        """
         self._release(answer, keep=False)
         answer.preemptions += 1
         self.preemptions += 1
@@ -233,7 +247,7 @@ class Engine:
         return most is None or sum(map(self._claim, answers)) <= most
 
     def _claim(self, answer: Completion) -> int:
-        """Tokens that its row may hold after the next step."""
+        """Return the tokens that an answer's row may hold after the next step."""
         row, config = answer.row, answer.request.speculative
         asked = config.num_speculative_tokens if config is not None else None
         return len(row.tokens) + min(row.room, 1 + self.drafting.depth(answer.drafter, asked))
@@ -248,8 +262,9 @@ class Engine:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def _prefill(self, *, beside: bool) -> list[StreamChunk]:
-        """The next chunks of prompts, and the first tokens of those that have been read to the end; `beside`: answers
-        wait for their next tokens meanwhile."""
+        """Run the next chunks of prompts, and emit the first tokens of those that have been read to
+        the end. `beside` says that answers wait for their next tokens meanwhile.
+        """
         self._introduce()
         began = time.perf_counter()
         pieces = self._queue.next_pass(self._prefilling, self._budget(beside=beside))
@@ -271,7 +286,7 @@ class Engine:
         return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
 
     def _budget(self, *, beside: bool) -> int:
-        """Prompt tokens of the next pass."""
+        """Return the number of prompt tokens for the next pass."""
         if self.scheduling.max_num_batched_tokens is not None:
             return self.scheduling.max_num_batched_tokens
         # An accelerator runs some hundred tokens in about the time of a few: shorter passes would gain nothing.
@@ -296,8 +311,10 @@ class Engine:
         return [answer.append(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
 
     def _introduce(self) -> None:
-        """Show drafters what was read of prompts since: before the next pass, so that no first token waits for it, and
-        a chunk at a time, so that a long prompt holds nobody up and few of its hidden states are kept."""
+        """Show drafters what was read of prompts since: before the next pass, so that no first
+        token waits for it, and a chunk at a time, so that a long prompt holds nobody up and few of
+        its hidden states are kept.
+        """
         if not self._unshown:
             return
         began = time.perf_counter()
@@ -321,7 +338,7 @@ class Engine:
         self._introducing_s = time.perf_counter() - began
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
-        """The chunks, each finished request's last one carrying its whole output."""
+        """Return the chunks, each finished request's last one carrying its whole output."""
         last = {chunk.request_id: index for index, chunk in enumerate(chunks)}
         closed = []
         for index, chunk in enumerate(chunks):
@@ -337,8 +354,9 @@ class Engine:
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
-"""Tokens, vLLM's size. Beginnings are shared in whole blocks: the time of a prompt would else tell, token by token, how
-far a guess at another one is right."""
+"""Tokens of a block, vLLM's size. Prompts share prefixes in whole blocks: otherwise the time of a
+prompt would tell, token by token, how far a guess at another one is right.
+"""
 _FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
 CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and the isolation domain of that
 
@@ -351,8 +369,9 @@ class Allocation:
     shared: int  # Tokens that the row holds already
     drafter: str | None  # Key of the drafter that has not forgotten the row
     known: int = 0
-    """Of these tokens that drafter may keep so many: one more than are shared, for the hidden state of the last shared
-    token is gone, and the token behind it is the next that is run."""
+    """Number of these tokens that the drafter may keep: one more than are shared, for the hidden
+    state of the last shared token is gone, and the token behind it is the next that is run.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -361,13 +380,16 @@ class _FreeRow:
     salt: str | None = None
     drafter: str | None = None
     writes: int = 0
-    """`Target.writes` when the row became free: a pass that has written to it since, to measure, made it worthless."""
+    """Count `Target.writes` when the row became free: a pass that has written to it since, to
+    measure, made its content worthless.
+    """
     used: int = 0  # Rises with every row that becomes free
 
 
 class PrefixCache:
-    """The free rows of a target, and what still stands in their slots: a prompt that begins with that is read from
-    there on only."""
+    """The free rows of a target, and what still stands in their slots: a prompt that begins with
+    that is read only from there on.
+    """
 
     def __init__(self, target: Target, *, enabled: bool) -> None:
         self._target, self.enabled = target, enabled
@@ -383,7 +405,9 @@ class PrefixCache:
         return sum(len(kept.tokens) for kept in self._free.values())
 
     def release(self, row: int, held: CachedText, drafter: str | None) -> None:
-        """A row becomes free; its slots hold what they held, and so does the state of `drafter`, where one is named."""
+        """Free a row. Its slots keep their content, and so does the state of `drafter`, if one is
+        named.
+        """
         self._clock += 1
         self._target.truncate([row], [0])
         self._free[row] = _FreeRow(
@@ -391,7 +415,9 @@ class PrefixCache:
         )
 
     def drop(self, most: int) -> list[tuple[int, str]]:
-        """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with their drafters' keys."""
+        """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with
+        their drafters' keys.
+        """
         forgotten = []
         for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
             if self.held <= most:
@@ -411,7 +437,9 @@ class PrefixCache:
         needs_drafter: bool = False,
         outdated: Collection[int] = (),
     ) -> Allocation:
-        """Take a row: the one that holds most of the wanted text or, if a running row holds more, a copy of that.
+        """Take a row: the one that holds most of the wanted text or, if a running row holds more, a
+        copy of that. Otherwise it is the row that keeps the busy ones side by side (the cache reads
+        neighbours without a copy), and of several such rows the one used least recently.
 
         Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
         of several such rows the one that was used least recently.
@@ -452,13 +480,16 @@ class PrefixCache:
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
 
     def _spread(self, rows: Sequence[int]) -> tuple[int, int]:
-        """How far apart busy rows lie; and, where passes are recorded, how many rows these run, which is all up to the
-        last, in powers of two: up to `_FEW` cost no more than one."""
+        """Return how far apart busy rows lie; and, where passes are recorded, how many rows these
+        run, which is all up to the last, in powers of two: up to `_FEW` cost no more than one.
+        """
         return max(rows) - min(rows), max(_FEW, bucket(max(rows) + 1)) if self._target.records else 0
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Whole blocks of the common beginning, in tokens; its last token is no part of them: its state is needed anew."""
+    """Return the length of the common beginning in whole blocks, in tokens. Its last token is not
+    included: its state is needed anew.
+    """
     pairs = enumerate(zip(held, wanted, strict=False))
     length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))
     return max(0, length - 1) // BLOCK * BLOCK

@@ -1,4 +1,5 @@
-"""What a pass of the target and a proposal of a drafter cost, and what a step of them will take.
+"""The costs of a target's pass and of a drafter's proposal, and the predicted time of a step made
+of them.
 
 `CostModel` is a pass over n nodes, by rows and context, as `measuring` found it; `DraftCost` a drafter's fixed and per
 level. The planner reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs in passes over one node
@@ -24,18 +25,20 @@ from forerun.errors import ArgumentError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftCost:
-    """What one drafter configuration costs per proposal, wall time."""
+    """The cost of one drafter configuration per proposal, in wall time."""
 
     fixed_ms: float  # Whatever the depth: catching up with the accepted tokens, look-ups, host work; ms
     level_ms: float
-    """Per level of depth, ms; about 0 for drafters that copy and for those that draft all levels in one pass."""
+    """Cost per level of depth, ms; about 0 for drafters that copy and for those that draft all
+    levels in one pass.
+    """
 
     def __post_init__(self) -> None:
         if not (self.fixed_ms >= 0 and self.level_ms >= 0):
             raise ArgumentError(f"a drafter's cost cannot be negative, got {self.fixed_ms} and {self.level_ms} ms")
 
     def ms(self, depth: int) -> float:
-        """A proposal down to `depth`, ms."""
+        """Return the cost of a proposal down to `depth`, ms."""
         return self.fixed_ms + self.level_ms * depth
 
 
@@ -43,15 +46,21 @@ FREE = DraftCost(fixed_ms=0.0, level_ms=0.0)
 
 
 class PassCost(Protocol):
-    """Anything that says what a target pass costs: measured (`CostModel`), nominal, or from a data sheet."""
+    """Anything that knows what a target pass costs: measured (`CostModel`), nominal, or from a data
+    sheet.
+    """
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Wall time of one pass over `nodes` nodes in each of `rows` rows behind `context` tokens, ms."""
+        """Return the wall time of one pass over `nodes` nodes in each of `rows` rows behind
+        `context` tokens, ms.
+        """
 
 
 @dataclass(frozen=True)
 class Nominal:
-    """A pass cost for where none could be measured. In plain passes; ratios seen while running make milliseconds."""
+    """An assumed pass cost, used until one is measured. Its unit is a plain pass; ratios seen while
+    running make milliseconds of it.
+    """
 
     slope: float = 0.04  # What each node adds, in passes over one
 
@@ -67,10 +76,14 @@ class CostModel:
     rows: tuple[int, ...]  # Rows of a pass, rising
     contexts: tuple[int, ...]  # Committed tokens of every row, rising
     pass_times_ms: tuple[tuple[tuple[float, ...], ...], ...]
-    """``pass_times_ms[context][rows][nodes]`` by index into the three grids; in nodes they never fall."""
+    """Times ``pass_times_ms[context][rows][nodes]`` by index into the three grids; in nodes they
+    never fall.
+    """
     drafts: dict[str, DraftCost] = field(default_factory=dict)  # What drafters cost, by `SpeculativeConfig.key`
     stairs: bool = True
-    """Passes are padded up to the next measured size; False: they are not, and costs between sizes are interpolated."""
+    """True: passes are padded up to the next measured size. False: they are not, and costs between
+    sizes are interpolated.
+    """
 
     def __post_init__(self) -> None:
         for name in ("nodes", "rows", "contexts"):
@@ -87,9 +100,11 @@ class CostModel:
             raise ArgumentError("pass_times_ms must be positive")
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Wall time of one pass, ms. Sizes between the measured ones are rounded up (`stairs`) or interpolated; rows
-        and contexts are interpolated. Above the grid costs go on linearly; where only one row count was measured, B
-        rows of N nodes count as B * N nodes. Contexts below the grid cost what its first one does."""
+        """Return the wall time of one pass, ms. Sizes between the measured ones are rounded up
+        (`stairs`) or interpolated; rows and contexts are interpolated. Above the grid costs grow
+        linearly; if only one row count was measured, B rows of N nodes count as B * N nodes.
+        Contexts below the grid cost what its first one does.
+        """
         if nodes < 1 or rows < 1 or context < 0:
             raise ArgumentError(f"a pass has at least one node and one row, got {nodes} nodes, {rows} rows, {context}")
         if len(self.rows) == 1 and rows > self.rows[0]:
@@ -101,17 +116,19 @@ class CostModel:
         return along(self.contexts, by_context, context)
 
     def v(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """``pass_ms(nodes) / pass_ms(1)`` at the same rows and context."""
+        """Return ``pass_ms(nodes) / pass_ms(1)`` at the same rows and context."""
         return self.pass_ms(nodes, rows, context) / self.pass_ms(1, rows, context)
 
     def with_draft(self, key: str, draft: DraftCost) -> CostModel:
-        """The same with a drafter's cost added or replaced."""
+        """Return a copy with a drafter's cost added or replaced."""
         return replace(self, drafts={**self.drafts, key: draft})
 
 
 def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
-    """`values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated. Below the grid its first
-    value, above it a straight line through its last two that does not fall."""
+    """Look up `values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated.
+    Below the grid it is the first value, above it a straight line through the last two that does
+    not fall.
+    """
     index = bisect_left(grid, where)
     if index == 0 or len(grid) == 1:
         return values[0]
@@ -130,27 +147,30 @@ _LEAST_MS = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """How the drafted nodes of several rows make up the size of one pass: where padding is computed like everything
-    else, that of the widest row; where it is left out (see `Target.computes_padding`), the nodes of all rows."""
+    """How the drafted nodes of several rows add up to the size of one pass. If padding is computed
+    like everything else, it is that of the widest row; if it is left out (see
+    `Target.computes_padding`), the nodes of all rows.
+    """
 
     padded: bool = False
 
     def size(self, counts: Sequence[int]) -> int:
-        """Of a pass over `counts` drafted nodes, by row."""
+        """Return the size of a pass over `counts` drafted nodes, by row."""
         return max(counts, default=0) if self.padded else sum(counts)
 
     def even(self, rows: int, nodes: int) -> int:
-        """The size of a pass of `rows` rows in which each has `nodes` drafted nodes."""
+        """Return the size of a pass of `rows` rows in which each has `nodes` drafted nodes."""
         return nodes if self.padded else rows * nodes
 
     def nodes(self, size: int, rows: int) -> float:
-        """Drafted nodes that each of `rows` rows would have in a pass of this size."""
+        """Return the drafted nodes that each of `rows` rows would have in a pass of this size."""
         return size if self.padded else size / rows
 
 
 class Times(dict[int, float]):
-    """Size of a pass -> the time of a step with it, ms, worked out by `time` when it is asked for; sizes above `most`
-    take as long as that."""
+    """Maps the size of a pass to the time of a step with it, ms, computed by `time` at the first
+    look-up; sizes above `most` take as long as that.
+    """
 
     def __init__(self, most: int, time: Callable[[int], float]) -> None:
         self.most, self._time = most, time
@@ -161,7 +181,8 @@ class Times(dict[int, float]):
 
 
 class Correction:
-    """Factors for predictions: the machine's pace of late, common to all sizes, times what each size has of its own.
+    """Correction factors for predictions: the machine's recent pace, common to all sizes, times
+    each size's own factor.
 
     The pace is quick, so a size that was not seen for long follows when the machine becomes slower; what a size has of
     its own is slow. Sizes that are new lean on their neighbours: a nominal cost whose slope is wrong is far off for
@@ -183,7 +204,7 @@ class Correction:
         self._latest_step = dict[tuple[int, int], int]()  # In which a size was seen
 
     def add(self, size: tuple[int, int], seen: float, predicted: float) -> None:
-        """Take in one figure."""
+        """Record one measured time."""
         self._count += 1
         ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
         if size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
@@ -210,17 +231,19 @@ class Correction:
             self._family[nodes == 0] = median(same)
 
     def forget(self, size: tuple[int, int]) -> None:
-        """Nothing that was seen of this size counts any more."""
+        """Forget everything that was seen of this size."""
         if self._seen.pop(size, None):
             del self._own[size]
             self._sizes[size[1]] = [nodes for nodes in self._sizes[size[1]] if nodes != size[0]]
 
     def known(self, size: tuple[int, int]) -> int:
-        """Figures of this size that still count."""
+        """Return the number of figures of this size that still count."""
         return sum(count > self._count - SETTINGS.stale for count, _ in self._seen.get(size, ()))
 
     def factor(self, size: tuple[int, int], *, trial: bool = False) -> float:
-        """To multiply a prediction with; in a trial nothing counts that was seen of a size with nodes long ago."""
+        """Return the factor to multiply a prediction with; in a trial nothing counts that was seen
+        of a size with nodes long ago.
+        """
         nodes, rows = size
         if trial and not self._fresh(size):
             return self._pace * self._around(nodes, rows, trial=True) if any(map(self._fresh, self._seen)) else 1.0
@@ -231,12 +254,14 @@ class Correction:
         return self._pace * around
 
     def _fresh(self, size: tuple[int, int]) -> bool:
-        """Whether it was seen of late; plain passes always count as if they were."""
+        """Return whether a size was seen recently; plain passes always count as if they were."""
         return size[0] == 0 or (size in self._seen and self._latest_step[size] > self.steps - SETTINGS.interval)
 
     def _around(self, nodes: int, rows: int, *, trial: bool = False) -> float:
-        """What a size has of its own, if it is not new; else by those of as many rows next to it, in proportion. Beyond
-        the largest of these passes go on as dear as that; where there is none, all rows tell, or in a trial none."""
+        """Return a size's own factor, if it is not new; else that of neighbouring sizes of as many
+        rows, in proportion. Beyond the largest of these the factor stays; if there is none, all
+        rows tell, or in a trial none.
+        """
         sizes = [one for one in self._sizes[rows] if self._fresh((one, rows))] if trial else self._sizes[rows]
         if not any(sizes[-1:]):  # Those that are new are all that there are
             tried, count = self._tried.get(rows, (0, 0))
@@ -252,7 +277,8 @@ class Correction:
 
 
 class StepCosts:
-    """Times of passes and drafts in ms, for the sizes that the policy weighs. Times are handed in.
+    """Times of passes and drafts in ms, for the sizes that the policy weighs. The caller passes
+    measured times in.
 
     Args:
         passes: what passes cost, over as many nodes in each row.
@@ -269,15 +295,21 @@ class StepCosts:
         )
         self._pass, self._draft = Correction(), defaultdict[str, Correction](Correction)
         self.passes = defaultdict[tuple[int, int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
-        """The latest times of passes, ms, by (context, rows, scored nodes of a row), where each row has as many."""
+        """Latest times of passes, ms, by (context, rows, scored nodes of a row), where each row has
+        as many.
+        """
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
-        """The latest of: a plain step's host work in ms; what asking those that copy adds, over the time that they take
-        themselves, both by about how many rows; what a drafter's first look at a token takes in ms, by its key."""
+        """Latest figures of a plain step's host work in ms; of what asking drafters that copy adds,
+        over the time that they take themselves (both by about how many rows); and of a drafter's
+        first look at a token in ms, by its key.
+        """
 
     def times(self, rows: int, context: int, nodes: int, *, trial: bool = False) -> Times:
-        """By size: a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's host work. What
-        asking those that copy takes is no part of it: it is spent whatever is then submitted. In a trial, what was seen
-        long ago of passes with nodes does not count."""
+        """Return, by size, the time of a pass over `rows` rows of up to `nodes` drafted nodes each,
+        and a plain step's host work. The time of asking those that copy is not included: it is
+        spent whatever is then submitted. In a trial, what was seen long ago of passes with nodes
+        does not count.
+        """
         host, factors = self.host_ms(rows), dict[tuple[int, int], float]()
 
         def time(size: int) -> float:
@@ -289,21 +321,26 @@ class StepCosts:
         return Times(self.shape.even(rows, nodes), time)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
-        """A proposal down to `depth` by a drafter in a step of `rows` rows that it knows the text of. In a trial, what
-        was seen long ago does not count."""
+        """Return the time of a proposal down to `depth` by a drafter in a step of `rows` rows whose
+        text it knows. In a trial, what was seen long ago does not count.
+        """
         return self._proposal(key, depth, rows) * self._draft[key].factor((depth, rows), trial=trial)
 
     def reading_ms(self, key: str, tokens: int) -> float:
-        """A drafter's first look at so many tokens; 0 while that has never been seen."""
+        """Return the time of a drafter's first look at so many tokens; 0 while that has never been
+        seen.
+        """
         return tokens * self._latest(("reading", key), 0.0) if tokens >= SETTINGS.reading else 0.0
 
     def plain_is_due(self, rows: int) -> bool:
-        """Whether plain decoding of about so many rows, which everything is held against, has been seen too seldom: a
-        assumed cost that no step ever corrects would go on to justify the nodes that keep it from being seen."""
+        """Return whether plain decoding of about so many rows has been seen too seldom. Everything
+        is held against it: an assumed cost that no step ever corrects would continue to justify the
+        nodes that keep it from being seen.
+        """
         return min(len(self._seen["host", _about(rows)]), self._pass.known(_alike(0, rows))) < SETTINGS.plain_steps
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
-        """A pass of this size over `rows` rows, and its verification, took this long."""
+        """Record that a pass of this size over `rows` rows, and its verification, took this long."""
         plain, nodes = _alike(0, rows), 1 + self.shape.nodes(size, rows)
         if nodes == int(nodes):
             self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, rows, int(nodes)].append(ms)
@@ -314,24 +351,30 @@ class StepCosts:
         self._pass.add(_alike(size, rows), ms, self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
-        """The proposal of one drafter took this long, `unread` tokens being read before it."""
+        """Record that the proposal of one drafter took this long, with `unread` tokens read before
+        it.
+        """
         if unread >= SETTINGS.reading:
             self._seen["reading", key].append(max(0.0, ms - self.draft_ms(key, depth, rows)) / unread)
         else:
             self._draft[key].add((depth, rows), ms, self._proposal(key, depth, rows))
 
     def host_ms(self, rows: int) -> float:
-        """Host work of a step of so many rows in which nobody is asked; 0 while that was never seen."""
+        """Return the host work of a step of so many rows in which no drafter is asked; 0 while that
+        was never seen.
+        """
         return self._latest(("host", _about(rows)), 0.0)
 
     def lookup_ms(self, rows: int, ms: float) -> float:
-        """What it adds to a step that drafters which copy are asked, if they themselves take `ms` for it: the rest is
-        merging, ranking and handing over their trees, and learning from them."""
+        """Return what asking drafters that copy adds to a step if they themselves take `ms` for it:
+        the rest is merging, ranking and handing over their trees, and learning from them.
+        """
         return ms * self._latest(("lookup", _about(rows)), SETTINGS.lookup_overhead)
 
     def saw_host(self, ms: float, rows: int, *, lookup_ms: float) -> None:
-        """The host work of a step without a drafter's forward pass took this long; `lookup_ms` is what those that copy
-        took of it themselves, 0 where none was asked."""
+        """Record that the host work of a step without a drafter's forward pass took this long.
+        `lookup_ms` is the share that drafters which copy took themselves, 0 if none was asked.
+        """
         if lookup_ms == 0.0:
             self._seen["host", _about(rows)].append(ms)
         else:
@@ -342,7 +385,9 @@ class StepCosts:
         return median(seen) if seen else unseen
 
     def _proposal(self, key: str, depth: int, rows: int) -> float:
-        """As calibrated on one row, growing with the rows as the target's pass does."""
+        """Return the cost of a proposal as calibrated on one row, growing with the rows as the
+        target's pass does.
+        """
         growth = self._predicted(0, rows, 0) / self._predicted(0, 1, 0) if rows > 1 else 1.0
         return self._drafts[key].ms(depth) * growth
 
@@ -351,7 +396,9 @@ class StepCosts:
 
 
 def _alike(size: int, rows: int) -> tuple[int, int]:
-    """What passes are corrected alike: of about as many rows, and of about the same size, in steps of an eighth."""
+    """Return the key of passes that are corrected alike: of about as many rows, and of about the
+    same size, in steps of an eighth.
+    """
     shift = max(0, size.bit_length() - 4)
     return size >> shift << shift, _about(rows)
 

@@ -1,4 +1,6 @@
-"""The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at chance level."""
+"""The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at
+chance level.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,17 @@ class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
     def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: PassCost | None = None) -> None:
-        """`nodes`: most drafted nodes of a row in one step. `costs`: for policies; None: as kept of the target."""
+        """Create an empty pool. `nodes` is the most drafted nodes of a row in one step; `costs` are
+        for policies, None takes those kept of the target.
+        """
         self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
         self._planned: list[Policy] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
-        """The key of a drafter with this configuration, built if there is none yet; None for None. An ArgumentError for
-        an unknown rule, drafter or option."""
+        """Return the key of a drafter with this configuration, built if there is none yet; None for
+        None. Raises ArgumentError for an unknown rule, drafter or option.
+        """
         if config is None:
             return None
         if config.rule is not None:
@@ -56,7 +61,9 @@ class DrafterPool:
         return key
 
     def _wider(self, config: SpeculativeConfig) -> str | None:
-        """The key of a drafter that differs in drafting more; the request's own limit makes it draft less."""
+        """Return the key of a drafter that differs in drafting more; the request's own limit makes
+        it draft less.
+        """
         if config.num_speculative_tokens is None:
             return None
         unlimited = _key(replace(config, num_speculative_tokens=None))
@@ -81,15 +88,16 @@ class DrafterPool:
         return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 
     def requires(self, key: str | None) -> frozenset[Boundary]:
-        """The hidden states that the drafters read."""
+        """Return the layer boundaries whose hidden states the drafters read."""
         drafters = self._active[key].drafters if key is not None else []
         return frozenset[Boundary]().union(*(drafter.requires for _, drafter in drafters))
 
     def groups(
         self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None], *, awaited: bool = False
     ) -> list[Group]:
-        """Who drafts for whom in a step of `rows`, by the `keys` and per-request depth limits (None: the drafter's);
-        `awaited`: others wait for their first token."""
+        """Return the groups of a step of `rows`, one per drafter, by the `keys` and per-request
+        depth limits (None: the drafter's); `awaited` says that others wait for their first token.
+        """
         groups = list[Group]()
         self._planned = []
         for key in dict.fromkeys(key for key in keys if key is not None):
@@ -105,24 +113,26 @@ class DrafterPool:
         return groups
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """What of the drafts of the groups that were planned is scored."""
+        """Return what is scored of the drafts of the groups that were planned."""
         for policy in self._planned:
             trees = policy.admit(trees)
         return trees
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
-        """What the planned step committed, by row."""
+        """Learn from what the planned step committed, by row."""
         for policy in self._planned:
             policy.learn(emitted)
 
     def keep_costs(self) -> None:
-        """Keep what the steps of all policies took, for the next process; see `keep_steps`."""
+        """Keep the measured times of all policies' steps for the next process; see `keep_steps`."""
         for active in self._active.values():
             if active.policy is not None and active.policy.measure:
                 keep_steps(self._setup.target, active.policy.costs.passes)
 
     def depth(self, key: str | None, asked: int | None) -> int:
-        """Most tokens on one path that the drafter of a key may draft for a request that `asked` for so many."""
+        """Return the most tokens on one path that the drafter of a key may draft for a request that
+        `asked` for so many.
+        """
         if key is None:
             return 0
         active = self._active[key]
@@ -131,7 +141,9 @@ class DrafterPool:
         return min(asked, active.depth)
 
     def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
-        """Show drafters the texts (prompts and first tokens) of rows that are new to them, as far as they are read."""
+        """Show drafters the texts (prompts and first tokens) of rows that are new to them, as far
+        as they are read.
+        """
         rows, fresh = [new.row for new in found], [new.length - new.known for new in found]
         texts = [new.row.tokens if new.length == len(new.row.tokens) else new.row.tokens[: new.length] for new in found]
         hidden_states = {
@@ -143,21 +155,25 @@ class DrafterPool:
             drafter.extend(replace(context_for(rows, range(len(rows)), fresh, wanted), tokens=texts))
 
     def count_failures(self, rows: Iterable[Row]) -> None:
-        """Put down to these rows how often drafters have failed them since this was last asked."""
+        """Add to these rows how often drafters have failed them since the last call."""
         for row in rows:
             row.drafter_errors += self._setup.failures.pop(row.cache_row, 0)
 
     def remembers(self, key: str | None) -> bool:
-        """Whether what its drafters hold of a row is worth keeping when the answer has ended."""
+        """Return whether what the drafters hold of a row is worth keeping when the answer has
+        ended.
+        """
         return key is not None and any(drafter.remembers for _, drafter in self._active[key].drafters)
 
     def outdated(self, key: str | None) -> frozenset[int]:
-        """Rows of which one of its drafters holds what it will not keep."""
+        """Return the rows of which one of the drafters holds state that it will not keep."""
         drafters = self._active[key].drafters if key is not None else []
         return frozenset[int]().union(*(drafter.outdated for _, drafter in drafters))
 
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows that the drafters of a key worked for shrank to these lengths, 0 for those that are free."""
+        """Shrink rows that the drafters of a key worked for to these lengths, 0 for those that are
+        free.
+        """
         active = self._active[key]
         if active.policy is not None:
             active.policy.forget(rows, lengths)
@@ -166,14 +182,18 @@ class DrafterPool:
         active.stats.drafter_errors += sum(self._setup.failures.pop(row, 0) for row in rows)  # of no running answer
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
-        """Put something around the drafters of a configuration; what they propose and are shown then passes through."""
+        """Put something around the drafters of a configuration; what they propose and are shown
+        then passes through it.
+        """
         for _, guarded in self._active[key].drafters:
             guarded.wrap(around)
 
     @contextmanager
     def free_of_charge(self) -> Iterator[None]:
-        """While it is open, other policies decide, to which drafts are free: these draft wherever something may be
-        accepted. For proofs, which need drafts where they do not pay, too. No request may be running."""
+        """Replace the policies, while open, by ones to which drafts are free: these draft wherever
+        something may be accepted. For proofs, which need drafts where they do not pay, too. No
+        request may be running.
+        """
         before = [(active, active.policy) for active in self._active.values()]
         for active, policy in before:
             active.policy = None if policy is None else policy.with_free_drafts()
@@ -184,7 +204,7 @@ class DrafterPool:
                 active.policy = policy
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
-        """Add a finished answer's counts; warn once where acceptance is at the level of chance."""
+        """Add a finished answer's counts; warn once if acceptance is at the level of chance."""
         active = self._active[key]
         active.stats.add(stats)
         steps = active.stats.num_spec_steps
@@ -223,7 +243,9 @@ class NewSequence:
     known: int  # First tokens that the drafter holds already
     length: int  # Of the text as far as it has been read, tokens
     states: Mapping[Boundary, Tensor]
-    """(M, H) of the tokens before each of those that are new; M is one less where none is known."""
+    """Hidden states (M, H) of the tokens before each of those that are new; M is one less if no
+    token is known.
+    """
 
 
 def _key(config: SpeculativeConfig) -> str:

@@ -44,7 +44,7 @@ MAX_CHOICE_CHARACTERS = 4096
 
 
 def check(kind: str, text: str) -> None:
-    """Refuse (ArgumentError) a grammar that is too large or too deep, before a process tries it."""
+    """Raise ArgumentError for a grammar that is too large or too deep, before a process tries it."""
     most = MAX_CHARACTERS[kind]
     if len(text) > most:
         raise ArgumentError(f"structured outputs: the {kind} has {len(text)} characters; at most {most} are compiled")
@@ -58,20 +58,24 @@ def check(kind: str, text: str) -> None:
 
 GRACE_S = 0.1  # Time that the masks of one request may take together, seconds of the thread, and
 MASK_S = 0.005
-"""that much more for each mask. One that needs more would keep all others waiting. With 128,000 tokens ordinary schemas
-take 0.1 ms for a mask and up to 15 ms for the first; a programming language takes 2 ms."""
+"""Further time for each mask. A grammar that needs more would keep all others waiting. With 128,000
+tokens ordinary schemas take 0.1 ms for a mask and up to 15 ms for the first; a programming language
+takes 2 ms.
+"""
 MAX_KNOWN = 64  # Compiled grammars that are kept for requests to come
 
 
 class Budget:
-    """Time for the masks of one request, all of its answers together."""
+    """A time budget for the masks of one request, all of its answers together."""
 
     def __init__(self) -> None:
         self._spent_s, self._asked = 0.0, 0
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Around what asks a parser for something; an ArgumentError where no time is left."""
+        """Time the block, which asks a parser for something. Raises ArgumentError if no time is
+        left.
+        """
         self._check()
         began = time.thread_time()
         yield
@@ -87,7 +91,8 @@ class Budget:
 
 
 class GrammarProcessor:
-    """Leaves only the tokens that the grammar allows after an output; the end tokens where it may end.
+    """A logits processor that leaves only the tokens that the grammar allows after an output, and
+    the end tokens where it may end.
 
     One parser follows whatever output was asked about last: it takes back what differs and reads what is new. Behind
     an end token, or any other that the grammar forbids, nothing can be kept: there only the end tokens are left.
@@ -103,8 +108,10 @@ class GrammarProcessor:
         self._budget = budget
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """(V,) logits with what is forbidden after `tokens` at minus infinity; an ArgumentError where the grammar
-        failed at its limits, or took more time than an answer has for it."""
+        """Return (V,) logits with what is forbidden after `tokens` at minus infinity. Raises
+        ArgumentError if the grammar failed at its limits, or took more time than an answer has for
+        it.
+        """
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         with self._asking():
             if self._follow(tokens[self._prompt_length :]):
@@ -115,7 +122,9 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """How many of the drafted tokens the grammar allows behind an output; raises as a call does."""
+        """Return how many of the drafted tokens the grammar allows behind an output; raises as a
+        call does.
+        """
         with self._asking():
             return int(self._matcher.validate_tokens(list(draft))) if self._follow(output) else 0
 
@@ -125,20 +134,24 @@ class GrammarProcessor:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Around whatever asks the parser: an error of its own, or too much time, ends the request."""
+        """Run the block, which asks the parser: an error of the parser, or too much time, ends the
+        request.
+        """
         with self._budget.spent():
             yield
         if self._matcher.is_error():
             raise ArgumentError(f"structured outputs: the grammar could not go on: {complaint(self._matcher)}")
 
     def _bits(self) -> Tensor:
-        """bool, one for each token id and some more."""
+        """Return the parser's mask as bool, one for each token id and some more."""
         words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         return ((words.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
 
     def _follow(self, output: Sequence[int]) -> bool:
-        """Bring the parser to the end of `output`; False where the grammar does not allow it that far: a parser that
-        was made to read a forbidden token never recovers, so it is asked first."""
+        """Bring the parser to the end of `output`. Returns False if the grammar does not allow it
+        that far: a parser that was made to read a forbidden token never recovers, so it is asked
+        first.
+        """
         pairs = enumerate(zip(self._read, output, strict=False))
         same = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(self._read), len(output)))
         if same < len(self._read):
@@ -153,22 +166,25 @@ class GrammarProcessor:
 
 
 class GrammarCompiler:
-    """Makes processors for one model's tokenizer; `vocab_size` is the model's, which may be larger, `end_ids` may end
-    an answer. ArgumentError: llguidance is not installed."""
+    """Makes processors for one model's tokenizer; `vocab_size` is the model's, which may be larger,
+    `end_ids` may end an answer. Raises ArgumentError if llguidance is not installed.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Sequence[int]) -> None:
         if importlib.util.find_spec("llguidance") is None:
             raise ArgumentError("structured outputs need llguidance: pip install 'forerun[serve]'")
         self.tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        """The grammars that were compiled last, the one used last at the end."""
+        """Compiled grammars, the one used last at the end."""
         self._compiling = threading.Lock()
 
     def processor(
         self, outputs: StructuredOutputs, prompt_length: int, budget: Budget | None = None
     ) -> GrammarProcessor:
-        """A processor for one answer; those of one request share a budget. ArgumentError: the schema, expression or
-        grammar is too large, or llguidance does not accept it; says why."""
+        """Return a processor for one answer; those of one request share a budget. Raises
+        ArgumentError, saying why, if the schema, expression or grammar is too large, or llguidance
+        does not accept it.
+        """
         key = source(outputs)
         if (beginning := self._known.get(key)) is None:  # who is known does not wait for who is not
             with self._compiling:
@@ -181,25 +197,29 @@ class GrammarCompiler:
         return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or Budget())
 
     def knows(self, outputs: StructuredOutputs) -> bool:
-        """Whether a grammar has been compiled already, so that a processor costs next to nothing."""
+        """Return whether a grammar has been compiled already, so that a processor costs next to
+        nothing.
+        """
         return source(outputs) in self._known
 
     def mark(self, text: str) -> str:
-        """How a grammar in Lark's notation names `text`: as a string, or by its token's id where the tokenizer has one
-        token for it whose spelling llguidance never matches."""
+        """Return how a grammar in Lark's notation names `text`: as a string, or by its token's id
+        if the tokenizer has one token for it that llguidance never matches as text.
+        """
         token = self._marks.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     @cached_property
     def _marks(self) -> dict[str, int]:
-        """Added tokens that no string of a grammar matches: the special ones, and all others that look like ``<...>``,
-        as the marks of Qwen, GLM and DeepSeek R1 do, which are not special."""
+        """Added tokens that no string of a grammar matches: the special ones, and all others that
+        look like ``<...>``, as the marks of Qwen, GLM and DeepSeek R1 do, which are not special.
+        """
         added = self.tokenizer.added_tokens_decoder.items()
         return {token.content: number for number, token in added if self._tokenizer.is_special_token(number)}
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        """What llguidance makes its tokenizer from; transformers' may cut and pad, this one never does."""
+        """Arguments of llguidance's tokenizer; transformers' may cut and pad, this one never does."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ArgumentError("structured outputs need a tokenizer of the tokenizers library, one that is_fast")
         own = copy(self.tokenizer.backend_tokenizer)
@@ -225,7 +245,7 @@ class GrammarCompiler:
 
 
 def source(outputs: StructuredOutputs) -> tuple[str, str]:
-    """Kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
+    """Return kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
     if outputs.json is not None:
         try:
             return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
@@ -247,7 +267,9 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
 
 
 def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
-    """The trees of a step of `rows` without the deterministic nodes that their grammars forbid, and all below those."""
+    """Return the trees of a step of `rows` without the deterministic nodes that their grammars
+    forbid, and everything below those.
+    """
     keep = dict[int, list[int]]()
     for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
         grammar = next((p for p in row.sampler.params.logits_processors if isinstance(p, GrammarProcessor)), None)
@@ -276,8 +298,10 @@ START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens t
 
 
 class Trials:
-    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first needed, and again when a
-    grammar has ended it. `tokenizer`: what llguidance's tokenizer is made from, as keywords."""
+    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first
+    needed, and again when a grammar has ended it. `tokenizer` holds the arguments of llguidance's
+    tokenizer.
+    """
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
         self._tokenizer = dict(tokenizer)
@@ -285,7 +309,7 @@ class Trials:
         self._over: Callable[[], object] = lambda: None
 
     def tried(self, kind: str, text: str) -> str:
-        """Why a grammar is refused; empty where it is not."""
+        """Return why a grammar is refused; empty if it is not."""
         answer = _asked(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
         if answer is not None:
             return answer
@@ -311,7 +335,9 @@ class Trials:
 
 
 def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
-    """The process's answer; None, and its end, where there is none in so many seconds."""
+    """Return the process's answer; None, and the process is ended, if there is none in so many
+    seconds.
+    """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     timer = threading.Timer(seconds, process.kill)
     timer.start()

@@ -1,4 +1,5 @@
-"""A child process that compiles grammars before the engine does: one that crashes the compiler ends this process alone.
+"""A child process that compiles grammars before the engine does: one that crashes the compiler ends
+only this process.
 
 Run as a script: it imports llguidance and nothing of forerun, which would take seconds. The first line of its input
 is the tokenizer, every other one a grammar; each is answered by a line: why it is refused, or nothing.
@@ -14,22 +15,29 @@ from functools import partial
 from typing import Any
 
 STACK_BYTES = 1 << 20
-"""Of the thread that compiles here. Threads of the engine have at least twice as much: what fits here fits there."""
+"""Stack of the thread that compiles here. Threads of the engine have at least twice as much: what
+fits here fits there.
+"""
 MEMORY_BYTES = 2 << 30  # Address space of this process
 TRIAL_S = 2.0
-"""Time of the processor to compile one grammar, which ends this process; ordinary schemas take milliseconds. By the
-clock they take ten times as long where others work."""
+"""Processor time for compiling one grammar; beyond it this process ends. Ordinary schemas take
+milliseconds. By the clock they take ten times as long where others work.
+"""
 MAX_ITEMS = 15_000
-"""Of the parser in one step; llguidance's own limit is 50,000. With 128,000 tokens a schema of 25 alternatives, objects
-that begin alike, needs 10,000, other ordinary ones less than 2,000. An ambiguous grammar takes 40 ms to get to
-this limit, and 470 ms to get to 50,000."""
+"""Most items of the parser in one step; llguidance's own limit is 50,000. With 128,000 tokens a
+schema of 25 alternatives, objects that begin alike, needs 10,000, other ordinary ones less than
+2,000. An ambiguous grammar takes 40 ms to get to this limit, and 470 ms to get to 50,000.
+"""
 _BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
-"""Between the parts of a JSON text: as models write it, on one line or indented, but no answer full of blanks."""
+"""Whitespace between the parts of a JSON text: as models write it, on one line or indented, but no
+answer full of blanks.
+"""
 
 
 def compiled(tokenizer: Any, kind: str, text: str) -> Any:
-    """A matcher at the beginning of a grammar (`kind` ``json``, ``regex`` or ``grammar``), or in an error state; a
-    ValueError where the text is none of its kind."""
+    """Return a matcher at the beginning of a grammar (`kind` ``json``, ``regex`` or ``grammar``),
+    or in an error state. Raises ValueError if the text is none of its kind.
+    """
     from llguidance import LLMatcher, LLParserLimits
 
     grammars: dict[str, Any] = {
@@ -42,7 +50,7 @@ def compiled(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def complaint(matcher: Any) -> str:
-    """Why a matcher cannot go on, in one line; empty where it can."""
+    """Return why a matcher cannot go on, in one line; empty if it can."""
     if not matcher.is_error():
         stuck = matcher.is_stopped() and not matcher.is_accepting()
         return "no text that it begins can be ended" if stuck else ""
@@ -51,7 +59,7 @@ def complaint(matcher: Any) -> str:
 
 
 def tried(tokenizer: Any, kind: str, text: str) -> str:
-    """Why a grammar is refused; empty where it is not."""
+    """Return why a grammar is refused; empty if it is not."""
     try:
         matcher = compiled(tokenizer, kind, text)
     except ValueError as error:
@@ -76,7 +84,9 @@ def _answer_all() -> None:
 
 
 def _limit(seconds: float) -> None:
-    """End this process after so much time of the processor; 0: never. Elsewhere than on Unix only the deadline does."""
+    """End this process after so much processor time; 0: never. On systems other than Unix only the
+    deadline does.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -1,4 +1,5 @@
-"""forerun inside transformers: ``model.generate(..., custom_generate=forerun.hf("ngram"))``.
+"""A forerun decoding loop inside transformers: ``model.generate(...,
+custom_generate=forerun.hf("ngram"))``.
 
 transformers prepares inputs, processors and stopping criteria as always; the decoding loop is ours. Its processors are
 applied at every node of the tree, so whatever it knows (temperature, n-gram bans, forced tokens) holds here too.
@@ -21,13 +22,16 @@ from forerun.types import LogitsProcessor, SamplingParams
 
 _SLOT_STEP = 512
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
-"""Tensors that `generate` hands on besides the token ids; any other one would be part of the prompt."""
+"""Tensors that `generate` hands on besides the token ids; any other one would be part of the
+prompt.
+"""
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself obeys; all others are asked after every token."""
 
 
 def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> HuggingFaceGenerate:
-    """A decoding loop for transformers: ``model.generate(**inputs, custom_generate=forerun.hf("ngram"))``.
+    """Return a decoding loop for transformers: ``model.generate(**inputs,
+    custom_generate=forerun.hf("ngram"))``.
 
     transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer
     here, and stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
@@ -41,17 +45,20 @@ def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> Huggi
 
 
 class HuggingFaceGenerate:
-    """Callable with the signature of transformers' own decoding loops. Keeps one engine per model; threads take
-    turns."""
+    """A callable with the signature of transformers' own decoding loops. It keeps one engine per
+    model; threads take turns.
+    """
 
     def __init__(self, speculative_config: dict[str, Any], streamer: Any = None) -> None:
         self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
         self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
-        """Token ids (B, S + new), right-padded; or transformers' output object if it was asked for. ArgumentError:
-        beams, scores and states that a speculative loop does not compute, or a prompt that is more than token ids and a
-        mask: embeddings, images, positions of one's own."""
+        """Return token ids (B, S + new), right-padded; or transformers' output object if it was
+        asked for. Raises ArgumentError for beams, scores and states that a speculative loop does
+        not compute, or a prompt that is more than token ids and a mask: embeddings, images,
+        positions of one's own.
+        """
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
@@ -74,7 +81,7 @@ class HuggingFaceGenerate:
             running[llm.submit(prompt, params)] = index
 
         def stops(index: int, token: int) -> bool:
-            """Take a token in; whether a criterion ends the answer with it."""
+            """Append a token, and return whether a criterion ends the answer with it."""
             answers[index].append(token)
             if streamer is not None:
                 streamer.put(torch.tensor([token]))
@@ -140,7 +147,9 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
 
 
 def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> SamplingParams:
-    """Everything that shapes the distribution comes from transformers' processors; the engine adds nothing."""
+    """Return the sampling parameters. Everything that shapes the distribution comes from
+    transformers' processors; the engine adds nothing.
+    """
     ends = config.eos_token_id
     return SamplingParams(
         **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0},
@@ -154,7 +163,7 @@ def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> 
 
 
 def _wrapped(processors: Any, padding: list[int], index: int, batch: int) -> LogitsProcessor:
-    """transformers' processors for row `index` of the batch."""
+    """Wrap transformers' processors for row `index` of the batch."""
 
     def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
         # Some processors hold a state per row and insist on the whole batch: give them this row that many times.

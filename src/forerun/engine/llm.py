@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""What drafts for a request: None as the engine is configured, False off, or a configuration of its own."""
+"""The drafter of a request: None as the engine is configured, False off, or a configuration of its
+own.
+"""
 
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
@@ -232,13 +234,14 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
-        """`chat`, a chunk per step."""
+        """Answer a conversation as `chat` does, a chunk per step."""
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
-        """The conversation as the model wants to read it: text and token ids, ending where the answer begins.
+        """Return the conversation as the model reads it: text and token ids, ending where the
+        answer begins.
 
         Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
         ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
@@ -255,28 +258,33 @@ class LLM:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat_prompt` can be asked."""
+        """True if `chat_prompt` can be called."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """How the checkpoint asks to be sampled, by its ``generation_config.json``: what a request takes where it says
-        nothing itself."""
+        """Return the checkpoint's default sampling parameters, from its ``generation_config.json``:
+        what a request takes where it says nothing itself.
+        """
         return self._reader.resolve(SamplingParams())
 
     def read_prompt(self, prompt: Prompt, sampling_params: SamplingParams) -> dict[str, Any]:
-        """A prompt as `chat_prompt` gives one: its text, where it is read whole, and the token ids that are read.
-        ArgumentError: it is empty or does not fit."""
+        """Read a prompt, and return it as `chat_prompt` does: its text, if it is read whole, and
+        the token ids that are read. Raises ArgumentError if it is empty or does not fit.
+        """
         text, ids = self._reader.tokens(prompt, sampling_params)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. ArgumentError: it is longer than anything that the context holds."""
+        """Return the token ids of a text. Raises ArgumentError if it is longer than anything that
+        the context holds.
+        """
         with about("prompt"):
             return self._reader.encode("prompt", text, add_special_tokens=add_special_tokens)
 
     def grammar_mark(self, text: str) -> str:
-        """How a grammar (`StructuredOutputs.grammar`) names `text` for this model's tokenizer, which may have a special
-        token for it."""
+        """Return how a grammar (`StructuredOutputs.grammar`) names `text` for this model's
+        tokenizer, which may have a special token for it.
+        """
         return self._reader.grammars.mark(text)
 
     def submit(
@@ -293,8 +301,8 @@ class LLM:
         priority: int = 0,
         adapt: bool = True,
     ) -> str:
-        """Queue a request and return its id; the engine's `step` advances it. ArgumentError: the prompt does not fit,
-        or an option is out of range.
+        """Queue a request and return its id; the engine's `step` advances it. Raises ArgumentError
+        if the prompt does not fit, or an option is out of range.
 
         Args:
             cache_salt: isolation domain, see `generate`.
@@ -311,7 +319,7 @@ class LLM:
             return self.queue(request)
 
     def next_number(self) -> int:
-        """Of a new request."""
+        """Return the number of a new request."""
         return next(self._numbers)
 
     def prepared(
@@ -324,8 +332,9 @@ class LLM:
         trace: bool = False,
         timeout_s: float | None = None,
     ) -> Request:
-        """A request for `queue`: all that it costs before the model sees it. For any thread, beside a step; raises as
-        `submit`."""
+        """Prepare a request for `queue`: everything that it costs before the model sees it. For any
+        thread, beside a step; raises as `submit` does.
+        """
         if timeout_s is not None and timeout_s <= 0:
             raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
         request = self._reader.request(number, prompt, sampling_params, self._config(speculative), trace)
@@ -333,11 +342,13 @@ class LLM:
         return request
 
     def lane(self, prompt: Prompt, sampling_params: SamplingParams) -> Lane:
-        """Where `prepared` should run, so that it keeps nothing waiting that costs less."""
+        """Return the lane in which `prepared` should run, so that it keeps nothing waiting that
+        costs less.
+        """
         return self._reader.lane(prompt, sampling_params)
 
     def queue(self, request: Request) -> str:
-        """Queue a request and return its id; raises as `submit`. For whoever steps the engine."""
+        """Queue a request and return its id; raises as `submit` does. For whoever steps the engine."""
         drafter = self.engine.drafting.ensure(request.speculative)
         for answer in request.answers:
             answer.drafter = drafter
@@ -345,13 +356,16 @@ class LLM:
         return request.id
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that runs, in this thread
-        or another, ends first, and then the request."""
+        """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that
+        runs, in this thread or another, ends first, and then the request.
+        """
         self._ending.append(request_id)
         self._end()
 
     def _end(self) -> None:
-        """Whoever has the engine comes by here when it gives it back."""
+        """End the requests that are to be aborted; every thread that has had the engine calls this
+        when it gives it back.
+        """
         while self._ending and self._turn.acquire(blocking=False):
             try:
                 while self._ending:
@@ -363,7 +377,9 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """With the engine to itself. Threads take turns: who has just had it stands in line behind who waits."""
+        """Run the block with the engine to itself. Threads take turns: who has just had it stands
+        in line behind who waits.
+        """
         with self._line:
             self._turn.acquire()
         try:
@@ -388,7 +404,9 @@ class LLM:
         return None if speculative is False else SpeculativeConfig.parse(speculative)
 
     def _chunks(self, request_id: str) -> Iterator[StreamChunk]:
-        """Of a queued request. A generator that has not begun does nothing when it is closed; this one has."""
+        """Return the chunks of a queued request. A generator that has not begun does nothing when
+        it is closed; this one has begun.
+        """
         chunks = self._received(request_id)
         next(chunks)
         return chunks
@@ -410,7 +428,7 @@ class LLM:
             self.abort(request_id)
 
     def _step(self, inbox: deque[StreamChunk]) -> None:
-        """For the reader of `inbox`; nothing where another thread's step has filled it."""
+        """Step for the reader of `inbox`; does nothing if another thread's step has filled it."""
         with self._alone():
             for chunk in () if inbox else self.engine.step():
                 self._inbox.setdefault(chunk.request_id, deque()).append(chunk)

@@ -1,4 +1,5 @@
-"""What a pass of the target costs on this machine: seen in steps, or timed on free rows when asked for; kept on disk.
+"""Measures what a pass of the target costs on this machine: from steps, or timed on free rows when
+asked for; kept on disk.
 
 One JSON file per model, device, dtype, threads, packing and torch version. torch is imported inside the functions that
 time something.
@@ -34,7 +35,9 @@ log = logging.getLogger(__name__)
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # Sizes that are measured by default, root included
 CONTEXTS = (64, 512, 2048)
-"""Committed tokens that are measured by default, as far as they fit; the cost of attention is a line between them."""
+"""Committed tokens that are measured by default, as far as they fit; the cost of attention is a
+line between them.
+"""
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown of a row count before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
@@ -52,7 +55,8 @@ def load_or_measure(
     force: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> CostModel:
-    """What this target's passes cost here: read from disk, else measured on free rows and kept.
+    """Return what this target's passes cost here: read from disk, else measured on free rows and
+    kept.
 
     One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
     commit. What stands in the rows' slots is overwritten. Contexts are only announced, not prefilled: the cost of
@@ -96,17 +100,21 @@ def load_or_measure(
 
 
 def known_or_nominal(target: Target) -> PassCost:
-    """What passes cost as far as it is kept for this target, from a calibration or from the steps of another process;
-    else a nominal figure, which steps correct. Measures nothing: no first token waits for it."""
+    """Return what passes cost as far as it is kept for this target, from a calibration or from the
+    steps of another process; else a nominal figure, which steps correct. Measures nothing: no first
+    token waits for it.
+    """
     kept = _read(target)
     return Nominal() if kept is None else kept[1]
 
 
 def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
-    """Keep what real steps took, ms by (context, rows, nodes of a row), for the next process that loads this target.
-    Row counts with fewer than four sizes say too little; a calibration knows better and stays. Larger passes than any
-    that was seen are taken to cost what `Nominal` says of each further node: the largest ones that were seen often lie
-    on one stair, and a line through them would say that nodes beyond cost nothing."""
+    """Keep what real steps took, ms by (context, rows, nodes of a row), for the next process that
+    loads this target. Row counts with fewer than four sizes say too little; a calibration knows
+    better and stays. Larger passes than any that was seen are assumed to cost what `Nominal` says
+    of each further node: the largest ones that were seen often lie on one stair, and a line through
+    them would say that nodes beyond cost nothing.
+    """
     often = {point: list(times) for point, times in seen.items() if len(times) >= SETTINGS.new}
     sizes = defaultdict[int, set[int]](set)
     for _, rows, nodes in often:
@@ -131,7 +139,9 @@ def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
 
 
 def _beyond(cost: CostModel) -> CostModel:
-    """The same with a size twice as large as its largest one, each further node of it at the nominal price."""
+    """Return a copy with a size twice as large as its largest one, each further node of it at the
+    nominal price.
+    """
     last, price = cost.nodes[-1], Nominal().slope
     planes = tuple(
         tuple(
@@ -143,8 +153,9 @@ def _beyond(cost: CostModel) -> CostModel:
 
 
 def free_rows(target: Target, count: int) -> list[int]:
-    """`count` rows that hold no token, neighbours where there are such: the cache reads those without a copy. An
-    ArgumentError where there are fewer."""
+    """Return `count` rows that hold no token, neighbours if there are such: the cache reads those
+    without a copy. Raises ArgumentError if there are fewer.
+    """
     free = [row for row, length in enumerate(target.lengths) if length == 0]
     if len(free) < count:
         raise ArgumentError(f"{count} free rows are needed to measure, the target has {len(free)}; measure before use")
@@ -155,8 +166,10 @@ def free_rows(target: Target, count: int) -> list[int]:
 def _sampled(
     target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[Point, list[float]]:
-    """Wall times in seconds, the cheapest points first; behind further contexts few sizes, for what they add is smooth.
-    The first round, with a warm-up of each size, decides what fits the budget."""
+    """Return wall times in seconds, the cheapest points first; at longer contexts few sizes, for
+    what they add is smooth. The first round, with a warm-up of each size, decides what fits the
+    budget.
+    """
     deadline, room = time.perf_counter() + seconds, min(target.slots, target.max_length)
     first, nodes, least = grid["contexts"][0], grid["nodes"], grid["rows"][0]
     few = {nodes[0], *(n for n in nodes if n in (4, 16, 64)), nodes[-1]}
@@ -200,7 +213,9 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
 
 
 def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
-    """Times in ms; sizes that were left out are filled in, row counts and contexts with too few sizes are dropped."""
+    """Convert samples to times in ms; sizes that were left out are filled in, row counts and
+    contexts with too few sizes are dropped.
+    """
     # The lower quartile: what else runs on the machine can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
     nodes, first = grid["nodes"], grid["contexts"][0]
@@ -221,7 +236,9 @@ def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
 
 
 def rising(values: Sequence[float]) -> list[float]:
-    """The nearest sequence that never falls (pool adjacent violators): a pass over more nodes is not cheaper."""
+    """Return the nearest sequence that never falls (pool adjacent violators): a pass over more
+    nodes is not cheaper.
+    """
     pools: list[tuple[float, int]] = []
     for value in values:
         pools.append((value, 1))
@@ -238,8 +255,10 @@ _VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dty
 
 
 def save(target: Target, cost: CostModel) -> Path:
-    """Keep `cost`, to which drafters were added, as that of this target, and say where. Drafters whose configuration
-    holds a Python object are left out: their key means nothing to another process."""
+    """Keep `cost`, to which drafters were added, as that of this target, and return the path.
+    Drafters whose configuration holds a Python object are left out: their key means nothing to
+    another process.
+    """
     kept = _read(target)
     own = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
     lasting = {key: draft for key, draft in cost.drafts.items() if not re.search(r"@\d+", key)}
@@ -247,13 +266,15 @@ def save(target: Target, cost: CostModel) -> Path:
 
 
 def file_of(target: Target) -> Path:
-    """Where this target's costs are kept: in ``cost`` below `cache_root`."""
+    """Return the file in which this target's costs are kept: in ``cost`` below `cache_root`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model"
     return cache_root() / "cost" / f"{name}-{_hash(identity(target))[:16]}.json"
 
 
 def identity(target: Target) -> dict[str, Any]:
-    """All that a pass's cost depends on. The values of the weights do not matter, their number and type do."""
+    """Return everything that a pass's cost depends on. The values of the weights do not matter,
+    their number and type do.
+    """
     import torch
 
     from forerun.model.kernels import native
@@ -278,7 +299,7 @@ def identity(target: Target) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """The product's name where it can be had."""
+    """Return the product's name of a device, if it is known."""
     if device.type == "cuda":
         import torch
 
@@ -289,7 +310,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
-    """What is kept for this target: the sizes that were asked for, and their costs."""
+    """Read what is kept for this target: the sizes that were asked for, and their costs."""
     path = file_of(target)
     if not path.exists():
         return None
@@ -310,7 +331,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 
 
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
-    """All or nothing. A cache that cannot be written is no reason to fail."""
+    """Write the file whole or not at all. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
     body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": asdict(cost)}
     try:

@@ -1,4 +1,5 @@
-"""From what a user passes to a queued request: chat template, token ids, resolved sampling parameters, stop ids.
+"""Turns what a user passes into a queued request: chat template, token ids, resolved sampling
+parameters, stop ids.
 
 Also the threads in which that is done, so that neither the engine nor an event loop waits for it.
 """
@@ -37,8 +38,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
-the answer, text or token ids, for the drafter of that name. Ids may be an array or tensor of one dimension."""
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a
+``"prediction"`` of the answer, text or token ids, for the drafter of that name. Ids may be an array
+or tensor of one dimension.
+"""
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prediction")
 
@@ -52,10 +55,14 @@ class PromptReader:
     vocab_size: int
     context: int  # Most tokens of prompt and answer together
     default_seed: int | None
-    """Of the engine: a request that brings none gets one derived from it and its number. None draws one."""
+    """Seed of the engine: a request that brings none gets one derived from it and its number. None
+    draws one.
+    """
 
     def __post_init__(self) -> None:
-        """Try what a request takes from the generation configuration; a CheckpointError where none can be answered."""
+        """Try the generation configuration's defaults. Raises CheckpointError if no request could
+        be answered with them.
+        """
         try:
             self.resolve(SamplingParams())
             self.end_ids()
@@ -65,8 +72,10 @@ class PromptReader:
             ) from error
 
     def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
-        """The prompt's text, where there is one that is read whole, and its token ids. `params` says how it is to be
-        answered; None: by at least one token. ArgumentError: empty, too long, or ids outside the vocabulary."""
+        """Return the prompt's text, if it is read whole, and its token ids. `params` says how it is
+        to be answered; None: by at least one token. Raises ArgumentError if it is empty, too long,
+        or has ids outside the vocabulary.
+        """
         with about("prompt"):
             return self._tokens(prompt, params)
 
@@ -84,8 +93,9 @@ class PromptReader:
     def request(
         self, number: int, prompt: Prompt, params: SamplingParams, speculative: SpeculativeConfig | None, trace: bool
     ) -> Request:
-        """Request `number` of an engine with its `n` answers; all that it costs before the model sees it. May be called
-        in any thread."""
+        """Return request `number` of an engine with its `n` answers: everything that it costs
+        before the model sees it. May be called in any thread.
+        """
         text, ids = self.tokens(prompt, params)
         with about("prediction"):
             prediction = tuple(self.prediction(prompt))
@@ -127,7 +137,9 @@ class PromptReader:
         return request
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
-        """Where `request` should run, so that it keeps nothing waiting that costs less."""
+        """Return the lane in which `request` should run, so that it keeps nothing waiting that
+        costs less.
+        """
         outputs = params.structured_outputs
         if outputs is not None and not self.grammars.knows(outputs):
             return Lane.GRAMMAR
@@ -135,8 +147,10 @@ class PromptReader:
         return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
 
     def prediction(self, prompt: Prompt) -> list[int]:
-        """Token ids of the answer that the client predicts; empty where it does not. ArgumentError: longer than any
-        answer, ids outside the vocabulary, or text without a tokenizer."""
+        """Return the token ids of the answer that the client predicts; empty if it predicts none.
+        Raises ArgumentError if it is longer than any answer, has ids outside the vocabulary, or is
+        text without a tokenizer.
+        """
         given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if given is None:
             return []
@@ -144,8 +158,10 @@ class PromptReader:
         return self._fitting("prediction", token_ids("the prediction", ids))
 
     def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
-        """Token ids of a text; one that cannot fit is refused before it costs anything, if it is to fit as a `whole`.
-        ArgumentError: the context holds fewer characters, even if every token were the longest; or no tokenizer."""
+        """Return the token ids of a text; one that is to fit as a `whole` and cannot is refused
+        before it costs anything. Raises ArgumentError if the context holds fewer characters, even
+        if every token were the longest; or there is no tokenizer.
+        """
         if self.tokenizer is None:
             raise ArgumentError(
                 f"the {name} is text, but the model has no tokenizer: pass token ids, or a tokenizer to LLM()"
@@ -156,7 +172,7 @@ class PromptReader:
 
     @cached_property
     def most_characters(self) -> int:
-        """Of a text that the context may hold: as many of the longest token."""
+        """Most characters of a text that the context may hold: as many of the longest token."""
         assert self.tokenizer is not None, "who has a text has a tokenizer"
         return self.context * max(map(len, self.tokenizer.get_vocab()), default=1)
 
@@ -173,7 +189,9 @@ class PromptReader:
         return ids
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """Fill what is None from the generation configuration, else with the neutral value; check token ids."""
+        """Fill what is None from the generation configuration, else with the neutral value; check
+        token ids.
+        """
         values: dict[str, Any] = {}
         for name, neutral in NEUTRAL.items():
             if getattr(params, name) is None:
@@ -185,8 +203,9 @@ class PromptReader:
         return replace(params, **values)
 
     def _samplers(self, params: SamplingParams, prompt: Sequence[int], banned: Sequence[int]) -> list[Sampler]:
-        """Of each answer: one for all, or with structured outputs one for each, whose processor follows its path and
-        comes last."""
+        """Return the sampler of each answer: one for all, or with structured outputs one for each,
+        whose processor follows its path and comes last.
+        """
         words = self._bad_words(params.bad_words or ())
         outputs = params.structured_outputs
         if outputs is None:
@@ -200,13 +219,15 @@ class PromptReader:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """What makes processors of structured outputs, for this tokenizer; an ArgumentError without one."""
+        """The compiler of structured outputs for this tokenizer. Raises ArgumentError without a
+        tokenizer.
+        """
         if self.tokenizer is None:
             raise ArgumentError("structured outputs need a tokenizer")
         return GrammarCompiler(self.tokenizer, self.vocab_size, sorted(self.end_ids()))
 
     def end_ids(self) -> frozenset[int]:
-        """The model's own end tokens: the generation configuration's and the tokenizer's."""
+        """Return the model's own end tokens: the generation configuration's and the tokenizer's."""
         given = getattr(self.generation_config, "eos_token_id", None)
         ids = set(given) if isinstance(given, list | tuple) else {given}
         ids.add(getattr(self.tokenizer, "eos_token_id", None))
@@ -241,8 +262,10 @@ class PromptReader:
 def paired(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters, one or many of both; a list of ints is one prompt of token ids. ArgumentError:
-    neither, or there are not as many parameters as prompts."""
+    """Pair each prompt with its parameters, one or many of both; a list of ints is one prompt of
+    token ids. Raises ArgumentError if it is neither, or there are not as many parameters as
+    prompts.
+    """
     given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(given, str | Mapping | Sequence) or isinstance(given, bytes | bytearray):
         raise ArgumentError(f"prompts must be text, token ids, a dict, or a list of these, got {type(given).__name__}")
@@ -270,7 +293,7 @@ def conversation(
     variables: Mapping[str, Any],
     encode: Callable[[str], Sequence[int]],
 ) -> dict[str, Any]:
-    """The conversation as text and token ids, ending where the answer begins.
+    """Return the conversation as text and token ids, ending where the answer begins.
 
     Control tokens, such as the marks of roles, come from the template alone: where messages, tools or variables hold
     the text of one, that is read as text.
@@ -300,9 +323,10 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
 ) -> Any:
-    """What the chat template makes of a conversation, with transformers' `options` and the template's variables. Of
-    token ids only the template writes control tokens: this is how a conversation is read and how it is learned from.
-    ArgumentError: as `conversation`."""
+    """Render a conversation with the chat template, transformers' `options` and the template's
+    variables. Only the template writes control tokens into token ids: this is how a conversation is
+    read and how it is learned from. Raises ArgumentError as `conversation` does.
+    """
     if options.get("tokenize", True) and (mark := written_mark(tokenizer, [messages, tools, options])) is not None:
         if _SANITIZE not in _arguments(tokenizer):
             raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
@@ -315,7 +339,9 @@ def rendered(
 
 
 def check_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
-    """ArgumentError for names that are no variables of the chat template, but arguments of what renders it."""
+    """Raise ArgumentError for names that are no variables of the chat template, but arguments of
+    what renders it.
+    """
     if reserved := sorted((_arguments(tokenizer) | {"messages"}).intersection(names)):
         raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
 
@@ -330,7 +356,9 @@ _TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # In the templates
 def template_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Messages as the chat template reads them: most want the arguments of calls as an object, some as JSON text."""
+    """Return messages as the chat template reads them: most want the arguments of calls as an
+    object, some as JSON text.
+    """
     messages = list(messages)
     if not any(message.get("tool_calls") for message in messages):
         return messages
@@ -350,8 +378,9 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
-    """The text of some control token that stands in what users wrote; an ArgumentError where it stands in the name of a
-    field, which transformers does not look at."""
+    """Return the text of some control token that stands in what users wrote, or None. Raises
+    ArgumentError if it stands in the name of a field, which transformers does not look at.
+    """
     marks, found = _marks.get(tokenizer), None
     if marks is None:
         texts = [text for text in tokenizer.added_tokens_encoder if not text.isspace()]
@@ -365,7 +394,7 @@ def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
 
 
 def _strings(given: Any) -> Iterator[tuple[str, bool]]:
-    """Every string in nested lists and mappings, and whether it names a field."""
+    """Yield every string in nested lists and mappings, and whether it names a field."""
     left = [given]
     while left:
         one = left.pop()
@@ -387,11 +416,15 @@ def _cannot(mark: str, reason: str) -> ArgumentError:
 # --- the threads in which it is done ----------------------------------------------------------------------------------
 
 LARGE = 50_000
-"""Characters, bytes or tokens from which on something is large: reading it then takes more than some milliseconds."""
+"""Characters, bytes or tokens from which on something is large: reading it then takes more than
+some milliseconds.
+"""
 
 
 class Lane(Enum):
-    """Things of one kind wait for each other, and not for those of another kind."""
+    """Kinds of work: work of one kind waits for other work of that kind, and not for that of
+    another.
+    """
 
     SMALL = "small"
     LARGE = "large"
@@ -399,12 +432,12 @@ class Lane(Enum):
 
     @classmethod
     def of(cls, size: int) -> Lane:
-        """For something of so many characters, bytes or tokens."""
+        """Return the lane for something of so many characters, bytes or tokens."""
         return cls.LARGE if size >= LARGE else cls.SMALL
 
 
 class OneThread(ThreadPoolExecutor):
-    """A thread; an EngineError for what comes after its end."""
+    """An executor with one thread; submitting after its end raises EngineError."""
 
     def __init__(self, name: str) -> None:
         super().__init__(max_workers=1, thread_name_prefix=name)
@@ -417,7 +450,7 @@ class OneThread(ThreadPoolExecutor):
 
 
 class Lanes:
-    """A thread for each lane.
+    """An executor with a thread for each lane.
 
     What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
     it is let in, so that the engine would all but stand still under large requests that come one after the other.
@@ -431,8 +464,10 @@ class Lanes:
         self._threads = {lane: OneThread(f"{name}-{lane.value}") for lane in Lane}
 
     async def run(self, lane: Lane, task: Callable[[], T], *, client: str | None = None) -> T:
-        """What `task` returns or raises; EngineError: closed. A cancelled task that has begun runs to its end.
-        `client`: whose it is; None: one that nobody else is."""
+        """Run a task in a lane's thread, and return or raise what it does. Raises EngineError if
+        closed. A cancelled task that has begun runs to its end. `client` is whose it is; None: one
+        that nobody else is.
+        """
         if client is None or lane is Lane.SMALL:
             return await self._run(lane, task)
         turn = self._turns.setdefault((asyncio.get_running_loop(), lane, client), asyncio.Lock())
@@ -457,14 +492,16 @@ class Lanes:
             del done  # whose error names this frame
 
     def close(self) -> None:
-        """Take no more; what has not begun is dropped."""
+        """Take no more tasks; what has not begun is dropped."""
         self._closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _rest(took: list[float]) -> None:
-    """For as long as the work before took; then give back its memory, which glibc would keep for the thread."""
+    """Sleep for as long as the work before took; then give back its memory, which glibc would keep
+    for the thread.
+    """
     time.sleep(sum(took))
     trim_heap()
 

@@ -1,4 +1,5 @@
-"""The scheduler's choices: who gets the next row, whose prompts the next pass reads, who is preempted; and prefills.
+"""The scheduler's choices: who gets the next row, whose prompts the next pass reads, who is
+preempted; and prefills.
 
 Policy and bookkeeping alone; `core` carries it out. The whole rule in three sentences. *Rows*: whoever holds the fewest
 is next, and where none is free takes one from whoever holds at least two more. *Passes*: the prompts of the client of
@@ -25,9 +26,11 @@ from forerun.types import Boundary, TokenLogprob
 
 CUT = 8  # Prompts are cut at multiples of so many tokens, or of the limit where it is less
 MAX_GAP = 2.75
-"""Decoding steps that a running answer's next token, or a prompt that has just come, waits for a pass over prompts at
-most, a step of its own included; with the way to the client it is three. So a pass takes less than two beside a stream:
-of SmolLM2-135M in bfloat16 on two cores 24 tokens behind none, 8 behind 3,500."""
+"""Most decoding steps that a running answer's next token, or a prompt that has just come, waits for
+a pass over prompts, a step of its own included; with the way to the client it is three. So a pass
+takes less than two beside a stream: of SmolLM2-135M in bfloat16 on two cores 24 tokens behind none,
+8 behind 3,500.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +41,9 @@ class Scheduling:
     """Most prompt tokens of a pass; such a pass and a decoding step take turns. None: on a CPU, where every token of a
     pass costs, as many as `MAX_GAP` allows by what passes take, else 512."""
     whole_chunks: bool = False
-    """Whether prompts are cut at multiples of 512, or of the limit where it is less, alone: whatever else runs."""
+    """True: prompts are cut only at multiples of 512, or of the limit where it is less, whatever
+    else runs.
+    """
     enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
     kv_cache_tokens: int | None = None
     """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
@@ -94,9 +99,10 @@ def row_for(answer: Completion, running: Sequence[Completion], lengths: Sequence
 
 
 def due(request: Request, done: int = 0) -> int:
-    """Return when a prompt is read, of which `done` tokens have been: the lowest comes first of a client's. The fewer
-    are left the sooner, and each token that was read since the request came counts as one less, so that none waits for
-    ever."""
+    """Return when a prompt is read, of which `done` tokens have been: a client's lowest comes
+    first. The fewer are left the sooner, and each token that was read since the request came counts
+    as one less, so that none waits for ever.
+    """
     return request.arrived + len(request.prompt_tokens) - done
 
 
@@ -106,7 +112,9 @@ def _held(running: Sequence[Completion]) -> Counter[tuple[str | None, ...]]:
 
 
 def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
-    """Whom rows are shared among, the widest first; a request that no client was named for stands for itself."""
+    """Return the groups among whom rows are shared, the widest first; a request that no client was
+    named for is a group of its own.
+    """
     if request.client is None:
         return (("", request.id),) * 3
     return (request.client,), (request.client, request.user), ("", request.id)
@@ -120,7 +128,7 @@ _ASSUMED = 64  # Tokens of a pass while nothing was measured
 
 
 class PrefillQueue:
-    """Which prompts the next pass reads, and how much of each.
+    """A queue that decides which prompts the next pass reads, and how much of each.
 
     The client of whom the fewest prompt tokens were read comes first (a virtual token counter: Sheng et al., OSDI
     2024); one that comes back starts with as many as the least of those in line. Of its prompts the one goes first that
@@ -156,13 +164,15 @@ class PrefillQueue:
         return self._read[prefill.request.client], due(prefill.request, prefill.done)
 
     def _piece(self, prefill: Prefill, left: int, budget: int) -> list[int]:
-        """The prompt's next tokens, `left` at most, or up to the first place where it may be cut."""
+        """Return the prompt's next tokens, `left` at most, or up to the first place where it may be
+        cut.
+        """
         unit, done = min(PIECE if self._limits.whole_chunks else CUT, budget), prefill.done
         end = done + left
         return prefill.tokens[done : end if end >= len(prefill.tokens) else max(end // unit, done // unit + 1) * unit]
 
     def _lift(self, prefills: Sequence[Prefill]) -> None:
-        """Clients that have come since the last pass get no credit for the time before."""
+        """Deny clients that have come since the last pass any credit for the time before."""
         in_line = frozenset(prefill.request.client for prefill in prefills)
         staying = [self._read[client] for client in in_line & self._in_line]
         floor, kept = min(staying, default=0), self._read if staying else {}
@@ -181,24 +191,27 @@ class PrefillQueue:
 
 
 class PassTimes:
-    """How many prompt tokens a pass may have, from what passes of late took: it takes a decoding step, which reads the
-    weights as well, and so much for each token."""
+    """Decides how many prompt tokens a pass may have, from what recent passes took: it takes a
+    decoding step, which reads the weights as well, and so much for each token.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=33)  # Of decoding, s
         self._passes: deque[tuple[int, float]] = deque(maxlen=9)  # Over prompts: tokens, s
 
     def add_step(self, seconds: float) -> None:
-        """Take in a decoding step."""
+        """Record a decoding step."""
         self._steps.append(seconds)
 
     def add_pass(self, tokens: int, seconds: float) -> None:
-        """Take in a pass over prompts; over very few tokens it tells nothing of what each costs."""
+        """Record a pass over prompts; one over very few tokens tells nothing of what each costs."""
         if tokens >= CUT:
             self._passes.append((tokens, seconds))
 
     def tokens(self, *, beside: bool) -> int:
-        """Return how many tokens keep within `MAX_GAP`, a multiple of `CUT`; `beside`: a step comes in between."""
+        """Return how many tokens keep within `MAX_GAP`, a multiple of `CUT`; `beside` says that a
+        step comes in between.
+        """
         if not self._steps or not self._passes:
             return _ASSUMED
         step = median(self._steps)
@@ -215,16 +228,20 @@ _SCORED_AT_ONCE = 64  # Positions whose log-probabilities are computed together:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Prefill:
-    """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one prompt share it."""
+    """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one
+    prompt share it.
+    """
 
     answers: list[Completion]  # The first one's row is filled; the others, to the same prompt, copy it
     tokens: list[int]
-    """What is to stand in the cache: of an answer that has begun, all but the last token, which is the next root."""
+    """Tokens that are to stand in the cache: of an answer that has begun, all but the last token,
+    which is the next root.
+    """
     requires: frozenset[Boundary]  # The hidden states that its drafter reads
     done: int = 0  # Tokens in the cache
     known: int = 0  # Tokens that the drafter of the first answer has been shown, or still holds from before
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)
-    """(M, H) of each chunk that was run, from the last token that is known on."""
+    """Hidden states (M, H) of each chunk that was run, from the last known token on."""
 
     @property
     def row(self) -> int:
@@ -236,7 +253,7 @@ class Prefill:
 
     @property
     def begins(self) -> bool:
-        """Whether the answers have no token yet: their first ones come with the last chunk."""
+        """True if the answers have no token yet: their first ones come with the last chunk."""
         return not self.answers[0].tokens
 
     @property
@@ -245,17 +262,19 @@ class Prefill:
 
     @property
     def shared(self) -> bool:
-        """Whether several answers read it, or may yet: their drafters are shown it when it has been read."""
+        """True if several answers read it, or may yet: their drafters are shown it when it has been
+        read.
+        """
         return self.answers[0].request.params.n > 1
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the request wants the prompt's own log-probabilities, and from this prefill."""
+        """True if the request wants the prompt's own log-probabilities, and from this prefill."""
         first = self.answers[0]
         return first.request.params.prompt_logprobs is not None and self.begins and first.index == 0
 
     def take(self, count: int, scored: Scored, line: int) -> None:
-        """`count` more tokens were run, in `line` of a pass."""
+        """Record that `count` more tokens were run, in `line` of a pass."""
         for boundary in self.requires:
             self.states.setdefault(boundary, []).append(scored.hidden_states[boundary][line, :count])
         if self.scores_prompt:
@@ -264,17 +283,22 @@ class Prefill:
         self.done += count
 
     def hidden_states(self) -> dict[Boundary, Tensor]:
-        """(M, H) of all tokens that were run since its drafter was last shown some."""
+        """Return the hidden states (M, H) of all tokens that were run since its drafter was last
+        shown some.
+        """
         return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
 
     def shown(self) -> None:
-        """Its drafter knows all that was run. Of the hidden states the last is kept: that before the next token."""
+        """Note that its drafter knows all that was run. The last hidden state is kept: that before
+        the next token.
+        """
         self.known = self.done
         self.states = {boundary: [parts[-1][-1:].clone()] for boundary, parts in self.states.items()}
 
     def _score_prompt(self, logits: Tensor) -> None:
-        """In vLLM's shape, from logits (M, V) of what was run now: None for the first token, then per token a dict that
-        holds it and the likeliest."""
+        """Store log-probabilities in vLLM's shape, from logits (M, V) of what was run now: None for
+        the first token, then per token a dict that holds it and the likeliest.
+        """
         request = self.answers[0].request
         top = request.params.prompt_logprobs or 0
         found: list[Mapping[int, TokenLogprob] | None] = [None]
@@ -289,8 +313,9 @@ class Prefill:
 
 
 def run_prefills(target: Target, pieces: Sequence[tuple[Prefill, list[int]]]) -> Tensor:
-    """One pass: the next tokens of each prefill, and (B, 1, V) the logits after the last ones. Rows of finished ones
-    are copied for the answers that share them."""
+    """Run one pass: the next tokens of each prefill; returns (B, 1, V) the logits after the last
+    ones. Rows of finished ones are copied for the answers that share them.
+    """
     scored = target.prefill(
         [prefill.row for prefill, _ in pieces],
         [tokens for _, tokens in pieces],

@@ -22,12 +22,16 @@ from forerun.errors import ArgumentError, choices
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptConfig:
-    """How a drafter learns from what it is used for (Online Speculative Decoding, arXiv 2310.07177). ArgumentError: a
-    value out of range; the message names it and what is allowed."""
+    """Settings of a drafter that learns from its own use (Online Speculative Decoding, arXiv
+    2310.07177). Raises ArgumentError for a value out of range; the message names it and what is
+    allowed.
+    """
 
     share: float = 0.1  # Most seconds of work (collecting, training, comparing, saving) per second of wall time
     directory: Path | None = None
-    """Where accepted weights are kept, and where a later start goes on; None: they end with the process."""
+    """Directory in which accepted weights are kept, and from which a later start continues; None:
+    they end with the process.
+    """
     learning_rate: float = 1.0e-4  # Of AdamW, per step. A worse candidate halves it, those kept let it recover
     memory_bytes: int = 256 * 2**20  # Most bytes of collected states, oldest dropped; weights, optimizer on top
     accepted_share: float = 0.3  # Of the positions where no draft was rejected, the share that is trained on
@@ -51,8 +55,10 @@ class AdaptConfig:
 
     @classmethod
     def parse(cls, given: AdaptConfig | Mapping[str, Any] | bool | None) -> AdaptConfig | None:
-        """From a mapping of its fields; True takes every default, None and False mean off. ArgumentError: an unknown
-        field (the message names the nearest) or a value out of range."""
+        """Build the settings from a mapping of their fields; True takes every default, None and
+        False mean off. Raises ArgumentError for an unknown field (the message names the nearest) or
+        a value out of range.
+        """
         if given is None or given is False:
             return None
         if isinstance(given, cls):
@@ -71,8 +77,9 @@ class AdaptConfig:
 def adapt_config(
     given: AdaptConfig | Mapping[str, Any] | bool | None, speculative: SpeculativeConfig | None
 ) -> AdaptConfig | None:
-    """What was asked for, None where nothing was. ArgumentError: an unknown or impossible value, or no configured
-    drafter has weights that can be trained while it serves."""
+    """Return the settings that were asked for, or None. Raises ArgumentError for an unknown or
+    impossible value, or if no configured drafter has weights that can be trained while it serves.
+    """
     config = AdaptConfig.parse(given)
     if config is None:
         return None
@@ -89,7 +96,7 @@ def adapt_config(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptationStats:
-    """Figures since the start of the process."""
+    """Figures of online adaptation since the start of the process."""
 
     examples: int  # Positions collected
     rejected_examples: int  # Those of them where a draft was rejected
@@ -100,7 +107,9 @@ class AdaptationStats:
     rollbacks: int
     version: int  # Of the weights that serve; 0 are those of the checkpoint that was given
     expected_acceptance: float
-    """Of the weights that served when the last candidate was compared, on held back positions; 0 before the first."""
+    """Expected acceptance of the weights that served when the last candidate was compared, on held
+    back positions; 0 before the first.
+    """
     candidate_acceptance: float  # Of that candidate, on the same
     acceptance: float  # Share of verified drafted tokens that were accepted, since the last swap, over the last 2000
     share: float  # Seconds of work per second of wall time

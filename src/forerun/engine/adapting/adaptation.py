@@ -1,4 +1,5 @@
-"""One drafter that learns while it serves: put around it, trained in a thread, its snapshots on disk.
+"""Online adaptation of one drafter: it is wrapped, trained in a thread, and its snapshots are kept
+on disk.
 
 The thread has one intra-op thread of torch's and a share of wall time: it waits for enough that is new, trains a
 candidate, compares it, offers it, and saves it once it serves. Snapshots are ordinary checkpoints, transformers' or of
@@ -52,8 +53,9 @@ _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 class Adaptation:
-    """Makes the first drafter that can learn do so: learns the distributions of `target`; the tokenizer, if there is
-    one, is saved with the drafter."""
+    """Adapts the first drafter that can learn to the distributions of `target`. The tokenizer, if
+    there is one, is saved with the drafter.
+    """
 
     def __init__(self, config: AdaptConfig, target: Target, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._config, self._target, self._tokenizer = config, target, tokenizer
@@ -65,8 +67,10 @@ class Adaptation:
         self._thread: threading.Thread | None = None
 
     def around(self, drafter: Drafter) -> Drafter:
-        """The drafter, adapted if it can be and none was before; starts nothing yet. ForerunError: the directory
-        belongs to another target or drafter, or the weights cannot be trained."""
+        """Return the drafter, wrapped for adaptation if it can learn and none was wrapped before;
+        starts nothing yet. Raises ForerunError if the directory belongs to another target or
+        drafter, or the weights cannot be trained.
+        """
         model = drafter.trainable
         if model is None or self.drafter is not None:
             return drafter
@@ -90,18 +94,20 @@ class Adaptation:
         return self.drafter
 
     def start(self, owner: Any) -> None:
-        """Begin to train in a thread, which ends with `close`, with `owner`, or with the process."""
+        """Start training in a thread, which ends with `close`, with `owner`, or with the process."""
         assert self.background is not None, "around() comes first, with a drafter that can adapt"
         self._thread = _single_threaded(self.background.run, "forerun-adaptation")
         weakref.finalize(owner, _end, self._ending, self._thread)
 
     def close(self) -> None:
-        """End the thread: at most one piece of work later. Drafting goes on with the weights that serve."""
+        """End the thread, at most one piece of work later. Drafting continues with the weights that
+        serve.
+        """
         if self._thread is not None:
             _end(self._ending, self._thread)
 
     def stats(self) -> AdaptationStats:
-        """How far it is."""
+        """Return the figures so far."""
         assert self.drafter is not None and self.background is not None, "around() comes first"
         return AdaptationStats(
             examples=self._buffer.positions,
@@ -127,7 +133,9 @@ def _end(ending: threading.Event, thread: threading.Thread) -> None:
 
 
 def _single_threaded(work: Any, name: str) -> threading.Thread:
-    """A thread that runs `work` with one intra-op thread of its own; all others keep theirs, later ones too."""
+    """Start a thread that runs `work` with one intra-op thread of its own; all others keep theirs,
+    later ones too.
+    """
     before, begun = torch.get_num_threads(), threading.Event()
 
     def run() -> None:
@@ -149,7 +157,7 @@ _LOOK_S = 0.05  # Between two looks whether there is something to do, seconds
 
 @dataclass(eq=False)
 class Background:
-    """Trains for one drafter until it is told to end."""
+    """Trains one drafter in the background until it is told to end."""
 
     drafter: AdaptedDrafter
     model: Any  # The causal LM or head that serves, for which weights are made ready
@@ -180,8 +188,9 @@ class Background:
             log.debug("adaptation", exc_info=True)
 
     def turn(self) -> bool:
-        """Whatever there is to do now; False where that was nothing. A candidate is made while the last swap is still
-        being watched, and offered when that one has proved itself."""
+        """Do whatever there is to do now; returns False if that was nothing. A candidate is made
+        while the last swap is still being watched, and offered when that one has proved itself.
+        """
         if self.drafter.rollbacks > self._rollbacks:
             self._roll_back()
             return True
@@ -214,7 +223,9 @@ class Background:
         return True
 
     def _save_when_taken(self, trial: Trial, measured: float) -> None:
-        """Wait for the engine's next proposal; what was never served is not written."""
+        """Wait for the engine's next proposal, which takes the offer, then save the weights; what
+        was never served is not written.
+        """
         while self.drafter.waiting:
             if self.ending.wait(_LOOK_S):
                 return
@@ -250,7 +261,9 @@ class Background:
 
 
 def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a GPU a stream of its own, so that no step waits behind training; it begins when all before is done."""
+    """Return a context with a CUDA stream of its own, so that no step waits behind training; it
+    begins when all earlier work is done.
+    """
     if device.type != "cuda":
         return contextlib.nullcontext()
     own = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -264,7 +277,7 @@ def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[objec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A checkpoint to go on from."""
+    """A checkpoint to resume from."""
 
     path: Path
     version: int
@@ -272,7 +285,7 @@ class Snapshot:
 
 
 class Snapshots:
-    """The directory of one adapted drafter.
+    """The snapshot directory of one adapted drafter.
 
     Args:
         target: whose distributions it learns; a checkpoint for another one is refused.
@@ -298,8 +311,10 @@ class Snapshots:
             self._described["tokenizer"] = TokenizerIdentity.of(tokenizer).record()
 
     def resume(self) -> Snapshot | None:
-        """The newest checkpoint that serves, or None; removes what an earlier process left half-written.
-        CheckpointError: it adapts a drafter to another target, or another drafter, or cannot be read."""
+        """Return the newest checkpoint that serves, or None; removes what an earlier process left
+        half-written. Raises CheckpointError if it adapts a drafter to another target, or another
+        drafter, or cannot be read.
+        """
         tidy(self.directory)
         link = self.directory / LATEST
         path = link.resolve() if link.is_symlink() and link.is_dir() else checkpoint.latest(self.directory)
@@ -322,8 +337,9 @@ class Snapshots:
         return Snapshot(path=path, version=int(record["version"]), state=state)
 
     def save(self, twin: Any, version: int, facts: Mapping[str, Any]) -> Path:
-        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it. A CheckpointError
-        where the disk is full, or refuses; what was there before is untouched."""
+        """Write `twin`, float32, as the checkpoint of this version, and let ``latest`` point to it.
+        Raises CheckpointError if the disk is full or refuses; what was there before is untouched.
+        """
 
         path = self.directory / f"checkpoint-{version}"
         with checkpoint.new_directory(path) as fresh:
@@ -341,7 +357,9 @@ class Snapshots:
         return path
 
     def withdraw(self, version: int) -> None:
-        """This version was rolled back: ``latest`` is the one before it again, if there is one."""
+        """Withdraw a version that was rolled back: ``latest`` is the one before it again, if there
+        is one.
+        """
         bad = self.directory / f"checkpoint-{version}"
         if not bad.is_dir():
             return
@@ -387,7 +405,8 @@ class Snapshots:
 
 
 def fingerprint(target: Target) -> str:
-    """sha256 of a target's configuration, its vectors (norms, biases) and the first rows of its embedding.
+    """Return the sha256 of a target's configuration, its vectors (norms, biases) and the first rows
+    of its embedding.
 
     Enough to tell models apart without reading gigabytes. A fine-tune that left all of these as they were passes for
     the original: its drafter is then merely worse at first.
@@ -401,7 +420,9 @@ def fingerprint(target: Target) -> str:
 
 
 def digest(module: Any) -> str:
-    """sha256 of some numbers of each weight, evenly spread, as bfloat16, whatever dtype and layout they are held in."""
+    """Return the sha256 of some numbers of each weight, evenly spread, as bfloat16, whatever dtype
+    and layout they are held in.
+    """
     found = hashlib.sha256()
     for name, value in sorted(module.state_dict().items()):
         flat = value.detach().flatten()
@@ -411,7 +432,9 @@ def digest(module: Any) -> str:
 
 
 def differing(one: HeadConfig, other: HeadConfig) -> list[str]:
-    """The fields in which two heads of one shape draft differently; of two kinds, that."""
+    """Return the fields in which two heads of one shape draft differently, or ``["kind"]`` for
+    heads of two kinds.
+    """
     if type(one) is not type(other) or one.kind != other.kind:
         return ["kind"]
     names = [field.name for field in fields(one) if field.name not in ("extra", "initializer_range")]

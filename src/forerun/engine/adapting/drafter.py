@@ -1,4 +1,5 @@
-"""A drafter whose weights change between steps: passes everything on, exchanges weights, writes down, watches.
+"""A drafter whose weights change between steps: passes every call on, exchanges weights, collects
+examples, watches acceptance.
 
 All of it runs in the engine's thread but `offer`. Key-value caches are left as they are when weights change: the keys
 of running rows are then those of the former weights, which can cost a little acceptance until the answer ends, where
@@ -28,14 +29,20 @@ log = logging.getLogger(__name__)
 
 WINDOW = 2000  # Verified drafted tokens that speak for the weights before a swap
 LOOKS = (250, 500, 1000)
-"""Verified drafted tokens after a swap at which it is looked whether acceptance fell; after the last it stays."""
+"""Verified drafted tokens after a swap at which acceptance is compared; after the last one the swap
+stays.
+"""
 LEAST_BEFORE = 100  # Fewer verified tokens before a swap can tell nothing about it
 SIGNIFICANT = 3.0
-"""Standard errors by which acceptance must have fallen. Tokens of an answer are not independent, hence so many."""
+"""Standard errors by which acceptance must have fallen. Tokens of an answer are not independent,
+hence so many.
+"""
 
 
 class AdaptedDrafter(Drafter):
-    """What stands around a drafter that learns while it serves, once it has said what it needs."""
+    """A wrapper around a drafter that learns while it serves, put on once the drafter has said what
+    it needs.
+    """
 
     name = "adapted"
 
@@ -66,17 +73,17 @@ class AdaptedDrafter(Drafter):
 
     @property
     def settled(self) -> bool:
-        """Nothing is offered, and nothing that was taken is still being watched."""
+        """True if nothing is offered, and nothing that was taken is still being watched."""
         return self._offered is None and not self.watch.pending
 
     def offer(self, weights: Weights) -> None:
-        """Weights to take before the next proposal. From any thread, one offer at a time."""
+        """Offer weights to take before the next proposal. From any thread, one offer at a time."""
         assert self._offered is None, "the last offer was not taken yet"
         self._offered = weights
 
     @property
     def waiting(self) -> bool:
-        """An offer was not taken yet."""
+        """True if an offer was not taken yet."""
         return self._offered is not None
 
     def extend(self, context: DraftContext) -> None:
@@ -98,7 +105,7 @@ class AdaptedDrafter(Drafter):
         self._collecting(context, lambda part: self._collector.observe(part, [chosen[row] for row in part.rows]))
 
     def _collecting(self, context: DraftContext, collect: Callable[[DraftContext], None]) -> None:
-        """Of the rows that may be learned from; an error ends collecting."""
+        """Collect from the rows that may be learned from; an error ends collecting."""
         indices = [index for index, adapt in enumerate(context.adapt or [True] * len(context.rows)) if adapt]
         if self.failed or not indices:
             return
@@ -135,8 +142,9 @@ class AdaptedDrafter(Drafter):
 
 
 class Watch:
-    """Whether drafts are really accepted as often since the last swap as before it. A draft's tokens behind its first
-    rejected one are not verified."""
+    """Watches whether drafts are really accepted as often since the last swap as before it. A
+    draft's tokens behind its first rejected one are not verified.
+    """
 
     def __init__(self) -> None:
         self._recent: deque[tuple[int, int]] = deque()
@@ -146,16 +154,20 @@ class Watch:
 
     @property
     def acceptance(self) -> float:
-        """Share of verified tokens that were accepted, over the last `WINDOW` under the same weights; 0 of none."""
+        """Share of verified tokens that were accepted, over the last `WINDOW` under the same
+        weights; 0 of none.
+        """
         return self._accepted / self._verified if self._verified else 0.0
 
     @property
     def pending(self) -> bool:
-        """A swap is being watched."""
+        """True if a swap is being watched."""
         return self._before is not None
 
     def saw(self, verdicts: Sequence[Verdict]) -> bool:
-        """Count a step; True: acceptance fell, the former weights must come back, and `rolled_back` be called."""
+        """Count a step. Returns True if acceptance fell: the former weights must come back, and
+        `rolled_back` be called.
+        """
         accepted = sum(len(verdict.path) + (verdict.kind is Source.DRAFT) for verdict in verdicts)
         verified = accepted + sum(verdict.kind is Source.RECOVERED for verdict in verdicts)
         self._recent.append((accepted, verified))
@@ -175,11 +187,11 @@ class Watch:
         return worse
 
     def swapped(self) -> None:
-        """Other weights serve from now on, and are watched if there is something to compare them with."""
+        """Begin to watch new weights, if there is something to compare them with."""
         self._begin((self._accepted, self._verified) if self._verified >= LEAST_BEFORE else None)
 
     def rolled_back(self) -> None:
-        """The former weights serve again; they need not prove themselves."""
+        """Begin anew with the former weights, which need not prove themselves."""
         self._begin(None)
 
     def _begin(self, before: tuple[int, int] | None) -> None:
@@ -189,7 +201,9 @@ class Watch:
 
 
 def fell(before: tuple[int, int], after: tuple[int, int]) -> bool:
-    """Whether the second share (count, of) is significantly below the first: two proportions, pooled variance."""
+    """Return whether the second share (count, of) is significantly below the first: two
+    proportions, pooled variance.
+    """
     pooled = (before[0] + after[0]) / (before[1] + after[1])
     error = math.sqrt(pooled * (1 - pooled) * (1 / before[1] + 1 / after[1]))
     return after[0] / after[1] < before[0] / before[1] - SIGNIFICANT * error

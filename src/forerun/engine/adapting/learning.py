@@ -1,4 +1,5 @@
-"""Trains a float32 copy of what drafts on the replay buffer and compares what came out; and the throttle for it.
+"""Trains a float32 copy of the drafter's model on the replay buffer and compares the result; and
+the throttle for it.
 
 The loss is that of ``forerun train`` for this kind of drafter (`training.objectives`): of a draft model DistillSpec's,
 of a head its own; positions where a draft was rejected enter more often. It compares the distributions at the request's
@@ -42,9 +43,10 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 class Throttle:
-    """A budget of seconds that several threads spend and one of them waits for: at most `share` seconds of work per
-    second of wall time; `ending` ends every pause. `now` is a clock, seconds; `wait` takes seconds and returns True
-    where `ending` was set meanwhile."""
+    """A budget of seconds that several threads spend and one of them waits for: at most `share`
+    seconds of work per second of wall time; `ending` ends every pause. `now` is a clock, seconds;
+    `wait` takes seconds and returns True if `ending` was set meanwhile.
+    """
 
     def __init__(
         self,
@@ -66,7 +68,9 @@ class Throttle:
 
     @contextmanager
     def paced(self) -> Iterator[Callable[[], bool]]:
-        """The block is work. What it is given rests until all work so far is paid for; True: it is time to end."""
+        """Count the block as work. The yielded function rests until all work so far is paid for; it
+        returns True when it is time to end.
+        """
         began = self._now()
 
         def pause() -> bool:
@@ -93,14 +97,16 @@ LEAST_HELD = 64  # Fewest held back positions that can tell
 _CLIP = 1.0
 _TEMPERATURES = 64  # Objectives kept, one a temperature
 _RECOVERY, _LEAST_RATE = 1.25, 64
-"""What a kept candidate multiplies a lowered rate by; the rate given is never divided by more than this."""
+"""Factor by which a kept candidate raises a lowered rate, and the most that the given rate is ever
+divided by.
+"""
 
 Pause = Callable[[], bool]  # Called between pieces of work; True: give up, someone wants to end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """What became of one candidate."""
+    """The comparison of one candidate with the weights that serve."""
 
     served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
     candidate: float = 0.0  # Of the candidate, on the same
@@ -108,14 +114,16 @@ class Trial:
 
     @property
     def better(self) -> bool:
-        """More is accepted or, of as much, the loss is lower: likeliest tokens often stay the same over one round, and
-        what moves towards them must not be lost. False where it is only as good, or anything is not a number."""
+        """True if more is accepted or, at the same acceptance, the loss is lower: likeliest tokens
+        often stay the same over one round, and what moves towards them must not be lost. False if
+        it is only as good, or anything is not a number.
+        """
         return self.candidate > self.served or (self.candidate == self.served and self.gain > 0)
 
 
 class Learner:
-    """A float32 twin of what drafts, and what `forerun train` trains such a drafter to do: always the served weights,
-    except while a candidate is made.
+    """A float32 twin of the drafter's model with the objective that `forerun train` uses for such a
+    drafter. It always holds the served weights, except while a candidate is made.
 
     Args:
         served: the causal LM or head that serves; read once, its modules may be repacked.
@@ -155,12 +163,14 @@ class Learner:
         self.updates = 0  # Steps of the optimizer
 
     def state(self) -> dict[str, Tensor]:
-        """A copy of the twin's weights."""
+        """Return a copy of the twin's weights."""
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
     def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
-        """Train a candidate on `pieces`, oldest first, of which `added` ever came in and the newer ones go first, and
-        compare it on those `held` back; `keep` or `discard` must follow. None: there was no time to finish."""
+        """Train a candidate on `pieces`, oldest first, and compare it on those `held` back; `keep`
+        or `discard` must follow. `added` pieces ever came in, and the newer ones go first. Returns
+        None if there was no time to finish.
+        """
         before = self.measured(held, pause)
         if before is None or not self._train(self._chosen(pieces, added), pause):
             return None
@@ -168,28 +178,29 @@ class Learner:
         return None if after is None else Trial(served=before[0], candidate=after[0], gain=before[1] - after[1])
 
     def keep(self) -> None:
-        """The candidate serves from now on; the rate recovers."""
+        """Accept the candidate, which serves from now on; the rate recovers."""
         self._former, self._served = self._served, self.state()
         self._rate = min(self.config.learning_rate, self._rate * _RECOVERY)
         for group in self._optimizer.param_groups:
             group["lr"] = self._rate
 
     def discard(self) -> None:
-        """Back to the weights that serve; the optimizer forgets, and goes on at half the rate."""
+        """Return to the weights that serve; the optimizer is reset, and continues at half the rate."""
         self.twin.load_state_dict(self._served)
         self._rate = max(self.config.learning_rate / _LEAST_RATE, self._rate / 2)
         self._optimizer = self._fresh_optimizer()
 
     def roll_back(self) -> None:
-        """The weights before the last `keep` serve again, as after `discard`."""
+        """Return to the weights before the last `keep`, as after `discard`."""
         self._served = self._former
         self.discard()
 
     def measured(self, pieces: Sequence[Piece], pause: Pause) -> tuple[float, float] | None:
-        """Expected share of this drafter's drafts that the target keeps, over the positions of `pieces`, as the
-        objective measures it; the mean over the depths that it drafts: how often the likeliest tokens agree down to
-        there at temperature 0, elsewhere the overlap of the distributions, where the objective knows it. And the loss
-        there, nats a prediction."""
+        """Return the expected share of this drafter's drafts that the target keeps, over the
+        positions of `pieces`, and the loss there, nats a prediction. The share is the objective's,
+        averaged over the depths that it drafts: at temperature 0 how often the likeliest tokens
+        agree down to there, elsewhere the overlap of the distributions, if the objective knows it.
+        """
         sums, loss, weight = dict[str, tuple[float, float]](), 0.0, 0.0
         for piece in pieces:
             with torch.no_grad():
@@ -207,7 +218,9 @@ class Learner:
         return (sum(shares) / len(shares), loss / weight) if shares and weight else (math.nan, math.nan)
 
     def loss(self, piece: Piece) -> LossReport:
-        """The objective's, over the positions where a draft was rejected and a share of the others; with gradients."""
+        """Return the objective's loss, with gradients, over the positions where a draft was
+        rejected and a share of the others.
+        """
         counted = piece.counted & pick_counted(
             piece.rejected, self._rng.random(len(piece.tokens)), self.config.accepted_share
         )
@@ -219,7 +232,7 @@ class Learner:
             return objective(piece.batch(counted, self._vocabulary, self.device))
 
     def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
-        """One pass over the pieces; False where it was cut short."""
+        """Train one pass over the pieces. Returns False if it was cut short."""
         size = self.config.batch_pieces
         for start in range(0, len(pieces), size):
             weight = 0.0
@@ -237,7 +250,9 @@ class Learner:
         return True
 
     def _chosen(self, pieces: Sequence[Piece], added: int) -> list[Piece]:
-        """The pieces of a round, in random order: those that came in since the last one, filled up with older ones."""
+        """Return the pieces of a round, in random order: those that came in since the last one,
+        filled up with older ones.
+        """
         most = self.config.round_pieces
         fresh = min(added - self._trained, len(pieces), most)
         self._trained = added
@@ -253,8 +268,9 @@ class Learner:
 
 
 def plain_twin(served: Any, state: dict[str, Tensor] | None = None) -> Any:
-    """A float32 module of plain ones on the same device, with the weights of `served`, a head or a causal LM, or those
-    of `state`; errors as `check_plain`."""
+    """Return a float32 module of plain layers on the same device, with the weights of `served`, a
+    head or a causal LM, or those of `state`. Raises as `check_plain` does.
+    """
     check_plain(served)
     config = copy.deepcopy(served.config)
     device = served.weight.device if isinstance(served, Head) else served.device
@@ -267,8 +283,9 @@ def plain_twin(served: Any, state: dict[str, Tensor] | None = None) -> Any:
 
 
 def check_plain(served: Any) -> None:
-    """UnsupportedModelError for a drafter that is quantised, spread over devices, or has an adapter: there are no plain
-    weights to train."""
+    """Raise UnsupportedModelError for a drafter that is quantised, spread over devices, or has an
+    adapter: there are no plain weights to train.
+    """
     spread = len(set((getattr(served, "hf_device_map", None) or {}).values())) > 1
     if is_quantised(served) or getattr(served, "peft_config", None) or spread or getattr(served, "_tp_size", None):
         raise UnsupportedModelError(

@@ -1,4 +1,5 @@
-"""The replay buffer: stretches of answers with the target's hidden states, and who fills it.
+"""The replay buffer: stretches of answers with the target's hidden states, and the collector that
+fills it.
 
 The collector runs in the engine's thread. A step has just computed the states of the root and of every accepted node,
 and they are all that a training objective asks of the target: nothing is run again. What comes after a stretch's
@@ -42,17 +43,19 @@ class Piece:
 
     @property
     def positions(self) -> int:
-        """Tokens that count."""
+        """Number of tokens that count."""
         return int(self.counted.sum())
 
     @property
     def nbytes(self) -> int:
-        """Of its arrays."""
+        """Bytes of its arrays."""
         arrays = (self.tokens, self.counted, self.rejected)
         return sum(array.nbytes for array in arrays) + sum(states.nbytes for states in self.states.values())
 
     def batch(self, counted: npt.NDArray[np.bool_], vocabulary: int, device: torch.device) -> FeatureBatch:
-        """One row, as training packs them; `counted` (S,) says which tokens do, ids from `vocabulary` on are 0."""
+        """Pack the piece as one row of a training batch; `counted` (S,) says which tokens count,
+        ids from `vocabulary` on become 0.
+        """
         ids = torch.from_numpy(np.where(self.tokens < vocabulary, self.tokens, 0)).long().unsqueeze(0)
         batch = TokenBatch(
             tokens=ids,
@@ -78,7 +81,7 @@ class ReplayBuffer:
         self.rejected = 0  # Those of them where a draft was rejected
 
     def add(self, piece: Piece) -> None:
-        """Keep a piece; the oldest of its kind are dropped."""
+        """Add a piece; the oldest of its kind are dropped."""
         with self._lock:
             ring = self._rings[piece.held]
             ring.append(piece)
@@ -90,24 +93,26 @@ class ReplayBuffer:
             self.rejected += int(piece.rejected.sum())
 
     def training(self) -> list[Piece]:
-        """Those to train on, oldest first."""
+        """Return the pieces to train on, oldest first."""
         with self._lock:
             return list(self._rings[False])
 
     def held(self, most: int) -> list[Piece]:
-        """The newest held back ones, at most so many."""
+        """Return the newest held back pieces, at most `most`."""
         with self._lock:
             return list(self._rings[True])[-most:]
 
     @property
     def nbytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all pieces."""
         return self._sizes[True] + self._sizes[False]
 
 
 @dataclass(kw_only=True, slots=True)
 class _Answer:
-    """An answer that is being written: entries from token `start` on, one for each state that is known."""
+    """An answer that is being written: entries from token `start` on, one for each state that is
+    known.
+    """
 
     tokens: Sequence[int]  # As far as they are known
     held: bool
@@ -118,21 +123,23 @@ class _Answer:
     rejected: list[bool] = field(default_factory=list)
 
     def add(self, states: Mapping[Boundary, Tensor], rejected: Sequence[bool], *, noted: bool) -> None:
-        """Entries behind those that are here."""
+        """Append entries."""
         for boundary, part in states.items():
             self.states.setdefault(boundary, []).append(part)
         self.noted += [noted] * len(rejected)
         self.rejected += rejected
 
     def trim(self) -> None:
-        """All is context from now on, and no more of it is kept than that needs."""
+        """Turn everything into context, and keep no more of it than that needs."""
         left = max(0, len(self.noted) - CONTEXT)
         self.states = {boundary: [torch.cat(parts)[left:].clone()] for boundary, parts in self.states.items()}
         self.start, self.noted = self.start + left, [False] * (len(self.noted) - left)
         self.rejected = list(self.noted)
 
     def piece(self) -> Piece | None:
-        """What was noted; None where that is nothing. A list that shrank loses its end."""
+        """Return the piece that was noted, or None if nothing was. A list that shrank loses its
+        end.
+        """
         count = max(0, min(len(self.noted), len(self.tokens) - 1 - self.start))
         if not any(self.noted[:count]):
             return None
@@ -166,7 +173,9 @@ class Collector:
 
     @torch.inference_mode(False)
     def extend(self, context: DraftContext) -> None:
-        """Note what a drafter that reads states is shown, as `Drafter.extend` is: what no step has noted already."""
+        """Note what a drafter that reads states is shown, as `Drafter.extend` is: what no step has
+        noted already.
+        """
         if not self._context:
             return
         states = {key: part for key, part in context.hidden_states.items() if key in self.boundaries}
@@ -178,7 +187,7 @@ class Collector:
 
     @torch.inference_mode(False)
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict]) -> None:
-        """Note a step, as `Drafter.observe` is shown it."""
+        """Note a step, with the arguments of `Drafter.observe`."""
         states = {key: part.cpu() for key, part in context.hidden_states.items() if key in self.boundaries}
         for index, verdict in enumerate(verdicts):
             count = len(verdict.path) + 1
@@ -191,7 +200,7 @@ class Collector:
 
     @torch.inference_mode(False)
     def close(self, rows: Sequence[int]) -> None:
-        """These rows' answers ended, or lost tokens."""
+        """Close the answers of these rows, which ended, or lost tokens."""
         for row in rows:
             answer = self._answers.pop(row, None)
             if answer is not None:
@@ -207,7 +216,9 @@ class Collector:
         *,
         noted: bool,
     ) -> _Answer:
-        """Entries of the tokens from `first` on to a row's answer; those that are there already are left out."""
+        """Add entries of the tokens from `first` on to a row's answer; those that are there already
+        are left out.
+        """
         answer = self._answer(context, index)
         end, length = answer.start + len(answer.noted), len(answer.tokens)
         if first > end or not answer.noted:  # it begins, or there is a gap
@@ -228,7 +239,7 @@ class Collector:
         return answer
 
     def _whole(self, states: dict[Boundary, Tensor], count: int) -> dict[Boundary, Tensor]:
-        """With zeros for the states that a drafter is not shown of what it only reads."""
+        """Fill up with zeros the states at boundaries that the drafter is not shown."""
         like = next(iter(states.values()))
         return {key: states.get(key, like.new_zeros(count, like.shape[1])) for key in self.boundaries}
 

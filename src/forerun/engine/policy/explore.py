@@ -1,4 +1,5 @@
-"""When something that is off, or was not seen for long, is tried again. Sees counts and ratios; no draft, no clock.
+"""The exploration schedule: when something that is off, or was not seen for long, is tried again.
+Sees counts and ratios; no draft, no clock.
 
 One schedule, `Trials`: after `interval` steps, twice as many after each failure up to a limit, and more where a trial
 is dear; a few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little stands
@@ -23,23 +24,25 @@ class Trials:
         self._due, self._wait = first, 1
 
     def due(self, step: int) -> bool:
-        """Whether it may be tried in this step."""
+        """Return whether it may be tried in this step."""
         return step >= self._due
 
     def wait_after(self, step: int, spent: float = 0.0) -> None:
-        """A trial ended, which took `spent` plain steps."""
+        """Schedule the next trial after one that ended, which took `spent` plain steps."""
         self._due = step + self._wait * max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
         self._wait = min(SETTINGS.longest, 2 * self._wait)
 
 
 def few(members: Sequence[int]) -> Sequence[int]:
-    """Some of many rows, that stand for all of them in a trial."""
+    """Return some of many rows that represent all of them in a trial."""
     return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
 
 
 class PassTrials(Trials):
-    """When it is tried, by the number of rows, whether passes with nodes are still as dear as they were when they were
-    last seen: what else ran on the machine then may have ended, and what is not drafted is not seen."""
+    """The schedule, by the number of rows, for checking whether passes with nodes are still as
+    expensive as when they were last seen: what else ran on the machine then may have ended, and
+    what is not drafted is not seen.
+    """
 
     def __init__(self) -> None:
         super().__init__(first=SETTINGS.interval)
@@ -49,7 +52,7 @@ class PassTrials(Trials):
         return super().due(step) or step >= self._ended
 
     def drafted(self, step: int) -> None:
-        """Nodes were scored because that pays."""
+        """Note that nodes were scored because that pays."""
         self._ended = step + SETTINGS.interval
 
     def wait_after(self, step: int, spent: float = 0.0) -> None:
@@ -58,8 +61,10 @@ class PassTrials(Trials):
 
 
 class ModelTrials(Trials):
-    """When a drafter with a forward pass is tried although its figures speak against it, for a few rows: all learn from
-    these, for the figures of a row start from what all rows showed (`Survival`)."""
+    """The schedule for trying a drafter with a forward pass although its figures speak against it,
+    for a few rows: all learn from these, for the figures of a row start from what all rows showed
+    (`Survival`).
+    """
 
     def __init__(self) -> None:
         super().__init__(first=SETTINGS.interval)
@@ -68,16 +73,18 @@ class ModelTrials(Trials):
 
     @property
     def begun(self) -> bool:
-        """Whether a trial goes on."""
+        """True while a trial goes on."""
         return self._steps > 0
 
     def drafted(self, step: int) -> None:
-        """It drafted because its figures are good."""
+        """Note that it drafted because its figures are good."""
         self._due, self._wait = max(self._due, step + SETTINGS.interval), 1
 
     def tried(self, step: int, *, tokens: float, cost: float, spent: float) -> bool:
-        """A step of a trial, which added `spent` plain steps; whether the trial has passed with it: a row that was
-        tried had `tokens`, and would answer for `cost` plain steps if all rows were drafted for."""
+        """Record a step of a trial, which added `spent` plain steps; returns whether the trial has
+        passed with it. A row that was tried had `tokens`, and would answer for `cost` plain steps
+        if all rows were drafted for.
+        """
         self._steps, self._spent = self._steps + 1, self._spent + spent
         self._tokens, self._cost = self._tokens + tokens, self._cost + cost
         good = self._tokens >= SETTINGS.pays * self._cost
@@ -88,7 +95,7 @@ class ModelTrials(Trials):
         return good
 
     def fail(self, step: int) -> None:
-        """It raised."""
+        """Note that the drafter raised."""
         self.off = True
         self._end(step)
 
@@ -98,27 +105,33 @@ class ModelTrials(Trials):
 
 
 class LookupTrials(Trials):
-    """When a drafter that copies is asked: always if that is cheap or repays itself, else on trial, for a few rows."""
+    """The schedule for asking a drafter that copies: always if that is cheap or repays itself, else
+    on trial, for a few rows.
+    """
 
     def __init__(self) -> None:
         super().__init__(first=0)
         self._seen = deque[tuple[float, float]](maxlen=SETTINGS.off_after)
-        """(ms added, ms saved) of the steps that it was asked in of late."""
+        """Pairs (ms added, ms saved) of the latest steps that it was asked in."""
         self._needed = SETTINGS.off_after
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
-        """Those of the members to ask it for: in a trial a few stand for all."""
+        """Return the members to ask it for: in a trial a few represent all."""
         trying = self._needed == SETTINGS.lookup_steps and len(self._seen) <= self._needed
         return few(members) if trying else members
 
     def looked_up(self, step: int, *, ms: float, gain_ms: float) -> None:
-        """It was asked, which added `ms` to the step; what it drafts is expected to save `gain_ms` of decoding."""
+        """Record that it was asked, which added `ms` to the step; what it drafts is expected to
+        save `gain_ms` of decoding.
+        """
         self._seen.append((ms, gain_ms))
         if len(self._seen) == SETTINGS.off_after:
             self._due, self._wait = step, 1
 
     def loss_ms(self, plain_ms: float) -> float:
-        """What asking takes beyond what it saves, a step; 0 where it is cheap, repays itself or is too new to tell."""
+        """Return what asking takes beyond what it saves, a step; 0 if it is cheap, repays itself or
+        is too new to tell.
+        """
         if len(self._seen) < self._needed:
             return 0.0
         cost = median([ms for ms, _ in self._seen])
@@ -127,9 +140,11 @@ class LookupTrials(Trials):
 
 
 def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
-    """Put off the drafter that loses most by being asked; the others are looked at again: they may have drafted the
-    same. `asked`: the trials of each drafter, what asking it added to the step (ms, for all rows), and the tokens that
-    its nodes alone would bring: what all save together, `gain_ms`, is shared by these."""
+    """Put off the drafter that loses most by being asked; the others are looked at again: they may
+    have drafted the same. `asked` holds the trials of each drafter, what asking it added to the
+    step (ms, for all rows), and the tokens that its nodes alone would bring: what all save
+    together, `gain_ms`, is shared by these.
+    """
     tokens = sum(own for *_, own in asked)
     for trials, ms, own in asked:
         trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
@@ -143,18 +158,23 @@ def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gai
 
 
 class Survival:
-    """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from it as it learns. What
-    was not seen for long fades, and so does what stands behind it (`evidence`): it is tried again, also while something
-    else pays."""
+    """Acceptance by depth of one drafter: a row starts from what all rows showed and departs from
+    it as it learns. What was not seen for long fades, and so does its `evidence`: it is tried
+    again, also while something else pays.
+    """
 
     def __init__(self) -> None:
         self._long, self._shared = Acceptance(weight=SETTINGS.weight), Acceptance(weight=SETTINGS.weight)
         self._rows: dict[int, Acceptance] = {}
         self._all: list[float] = []
-        """What all rows together say of no depth, depth 1, ..., as far as it was worked out since they last learned."""
+        """Estimates of all rows together for no depth, depth 1, ..., as far as computed since they
+        last learned.
+        """
 
     def record(self, row: int, *, accepted: int, drafted: int) -> None:
-        """Count a step whose path of `drafted` tokens was accepted up to `accepted`; what lies behind is unseen."""
+        """Count a step whose path of `drafted` tokens was accepted up to `accepted`; what lies
+        behind is unseen.
+        """
         own = self._rows.setdefault(row, Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory))
         self._all.clear()
         for depth in range(min(accepted + 1, drafted)):
@@ -162,7 +182,7 @@ class Survival:
             own.learn(depth, depth < accepted)
 
     def age(self) -> None:
-        """A step has passed, whoever drafted in it: what was seen counts a little less."""
+        """Fade what was seen: a step has passed, whoever drafted in it."""
         lost = 1 - SETTINGS.shared_memory
         self._all.clear()
         right, tried = self._shared.counts(0)
@@ -173,7 +193,9 @@ class Survival:
             own.fade(SETTINGS.idle_memory)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
-        """Probability that depth 1, 2, ... `depth` survives; of all rows together where `row` is None or new."""
+        """Return the probability that depth 1, 2, ... `depth` survives; of all rows together if
+        `row` is None or new.
+        """
         own, all_rows = self._rows.get(row) if row is not None else None, self._all
         if not all_rows:
             all_rows.append(self._long.estimate(0, SETTINGS.first_guess))
@@ -188,24 +210,26 @@ class Survival:
         return found
 
     def evidence(self, row: int) -> float:
-        """Steps that stand behind a row's curve; those of other rows count up to a limit."""
+        """Return the steps that support a row's curve; those of other rows count up to a limit."""
         own = self._rows[row].counts(0)[1] if row in self._rows else 0.0
         return 1.0 + own + min(SETTINGS.shared_evidence, self._shared.counts(0)[1])
 
     def renew(self) -> None:
-        """A trial passed: what was seen before it tells little."""
+        """Fade what was seen before a trial that passed, for it tells little."""
         self._all.clear()
         for known in (self._long, self._shared, *self._rows.values()):
             known.fade(0.25)
 
     def forget(self, row: int) -> None:
-        """The row is free."""
+        """Forget a row that is free."""
         self._rows.pop(row, None)
 
 
 def optimism(curve: Sequence[float], evidence: float, steps: int) -> float:
-    """Tokens to add to an expectation for what is not known of it: an upper confidence bound (arXiv 2505.15141) from
-    the probability that depth 1, 2, ... survives, the steps behind that, and the steps so far of all drafters."""
+    """Return the tokens to add to an expectation for its uncertainty: an upper confidence bound
+    (arXiv 2505.15141) from the probability that depth 1, 2, ... survives, the steps that support
+    it, and the steps so far of all drafters.
+    """
     mean = sum(curve)
     square = sum((2 * depth - 1) * alive for depth, alive in enumerate(curve, start=1))
     deviation = math.sqrt(max(0.05, square - mean * mean))

@@ -1,4 +1,5 @@
-"""The policy: before a step who drafts for which row and how deep, after drafting which of the nodes are scored.
+"""The policy: decides before a step who drafts for which row and how deep, and after drafting which
+of the nodes are scored.
 
 One sentence decides all of it: *every drafter offers nodes with an acceptance estimate; take the trees, row by row and
 bucket by bucket, that maximise expected accepted tokens minus the current goodput times what they cost.* Plain decoding
@@ -46,7 +47,7 @@ from forerun.types import Budget, StepTrace
 
 
 class Bid(NamedTuple):
-    """What an arm would bring a row."""
+    """The expected contribution of an arm to a row."""
 
     arm: int
     nodes: int  # Scored for it; expected, where nothing is drafted yet
@@ -55,7 +56,7 @@ class Bid(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """What a drafter that costs a forward pass would bring, from running figures alone."""
+    """The expected contribution of a drafter that costs a forward pass, from running figures alone."""
 
     arm: int
     depth: int
@@ -69,8 +70,8 @@ class Offer:
 def best_depth(
     curves: Sequence[Sequence[float]], time: Callable[[int, int], float], rows: int
 ) -> tuple[int, int, float]:
-    """The depth, at least 1, with the most expected tokens per time, how many rows draft then, and how many times plain
-    decoding's tokens per time that is.
+    """Return the depth, at least 1, with the most expected tokens per time, how many rows draft
+    then, and the ratio to plain decoding's tokens per time.
 
     Args:
         curves: of each row that may draft, the probability that depth 1, 2, ... survives; rows may end early.
@@ -95,9 +96,9 @@ def best_depth(
 def choose(
     copies: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
 ) -> dict[int, int]:
-    """Row -> the arm that drafts for it, with the largest gain: expected tokens less `goodput` (tokens per ms) times
-    the step's time. With each subset of the offers every row takes what promises it most, those first to which that is
-    most; rows that are missing decode plainly.
+    """Return row -> the arm that drafts for it, with the largest gain: expected tokens less
+    `goodput` (tokens per ms) times the step's time. With each subset of the offers every row takes
+    what promises it most, those first to which that is most; rows that are missing decode plainly.
 
     Args:
         copies: by row, what drafters that copy hold ready.
@@ -130,8 +131,9 @@ def choose(
 def allocate(
     worths: Sequence[Sequence[float]], shape: PassShape, *, times: Times, goodput: float, fixed: Sequence[int] = ()
 ) -> list[int]:
-    """How many of its best nodes each row submits, so that tokens less `goodput` times the pass's time are most.
-    Padded, every row fills the width that gains most; else the node that promises most comes next, whoever's it is.
+    """Return how many of its best nodes each row submits, so that tokens less `goodput` times the
+    pass's time are most. With padding every row fills the width that gains most; else the most
+    promising node comes next, whichever row it is in.
 
     Args:
         worths: of each row, the expected number of accepted tokens by nodes submitted.
@@ -169,7 +171,7 @@ def _first_best(gains: Sequence[float]) -> int:
 
 @dataclass(kw_only=True, slots=True)
 class Arm:
-    """One drafter, and how it does."""
+    """One drafter and its running figures."""
 
     name: str
     key: str  # Of its configuration: costs are kept under it
@@ -185,7 +187,9 @@ class Arm:
     used: float = 1.0  # Share of its offers that were taken, of late
 
     def expected_nodes(self, depth: int) -> int:
-        """Nodes per row of a proposal down to `depth`, in proportion to the nearest that was seen, else a chain."""
+        """Return the nodes per row of a proposal down to `depth`, in proportion to the nearest that
+        was seen, else a chain.
+        """
         if not self.nodes:
             return depth
         nearest = min(self.nodes, key=lambda seen: (abs(seen - depth), seen))
@@ -193,7 +197,7 @@ class Arm:
 
 
 class _Lookup(NamedTuple):
-    """What one copying drafter proposed, before anybody was chosen."""
+    """The proposal of one copying drafter, made before anybody was chosen."""
 
     arm: int
     trees: Mapping[int, TokenTree]
@@ -203,7 +207,9 @@ class _Lookup(NamedTuple):
 
 @dataclass(kw_only=True, slots=True)
 class _StepPlan:
-    """One step of the rows that a policy decides for, from plan to learning. Rows go by their index in the step."""
+    """One step of the rows that a policy decides for, from plan to learning. Rows are indices into
+    the step.
+    """
 
     rows: Mapping[int, Row]
     limits: Mapping[int, int]  # Most tokens on a path; 0 where nothing may be drafted
@@ -223,20 +229,22 @@ class _StepPlan:
     counts: Sequence[int] = ()  # By row of the step: nodes that the target scores
 
     def of(self, arm: int) -> list[int]:
-        """Rows that an arm drafts for."""
+        """Return the rows that an arm drafts for."""
         return [row for row, found in self.taken.items() if found == arm]
 
     def offer(self, arm: int) -> Offer | None:
-        """What an arm offered."""
+        """Return an arm's offer."""
         return next((offer for offer in self.offers if offer.arm == arm), None)
 
     def used(self) -> list[Offer]:
-        """The offers that were taken."""
+        """Return the offers that were taken."""
         arms = set(self.taken.values())
         return [offer for offer in self.offers if offer.arm in arms]
 
     def unread(self, offer: Offer) -> int:
-        """Tokens that the drafter of an offer reads before it drafts for the rows that take it."""
+        """Return the tokens that the drafter of an offer reads before it drafts for the rows that
+        take it.
+        """
         return sum(offer.unread[row] for row in self.of(offer.arm))
 
 
@@ -266,7 +274,9 @@ class Policy:
         self.agreement = Confidence()  # What the merged trees of those that copy are worth, by who holds a node
         self.steps = 0
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
-        """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's forward pass."""
+        """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's
+        forward pass.
+        """
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
         self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # By the rows of a step
         self._rests = 0  # The step from which models are asked for their offers again
@@ -274,21 +284,25 @@ class Policy:
         self._plan: _StepPlan | None = None
 
     def with_free_drafts(self) -> Policy:
-        """The same drafters under a policy that has learned nothing yet and to which drafts are free."""
+        """Return a policy over the same drafters that has learned nothing yet and to which drafts
+        are free.
+        """
         same = ("name", "key", "drafter", "copies", "limit", "needs_prediction")
         arms = [Arm(**{name: getattr(arm, name) for name in same}) for arm in self.arms]
         free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
         return Policy(arms, free, nodes=self._nodes, measure=False, chains=self._chains, clock=self._clock)
 
     def goodput(self, steps: str = "all") -> float:
-        """Tokens per time of late over plain decoding's, to which one can fall back; of all or of unaided steps."""
+        """Return the recent tokens per time over plain decoding's, to which one can fall back; of
+        all or of unaided steps.
+        """
         return max(1.0, self._goodput.estimate(steps, 1.0))
 
     def plan(
         self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, awaited: bool = False
     ) -> list[Group]:
-        """Who drafts for whom in the coming step: one group per drafter; rows that it does not draft for are its
-        listeners.
+        """Return who drafts for whom in the coming step: one group per drafter, in which rows that
+        it does not draft for are listeners.
 
         Args:
             rows: of the whole step.
@@ -336,8 +350,9 @@ class Policy:
         )
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Take away deterministic nodes that do not pay, before the target scores them; sampled rows stay as they
-        are."""
+        """Take away deterministic nodes that do not pay, before the target scores them; sampled
+        rows stay as they are.
+        """
         plan = self._plan
         assert plan is not None, "admit() comes after plan()"
         plan.counts = counts = [tree.size for tree in trees]
@@ -361,7 +376,7 @@ class Policy:
         return prune(trees, {row: plan.ranked[row].order[:n] for row, n in pruned.items()}) if pruned else trees
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Rows shrank to these lengths, 0 for those that are free."""
+        """Shrink rows to these lengths, 0 for those that are free."""
         for arm in self.arms:
             arm.drafter.truncate(rows, lengths)
         for row in (row for row, length in zip(rows, lengths, strict=True) if length == 0):
@@ -373,7 +388,9 @@ class Policy:
     # --- drafters that copy -------------------------------------------------------------------------------------------
 
     def _ask(self, plan: _StepPlan) -> None:
-        """Ask those that copy, make one tree of theirs for each row, and say what asking took and what it saves."""
+        """Ask the drafters that copy, merge their trees for each row, and record what asking took
+        and what it saves.
+        """
         times = plan.times
         if not any(arm.copies for arm in self.arms):
             return
@@ -413,14 +430,17 @@ class Policy:
         plan.lookups.append(_Lookup(index, found, ms, len(drafting) / len(wanted)))
 
     def _paying(self, ranking: Ranking, plan: _StepPlan) -> int:
-        """Nodes of one row's tree that pay, if the others have as many: what a pass with nodes costs in any case is
-        shared by all rows. One row alone never repays it."""
+        """Return how many nodes of one row's tree pay if the others have as many: the fixed cost of
+        a pass with nodes is shared by all rows. One row alone never repays it.
+        """
         times, even, price = plan.times, self.costs.shape.even, plan.goodput / plan.batch
         gains = [worth - price * (times[even(plan.batch, n)] - times[0]) for n, worth in enumerate(ranking.worth)]
         return gains.index(max(gains))
 
     def _settle(self, plan: _StepPlan) -> None:
-        """Say what asking took and what it saves, so that those are put off for whom it is not worth it."""
+        """Record what asking took and what it saves, so that drafters for which it is not worth it
+        are put off.
+        """
         asked = [
             (
                 self.arms[index].lookup_trials,
@@ -438,8 +458,10 @@ class Policy:
     # --- drafters that cost a forward pass ----------------------------------------------------------------------------
 
     def _offer(self, plan: _StepPlan, index: int) -> Offer | None:
-        """The drafter's offer to the rows that it may draft for; None where there are none. In a trial it is worth more
-        than anything to a few of them, as deep as it would go if nobody had seen it."""
+        """Return the drafter's offer to the rows that it may draft for, or None if there are none.
+        In a trial it is worth more than anything to a few of them, as deep as it would go if nobody
+        had seen it.
+        """
         arm, curves, unread = self.arms[index], dict[int, Sequence[float]](), dict[int, int]()
         for member, row in plan.rows.items():
             if limit := min(arm.limit, plan.limits[member]):
@@ -477,13 +499,17 @@ class Policy:
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, doubted=doubted, tried=tried, unread=unread)
 
     def _tried(self, plan: _StepPlan, arm: Arm, unread: Mapping[int, int]) -> list[int]:
-        """Rows for a trial: a few of which little is to be read, together no more than a plain step takes."""
+        """Return rows for a trial: a few of which little is to be read, together no more than a
+        plain step takes.
+        """
         rows = sorted(unread, key=lambda row: unread[row])[: SETTINGS.trial_rows]
         reading = list(accumulate(self.costs.reading_ms(arm.key, unread[row]) for row in rows))
         return [row for row, ms in zip(rows, reading, strict=True) if row == rows[0] or ms <= plan.times[0]]
 
     def _times(self, plan: _StepPlan, arm: Arm, deepest: int) -> Callable[[int, int], float]:
-        """A step, ms, by the depth that a drafter drafts to (0: plain decoding) and the rows that it drafts for."""
+        """Return a function for the time of a step, ms, by the depth that a drafter drafts to (0:
+        plain decoding) and the rows that it drafts for.
+        """
         levels = [(0, 0.0)]
         for depth in range(1, deepest + 1):
             nodes = min(self._nodes, arm.expected_nodes(depth))
@@ -492,7 +518,8 @@ class Policy:
         return lambda depth, rows: times[even(rows, levels[depth][0])] + levels[depth][1]
 
     def _repays(self, plan: _StepPlan, arm: Arm, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
-        """Whether a row's text, which the drafter has yet to read, is worth reading for what is left to write.
+        """Return whether a row's text, which the drafter has yet to read, is worth reading for what
+        is left to write.
 
         What it repays is what drafting gains beyond the tokens that decoding yields in the same time without models, in
         the share of the steps that fall to this drafter. None is read in its first tokens while others wait for theirs.
@@ -511,7 +538,7 @@ class Policy:
     # --- after the step -----------------------------------------------------------------------------------------------
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
-        """Take in what the step committed: `emitted` of all its rows."""
+        """Learn from what the step committed: `emitted` of all its rows."""
         plan, self._plan = self._plan, None
         if plan is None:
             return
@@ -580,12 +607,16 @@ class Policy:
                 arm.survival.renew()
 
     def _row_cost(self, plan: _StepPlan, offer: Offer, rows: int) -> float:
-        """Plain steps that each of so many rows answers for that are drafted for: what this adds is theirs alone."""
+        """Return the plain steps that each of so many rows that are drafted for accounts for: what
+        drafting adds is theirs alone.
+        """
         ms = self._times(plan, self.arms[offer.arm], offer.depth)(offer.depth, rows)
         return 1 + (ms / plan.times[0] - 1) * plan.batch / rows
 
     def _learn_times(self, plan: _StepPlan, size: int, trace: StepTrace) -> float:
-        """Correct the costs by what the step took; returns that without what reading a prompt took, ms."""
+        """Correct the costs by what the step took; returns that without the time of reading a
+        prompt, ms.
+        """
         costs, host = self.costs, trace.draft_ms + trace.commit_ms
         costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)
         used, lookup_ms = plan.used(), sum(found.ms for found in plan.lookups)
@@ -613,8 +644,8 @@ def policy_for(
     chains: bool = False,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Policy:
-    """A policy for these drafters, which are built; what they and the target cost is read, or assumed. ForerunError:
-    whatever keeps a drafter from being built.
+    """Build a policy for these drafters; their costs and the target's are read, or assumed. Raises
+    ForerunError for whatever keeps a drafter from being built.
 
     Args:
         configs: of one drafter, or of those to choose among (`arms_of`).

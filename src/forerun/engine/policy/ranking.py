@@ -1,4 +1,5 @@
-"""Trees of deterministic nodes, ranked by how likely each path survives; merged, and pruned. Sampled nodes are refused.
+"""Trees of deterministic nodes, ranked by how likely each path survives; merged, and pruned.
+Sampled nodes are refused.
 
 What a drafter's own confidence in such a node is worth is learned from which nodes the text went on with, submitted or
 not.
@@ -14,12 +15,16 @@ from forerun.core.tree import TokenTree
 from forerun.engine.policy.settings import SETTINGS
 
 Estimate = Callable[[int, float], float]
-"""Who proposed a node, as bits, and the confidence that was stated -> probability that it survives its parent."""
+"""Maps who proposed a node, as bits, and the stated confidence to the probability that it survives
+its parent.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """What the nodes of a tree are expected to bring. All are deterministic: nothing else may be pruned."""
+    """The nodes of a tree with their expected gain. All are deterministic: nothing else may be
+    pruned.
+    """
 
     tree: TokenTree  # Its confidences are those that were stated
     survival: tuple[float, ...]  # Entry k: probability that the whole path to node k survives; 1 for the root
@@ -29,8 +34,10 @@ class Ranking:
 
     @classmethod
     def of(cls, tree: TokenTree, estimate: Estimate, holders: Sequence[int] | None = None) -> Ranking:
-        """Rank a tree; without `holders` it was proposed by nobody in particular (bits 0). AssertionError: it holds a
-        sampled node, whose fate may not depend on its value; a probe; or nodes that have already run."""
+        """Rank a tree; without `holders` its nodes have no proposer (bits 0). Asserts that the tree
+        holds no sampled node, whose fate may not depend on its value, no probe, and no nodes that
+        have already run.
+        """
         assert tree.prunable, "only deterministic nodes may be pruned after they were drawn"
         bits, survival = holders or [0] * (tree.size + 1), [1.0]
         for node in range(1, tree.size + 1):
@@ -46,21 +53,23 @@ class Ranking:
 
     @classmethod
     def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
-        """Trees of one row, by who proposed them, as one of at most `most` nodes, or its best path (`chain`);
-        AssertionError as `of`. The surest of those that hold a path says how likely it is, and `estimate` what that is
-        worth: the surest of several is too sure, above all where the others hold something else or nothing."""
+        """Merge trees of one row, by who proposed them, into one of at most `most` nodes, or its
+        best path (`chain`). Asserts as `of` does. The surest of those that hold a path says how
+        likely it is, and `estimate` what that is worth: the surest of several is too sure, above
+        all where the others hold something else or nothing.
+        """
         joined, survival, holders = _joined(found)
         best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
         kept = joined.only(best) if len(best) < joined.size else joined
         return cls.of(kept.seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:
-        """How much of what its best nodes bring, so many of them, one of those who proposed it holds."""
+        """Return how much of the gain of its `nodes` best nodes one of the proposers holds."""
         return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
 
 
 def _joined(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
-    """Trees as one, the survival of each node, and who proposed it."""
+    """Join trees: returns the tree, the survival of each node, and who proposed it."""
     assert all(tree.prunable for tree in found.values()), "only deterministic nodes may be merged"
     if len(found) == 1:
         [(who, tree)] = found.items()
@@ -86,12 +95,15 @@ def _joined(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], lis
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
-    """Node ids, the likeliest first; of equals the one that came first, so parents precede their children."""
+    """Return node ids, the likeliest first; of equals the one that came first, so parents precede
+    their children.
+    """
     return sorted(range(1, len(survival)), key=lambda node: (-survival[node], node))
 
 
 class Confidence:
-    """What a stated confidence is worth: the share of such nodes that survived, of all rows and of one row.
+    """Calibrates stated confidences: the share of nodes with such a confidence that survived, over
+    all rows and of one row.
 
     Of deterministic nodes only, whose would-be acceptance follows from the committed text whether or not they were
     submitted. Nodes may be of kinds that are learned apart, such as who proposed them.
@@ -102,7 +114,7 @@ class Confidence:
         self._rows: dict[int, Acceptance] = {}
 
     def of(self, row: int) -> Estimate:
-        """What it says of a row's nodes: below 1, for longer paths must be less likely."""
+        """Return the estimate for a row's nodes: below 1, for longer paths must be less likely."""
         shared, own = self._shared, self._rows.get(row)
 
         def estimate(holders: int, stated: float) -> float:
@@ -113,7 +125,7 @@ class Confidence:
         return estimate
 
     def learn(self, row: int, ranking: Ranking, committed: Sequence[int]) -> int:
-        """Compare a tree with what followed the root: how many of these tokens it held."""
+        """Compare a tree with what followed the root, and return how many of these tokens it held."""
         own = self._rows.get(row)
         if own is None:
             own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_node_memory)
@@ -127,5 +139,5 @@ class Confidence:
         return deepest
 
     def forget(self, row: int) -> None:
-        """The row is free."""
+        """Forget a row that is free."""
         self._rows.pop(row, None)

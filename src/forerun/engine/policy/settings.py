@@ -1,4 +1,5 @@
-"""Every tuned constant of the policy and of its costs, with its unit and the measurement behind it. Imports nothing.
+"""Every tuned constant of the policy and of its costs, with its unit and the measurement behind it.
+Imports nothing.
 
 Unless it says otherwise: two cores of an AMD EPYC, target of 0.4 B parameters in bfloat16, a plain pass of 25 to 35 ms,
 November 2026 (docs/findings.md). "Simulated": chosen so that the properties in ``tests/engine/policy`` hold, not
@@ -11,41 +12,55 @@ from dataclasses import dataclass
 
 
 def half_life(steps: float) -> float:
-    """What an observation still counts after one more step, if half of it counts after so many."""
+    """Return the factor per step with which half of an observation is left after `steps` steps."""
     return float(0.5 ** (1 / steps))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicySettings:
-    """The constants."""
+    """The tuned constants."""
 
     # --- the acceptance estimate and goodput -------------------------------------------------------------------------
     first_guess: float = 0.7
-    """Probability that a token of a drafter nobody has seen is accepted: high enough to be tried at once. Simulated."""
+    """Probability that a token of a drafter nobody has seen is accepted: high enough to be tried at
+    once. Simulated.
+    """
     weight: float = 12.0
-    """Observations that an estimate's prior is worth: a drafter's word to what all rows showed, that to a row, a depth
-    to the next one. Simulated."""
+    """Observations that an estimate's prior is worth: a drafter's word to what all rows showed,
+    that to a row, a depth to the next one. Simulated.
+    """
     carried: float = 0.8  # Share of a row's surprise at one depth that is expected at the next. Simulated.
     long_memory: float = half_life(4096)
-    """Per step, of a drafter's long run, towards which estimates fade: fading towards the first guess read every prompt
-    again after 256 steps, at 45 ms each."""
+    """Decay per step of a drafter's long run, towards which estimates fade: fading towards the
+    first guess read every prompt again after 256 steps, at 45 ms each.
+    """
     shared_memory: float = half_life(256)
-    """Per step, of what all rows showed. Unfaded, one that became good was not taken up in 6 of 12 simulated runs."""
+    """Decay per step of what all rows showed. Unfaded, one that became good was not taken up in 6
+    of 12 simulated runs.
+    """
     row_memory: float = half_life(96)  # Per observation of a row. Simulated
     idle_memory: float = half_life(400)
-    """Per step, of what a row showed: a drafter that is not asked for a row is tried again. With 256 rows that draft in
-    vain stayed on, with 1024 a drafter that became the best was not found in 1 of 3 simulated runs."""
+    """Decay per step of what a row showed: a drafter that is not asked for a row is tried again.
+    With 256 rows that draft in vain stayed on, with 1024 a drafter that became the best was not
+    found in 1 of 3 simulated runs.
+    """
     node_memory: float = half_life(1024)  # Per node of the same stated confidence, of all rows. Simulated.
     row_node_memory: float = half_life(128)  # Per node of the same stated confidence, of a row. Simulated.
     latest: float = 1 / 8  # Weight of one step in running averages: nodes by depth, share of offers taken. Simulated.
     goodput_memory: float = half_life(16)
-    """Per step, of tokens and time. Short: time is worth what it yields in the passage at hand. Simulated."""
+    """Decay per step of tokens and time. Short: time is worth what it yields in the passage at
+    hand. Simulated.
+    """
     unknown_limit: int = 8  # Most tokens on a path of a drafter that does not say. Chosen.
     most_arms: int = 4
-    """Drafters with a forward pass that are also weighed in combination, 16 at most; of more one at a time. Chosen."""
+    """Most drafters with a forward pass that are also weighed in combination, 16 at most; of more
+    one at a time. Chosen.
+    """
     dearest_pass: float = 8.0
-    """Plain passes that a pass may cost for copies of its size to be asked for. With 4, `suffix` had 0.95 of the speed
-    on *edit* and 0.87 on *complete* in float32 on a CPU without AVX-512, where 16 tokens cost 7 plain passes."""
+    """Most plain passes that a pass may cost for copies of its size to be asked for. With 4,
+    `suffix` had 0.95 of the speed on *edit* and 0.87 on *complete* in float32 on a CPU without
+    AVX-512, where 16 tokens cost 7 plain passes.
+    """
     trial_tokens: float = 100.0
     """Tokens added to what a row on trial is offered: more than a draft brings, so a trial is not put off."""
 
@@ -98,13 +113,17 @@ class PolicySettings:
     again: with 64 an accident in the first draft cost 7 % of the first 400 steps. Simulated."""
     accident: float = 2.0  # Times its neighbours' correction that few figures of a size are believed. Simulated.
     quicker: float = 0.5
-    """Share of a plain pass's time in which a pass with nodes cannot be: plain ones are seen anew. With 0.7 what plain
-    passes take was forgotten again and again where something ran beside `auto`: 1.44, then 1.49 (as `pace_window`)."""
+    """Least time of a pass with nodes, as a share of a plain pass's: below it plain ones are seen
+    anew. With 0.7 what plain passes take was forgotten again and again where something ran beside
+    `auto`: 1.44, then 1.49 (as `pace_window`).
+    """
     reading: int = 32
     """Tokens from which showing a drafter a row's text is reading it, and timed apart: booked as drafting, 45 ms a
     prompt kept heads from drafting at 16 rows (0.95 of plain decoding, then 1.09)."""
     lookup_overhead: float = 2.0
-    """What asking copies adds to a step, over the time that they take themselves, until it was seen: up to 4 was."""
+    """Factor of what asking copies adds to a step, over the time that they take themselves, until
+    it was seen: up to 4 was.
+    """
     copy_ms: float = 0.02  # ms that a proposal of a copying drafter takes, until it was seen. Chosen.
     least_level: float = 0.02
     """Plain passes that a level of a drafter with a model is at least assumed to cost, until it was seen. Chosen."""
