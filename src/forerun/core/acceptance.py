@@ -23,7 +23,7 @@ WEIGHT = 8.0  # Observations that a first guess is worth
 
 
 class Evidence(NamedTuple):
-    """What is known of a drafted node before it is verified: a key to count under, and a prior."""
+    """A node's evidence before it is verified: the key that it is counted under, and a prior."""
 
     key: Hashable  # Nodes of the same key are accepted equally often
     prior: float  # In 0..1, the first guess that the node is accepted if its parent is

@@ -49,7 +49,7 @@ Logprobs = list[tuple[TokenLogprob, Mapping[int, TokenLogprob]]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResidualsInput:
-    """What is needed to verify one row of a step."""
+    """The inputs for verifying one row of a step."""
 
     tree: TokenTree
     sampler: Sampler

@@ -55,7 +55,9 @@ only.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emitted:
-    """What one step committed to one row. If the row has an error now, the token is meaningless."""
+    """The tokens that one step committed to one row. If the row has an error now, the token is
+    meaningless.
+    """
 
     tokens: list[int]
     sources: list[Source]

@@ -152,7 +152,7 @@ def warn_drafter(method: str, task: str, error: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSetup:
-    """What a drafter is built from, besides its own configuration."""
+    """The surroundings that a drafter is built in, besides its own configuration."""
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None

@@ -24,7 +24,7 @@ from forerun.model.padding import Flat
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Where the tokens of the coming pass are written and which slots its layers may read, on one
+    """The slots that the coming pass writes its tokens to and that its layers may read, on one
     device.
     """
 

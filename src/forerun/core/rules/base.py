@@ -35,8 +35,8 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reads:
-    """What a rule reads at a node. On an accelerator these numbers are computed before the rule
-    runs, and no others are.
+    """The numbers that a rule reads at a node. On an accelerator these are computed before the rule
+    runs, and no others.
     """
 
     argmax: bool = False  # Only the token of largest processed logit

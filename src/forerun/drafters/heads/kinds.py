@@ -41,8 +41,8 @@ class HeadKind:
     the target's first layers.
     """
     trains: Role = "head"
-    """What training changes: a head on a frozen target, a draft model, the target itself, or the
-    target and a head.
+    """The model that training changes: a head on a frozen target, a draft model, the target itself,
+    or the target and a head.
     """
     in_target: str | None = None
     """Path ``module:function`` that reads such a head out of the target's own checkpoint, if
