@@ -231,7 +231,7 @@ def test_a_rule_gets_what_it_said_that_it_reads_and_nothing_else() -> None:
     target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)
     tree = next(tree for tree, _ in outcomes(toy_drafter(draft, SHAPES["two siblings"], Drawing.IID)))
     probs = residuals_of([tree, tree], target, [Rng(0, 1), Rng(0, 1)], ["traversal", "sample_walk"]).row(1).probs(0)
-    with pytest.raises(ArgumentError, match="rejects more children than it `reads`"):
+    with pytest.raises(ArgumentError, match="rejects more children than its `reads`"):
         _ = probs.child
     with pytest.raises(ArgumentError, match="entropy"):
         _ = probs.entropy
