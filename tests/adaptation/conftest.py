@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import model, relative
 from engine.conftest import checkpoint, draft_checkpoint
-from forerun.engine.adapting.replay import Piece
+from forerun.engine.adapting.replay import AnswerPiece
 from forerun.types import LAST_HIDDEN
 
 __all__ = ["checkpoint", "draft_checkpoint"]
@@ -38,13 +38,13 @@ def distribution_of(weights: Any, tokens: list[int], temperature: float = 1.0) -
 @torch.no_grad()
 def piece(
     weights: Any, tokens: list[int], positions: list[int], *, temperature: float = 1.0, held: bool = False
-) -> Piece:
+) -> AnswerPiece:
     """What a collector would have noted of these tokens: a draft model drafted after `positions`, and every other one
     of its drafts was rejected."""
     counted, rejected = np.zeros(len(tokens), dtype=bool), np.zeros(len(tokens), dtype=bool)
     counted[np.array(positions) + 1] = True
     rejected[np.array(positions[::2]) + 1] = True
-    return Piece(
+    return AnswerPiece(
         tokens=np.array(tokens, dtype=np.int32),
         states={LAST_HIDDEN: weights.model(torch.tensor([tokens])).last_hidden_state[0, :-1].clone()},
         counted=counted,
@@ -54,7 +54,9 @@ def piece(
     )
 
 
-def pieces(weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False) -> list[Piece]:
+def pieces(
+    weights: Any, count: int, *, temperature: float = 1.0, seed: int = 0, held: bool = False
+) -> list[AnswerPiece]:
     """Random texts of 24 tokens, of which the last 20 count."""
     rng = np.random.default_rng(seed)
     texts = rng.integers(0, weights.config.vocab_size, (count, 24)).tolist()

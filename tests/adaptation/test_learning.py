@@ -17,8 +17,8 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.adapting import AdaptConfig
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.learning import Learner, Throttle, Trial, plain_twin
-from forerun.engine.adapting.replay import Collector, Piece, ReplayBuffer
+from forerun.engine.adapting.learning import CandidateTrial, Learner, Throttle, plain_twin
+from forerun.engine.adapting.replay import AnswerPiece, Collector, ReplayBuffer
 from forerun.errors import UnsupportedModelError
 from forerun.model import Target
 from forerun.model.kernels.packing import ready
@@ -93,7 +93,7 @@ def test_training_makes_held_back_acceptance_grow(
     assert learner.updates == 6 * 8
 
 
-def grown(learner: Learner, train: list[Piece], held: list[Piece], rounds: int) -> float:
+def grown(learner: Learner, train: list[AnswerPiece], held: list[AnswerPiece], rounds: int) -> float:
     """How much the acceptance on held back pieces rises."""
     trials = []
     for _ in range(rounds):
@@ -162,9 +162,17 @@ def test_discarded_and_rolled_back_weights_are_the_served_ones_to_the_bit(
 
 
 def test_a_candidate_that_is_as_good_or_not_a_number_is_not_better() -> None:
-    assert not Trial(served=0.5, candidate=float("nan")).better and not Trial(served=0.0, candidate=0.0).better
-    assert not Trial(served=0.5, candidate=0.5).better and Trial(served=0.5, candidate=0.51, gain=-1.0).better
-    assert Trial(candidate=0.0, gain=0.1).better and not Trial(candidate=0.0, gain=float("nan")).better
+    assert (
+        not CandidateTrial(served=0.5, candidate=float("nan")).better
+        and not CandidateTrial(served=0.0, candidate=0.0).better
+    )
+    assert (
+        not CandidateTrial(served=0.5, candidate=0.5).better
+        and CandidateTrial(served=0.5, candidate=0.51, gain=-1.0).better
+    )
+    assert (
+        CandidateTrial(candidate=0.0, gain=0.1).better and not CandidateTrial(candidate=0.0, gain=float("nan")).better
+    )
 
 
 def test_it_gives_up_between_two_pieces(target: LlamaForCausalLM, draft: LlamaForCausalLM) -> None:

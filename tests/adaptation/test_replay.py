@@ -18,7 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.engine.adapting import replay as module
 from forerun.engine.adapting.drafter import AdaptedDrafter
 from forerun.engine.adapting.learning import Throttle
-from forerun.engine.adapting.replay import Collector, Piece, ReplayBuffer
+from forerun.engine.adapting.replay import AnswerPiece, Collector, ReplayBuffer
 from forerun.training.features.online import OnlineFeatures
 from forerun.types import LAST_HIDDEN, Source
 
@@ -35,7 +35,7 @@ def collecting(variant: Variant, buffer: ReplayBuffer, **options: Any) -> tuple[
     return engine, collector
 
 
-def everything(buffer: ReplayBuffer) -> list[Piece]:
+def everything(buffer: ReplayBuffer) -> list[AnswerPiece]:
     return [*buffer.training(), *buffer.held(1000)]
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from contract.harness import VARIANTS, VOCABULARY, model, relative, word_tokenizer
 from forerun.checkpoints import read_head
 from forerun.drafters.heads.kinds import KINDS
-from forerun.engine.adapting.adaptation import Snapshots, differing, fingerprint
+from forerun.engine.adapting.adaptation import Snapshots, differing_fields, fingerprint
 from forerun.errors import CheckpointError
 from forerun.model import Target
 from forerun.model.kernels.packing import exchange, ready
@@ -70,7 +70,7 @@ def test_a_head_is_kept_in_its_public_format(tmp_path: Path, kind: str) -> None:
     kept.save(head, 1, {"updates": 2})
     stored, found = read_head(tmp_path / "latest", num_layers=held.num_layers), kept.resume()
     assert stored.config.kind == head.config.kind and found is not None and found.version == 1
-    assert differing(stored.config, head.config) == []
+    assert differing_fields(stored.config, head.config) == []
     assert all(torch.equal(value, found.state[name]) for name, value in head.state_dict().items())
     exchange(ready(head, found.state))
 

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from forerun.engine.adapting.adaptation import _single_threaded
-from forerun.engine.adapting.drafter import LOOKS, WINDOW, Watch, fell
+from forerun.engine.adapting.adaptation import _start_single_threaded
+from forerun.engine.adapting.drafter import LOOKS, WINDOW, Watch, has_fallen
 from forerun.engine.adapting.learning import Throttle
 from forerun.types import Source, Verdict
 
@@ -91,8 +91,8 @@ def test_a_fall_is_noticed_and_chance_is_not() -> None:
 
 
 def test_two_shares() -> None:
-    assert fell((600, 1000), (400, 1000)) and not fell((600, 1000), (590, 1000))
-    assert not fell((0, 1000), (0, 1000)) and not fell((10, 10), (9, 10))
+    assert has_fallen((600, 1000), (400, 1000)) and not has_fallen((600, 1000), (590, 1000))
+    assert not has_fallen((0, 1000), (0, 1000)) and not has_fallen((10, 10), (9, 10))
 
 
 def test_nothing_to_compare_with_is_not_watched() -> None:
@@ -107,7 +107,7 @@ def test_the_thread_has_one_intra_op_thread_and_all_others_keep_theirs() -> None
     before, found = torch.get_num_threads(), dict[str, int]()
     torch.set_num_threads(3)
     try:
-        work = _single_threaded(lambda: found.update(own=torch.get_num_threads()), "a test")
+        work = _start_single_threaded(lambda: found.update(own=torch.get_num_threads()), "a test")
         work.join()
         later = threading.Thread(target=lambda: found.update(later=torch.get_num_threads()))
         later.start()

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample, written_as
 from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
 from forerun.checkpoints.eagle import canonical_names, to_file
-from forerun.checkpoints.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapted, mismatches
+from forerun.checkpoints.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapt_head, mismatches
 from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.checkpoints.flat import write_flat
 from forerun.checkpoints.formats import parse, read_files
@@ -88,7 +88,7 @@ def test_the_table_of_what_an_engine_wants(
 
 def as_written(engine: str, config: EagleConfig) -> tuple[HeadCheckpoint, dict[str, Any], dict[str, torch.Tensor]]:
     """The head, keys and tensors that an export for the engine writes."""
-    head, overrides = adapted(sample(config), engine)
+    head, overrides = adapt_head(sample(config), engine)
     return head, write_flat(head) | overrides, canonical_names(to_file(head))
 
 
@@ -150,7 +150,7 @@ def test_every_export_is_read_back_and_its_engine_finds_all_that_it_wants(
     source = write_head(sample(config), tmp_path / "source", "flat", target)
     done = export_head(source, target, to, tmp_path / "out", force=True)
     stored = read_files(done.directory)
-    assert differences(adapted(read_head(source), engine)[0], parse(stored)) == []
+    assert differences(adapt_head(read_head(source), engine)[0], parse(stored)) == []
     files = [f for f in diagnose_files(stored, parse(stored), target) if f.engine == engine]
     assert files == []
     said = worst(done.findings, engine) if engine else "ok"

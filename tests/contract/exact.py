@@ -31,7 +31,7 @@ from forerun.core.scores import Scores
 from forerun.core.step import Emitted, Verified
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
-from forerun.engine.grammar import Budget, GrammarProcessor
+from forerun.engine.grammar import GrammarProcessor, MaskBudget
 from forerun.engine.policy.policy import policy_for
 from forerun.types import Source, StepTrace
 from llamas import tiny_llama
@@ -122,7 +122,7 @@ class Case:
         return len(answer) >= self.room or self.stop in answer
 
     def params(self) -> SamplingParams:
-        grammar = (GrammarProcessor(ToyMatcher(), len(self.prompt), [self.stop], Budget()),) if self.grammar else ()
+        grammar = (GrammarProcessor(ToyMatcher(), len(self.prompt), [self.stop], MaskBudget()),) if self.grammar else ()
         return SamplingParams(
             temperature=TEMPERATURE,
             top_p=TOP_P,

@@ -34,7 +34,7 @@ from forerun.certify.contract import tiny_target as model
 from forerun.core.rules.base import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters import DRAFTERS, Entry, drafter_class
+from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dflash2 import DFlash2Config
@@ -662,7 +662,7 @@ def installed(name: str, cls: type[Drafter]) -> Iterator[None]:
     module.Drafter = cls  # type: ignore[attr-defined]
     before = dict(DRAFTERS)
     sys.modules[module.__name__] = module
-    DRAFTERS[name] = Entry(path=f"{module.__name__}:Drafter", summary="of a test")
+    DRAFTERS[name] = DrafterEntry(path=f"{module.__name__}:Drafter", summary="of a test")
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import pytest
 from contract.harness import PROMPTS, VOCABULARY, Variant, as_prompts, llm, plain_greedy, relative
 from contract.misbehaving import MISBEHAVIOURS, PROPERTIES, done
 from forerun import SamplingParams
-from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.engine import drafting
 from forerun.engine.policy.policy import policy_for
 from selection import slow
@@ -67,8 +67,8 @@ class Costs:
 def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The drafters are registered, and no policy looks at a clock."""
     path = "contract.misbehaving:Misbehaving"
-    monkeypatch.setitem(DRAFTERS, "misbehaving", Entry(path=path, summary="of a test"))
-    monkeypatch.setitem(DRAFTERS, "miscopying", Entry(path=path, summary="of a test", copies=True))
+    monkeypatch.setitem(DRAFTERS, "misbehaving", DrafterEntry(path=path, summary="of a test"))
+    monkeypatch.setitem(DRAFTERS, "miscopying", DrafterEntry(path=path, summary="of a test", copies=True))
 
     def controlled(*arguments: Any, **keywords: Any) -> Any:
         return policy_for(*arguments, **{**keywords, "costs": Costs()})

@@ -408,7 +408,7 @@ def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
     def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
         return [TokenTree(tree.tokens[0]) if tree.tokens[1:2] == (tree.tokens[0],) else tree for tree in trees]
 
-    monkeypatch.setattr(core, "permitted", permitted)
+    monkeypatch.setattr(core, "drop_forbidden", permitted)
     assert _bias("draft_model-chain", grammar=True) > 0.01
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_draft_prob, compared
+from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_draft_prob, compare_draft
 from forerun.types import Drawn
 
 KINDS = list(Drawn)
@@ -49,9 +49,9 @@ def test_memory_and_fading_weigh_what_is_old_less() -> None:
 def test_a_text_decides_on_every_node_whose_parent_it_holds() -> None:
     """Siblings 5 and 7, below the second 9 and 6, below the 9 a 4, of which the text does not tell yet."""
     tokens, parents = [2, 5, 7, 9, 6, 4, 3], [-1, 0, 0, 2, 2, 3, 1]
-    assert list(compared(tokens, parents, [7, 9])) == [(1, False), (2, True), (3, True), (4, False)]
-    assert list(compared(tokens, parents, [8])) == [(1, False), (2, False)]
-    assert not list(compared(tokens, parents, []))
+    assert list(compare_draft(tokens, parents, [7, 9])) == [(1, False), (2, True), (3, True), (4, False)]
+    assert list(compare_draft(tokens, parents, [8])) == [(1, False), (2, False)]
+    assert not list(compare_draft(tokens, parents, []))
 
 
 def test_a_proposal_teaches_what_was_submitted_only() -> None:

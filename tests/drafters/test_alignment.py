@@ -16,11 +16,11 @@ from drafters.tongues import CORPUS, TEXT, byte_level, sentencepiece, unigram, w
 from forerun.drafters.draft_models.slem import SlemConfig, TextAlignment
 from forerun.drafters.draft_models.tli import Dictionary, TliConfig, TokenAlignment, intersection, require
 from forerun.drafters.draft_models.token_bytes import (
-    Encoder,
+    SpanEncoder,
     TokenBytes,
     opening_of,
-    rendering,
-    spelling,
+    render_for,
+    token_to_bytes,
     whole_characters,
 )
 from forerun.drafters.vocabulary import tokenizers
@@ -45,7 +45,7 @@ def test_every_notation_is_bytes() -> None:
 @pytest.mark.parametrize("make", [byte_level, sentencepiece, unigram, wordpiece, words])
 def test_one_token_is_spelled_as_all_are(make: Any) -> None:
     tokenizer = make(eos_token="<end>") if make is byte_level else make()
-    spelled, table = spelling(tokenizer), TokenBytes(tokenizer)
+    spelled, table = token_to_bytes(tokenizer), TokenBytes(tokenizer)
     assert all(spelled(token) == table.of(token) for token in range(len(table) + 3))
 
 
@@ -58,7 +58,7 @@ def test_what_tokens_spell_is_what_the_tokenizer_decodes(make: Any) -> None:
 
 @pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 def test_the_places_of_tokens_lie_side_by_side(make: Any) -> None:
-    encoder, data = Encoder(TokenBytes(make())), TEXT.encode()
+    encoder, data = SpanEncoder(TokenBytes(make())), TEXT.encode()
     spans = encoder.encode(data)
     assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
     assert spans[-1].end == len(data)
@@ -67,20 +67,20 @@ def test_the_places_of_tokens_lie_side_by_side(make: Any) -> None:
 
 
 def test_a_tokenizer_that_changes_the_text_tells_the_places_itself() -> None:
-    spans = Encoder(TokenBytes(wordpiece())).encode("Thé  cats.".encode())
+    spans = SpanEncoder(TokenBytes(wordpiece())).encode("Thé  cats.".encode())
     assert [(span.start, span.end) for span in spans] == [(0, 4), (6, 9), (9, 10), (10, 11)]
-    after = Encoder(TokenBytes(wordpiece())).after("thé".encode(), b" cats")
+    after = SpanEncoder(TokenBytes(wordpiece())).after("thé".encode(), b" cats")
     assert after is not None and [span.start for span in after] == [1, 4]
-    assert Encoder(TokenBytes(wordpiece())).after(b"the ca", b"ts") is None
+    assert SpanEncoder(TokenBytes(wordpiece())).after(b"the ca", b"ts") is None
 
 
 def test_bytes_that_are_no_text_become_single_bytes_or_nothing() -> None:
     data = b"the\xff cat\xe6\xbc"
     for make, spelled in ((byte_level, data), (sentencepiece, b" " + data)):
-        encoder = Encoder(TokenBytes(make()))
+        encoder = SpanEncoder(TokenBytes(make()))
         assert encoder.token_bytes.join(span.id for span in encoder.encode(data)) == spelled
         assert encoder.encode(data)[-1].end == len(data)
-    spans = Encoder(TokenBytes(unigram())).encode(data)
+    spans = SpanEncoder(TokenBytes(unigram())).encode(data)
     assert spans[-1].end == len(data) - 2
 
 
@@ -93,7 +93,7 @@ def test_whole_characters() -> None:
 
 
 def test_a_token_across_the_border_is_no_continuation() -> None:
-    encoder = Encoder(TokenBytes(tongue(WORDS)))
+    encoder = SpanEncoder(TokenBytes(tongue(WORDS)))
     assert encoder.after(b"fa", b"bc") is None
     found = encoder.after(b"fa", b"ab")
     assert found == [(WORDS.index("ab"), 0, 2)]
@@ -102,7 +102,7 @@ def test_a_token_across_the_border_is_no_continuation() -> None:
 @pytest.mark.parametrize("piece", [b"cat", b" the", b"\n", b"th"])
 @pytest.mark.parametrize("make", LOSSLESS.values(), ids=LOSSLESS)
 def test_a_piece_inside_a_text_gets_no_space(make: Any, piece: bytes) -> None:
-    encoder = Encoder(TokenBytes(make()))
+    encoder = SpanEncoder(TokenBytes(make()))
     assert encoder.token_bytes.join(span.id for span in encoder.encode(piece, opening=False)) == piece
 
 
@@ -130,7 +130,7 @@ def test_special_tokens_are_shared_by_name_and_by_role() -> None:
     names = {token: target.tokenizer.convert_ids_to_tokens(token) for token in target.specials}
     pairs = {names[o]: draft.tokenizer.convert_ids_to_tokens(t) for o, t in target.counterparts(draft).items()}
     assert pairs == {"<end>": "</s>", "<turn>": "<turn>"}
-    shown = rendering(target, draft)
+    shown = render_for(target, draft)
     assert [shown[token] for token in sorted(names)] == [
         {"<end>": b"</s>", "<turn>": b"<turn>", "<pad>": b""}[names[token]] for token in sorted(names)
     ]
@@ -156,10 +156,12 @@ def test_too_few_common_tokens_are_refused_by_both_names() -> None:
 
 def test_the_dictionary_writes_what_the_draft_lacks_in_its_own_tokens() -> None:
     target, draft = TokenBytes(tongue(WORDS)), TokenBytes(tongue(OTHERS))
-    dictionary = Dictionary(target, Encoder(draft), 12)
+    dictionary = Dictionary(target, SpanEncoder(draft), 12)
     for token, piece in enumerate(WORDS):
         assert dictionary[token] == [OTHERS.index(letter) for letter in piece]
-    assert Dictionary(target, Encoder(draft), 5)[WORDS.index("ab")] == [OTHERS.index("a")], "b is beyond the embedding"
+    assert Dictionary(target, SpanEncoder(draft), 5)[WORDS.index("ab")] == [OTHERS.index("a")], (
+        "b is beyond the embedding"
+    )
 
 
 @pytest.mark.parametrize("bos", [None, "<s>"])
@@ -170,7 +172,7 @@ def test_token_alignments_grow_and_shrink(bos: str | None) -> None:
             single="<s> $A", special_tokens=[("<s>", draft.bos_token_id)]
         )
     target = TokenBytes(byte_level(bos_token="<begin>"))
-    dictionary = Dictionary(target, Encoder(TokenBytes(draft)), 400)
+    dictionary = Dictionary(target, SpanEncoder(TokenBytes(draft)), 400)
     assert opening_of(TokenBytes(draft)) == ([draft.bos_token_id] if bos else [])
     rng, text, alignment = random.Random(3), list[int](), TokenAlignment(dictionary)
     for _ in range(80):
@@ -189,7 +191,7 @@ def test_token_alignments_grow_and_shrink(bos: str | None) -> None:
 
 
 def text_alignment(target: TokenBytes, draft: TokenBytes, look_behind: int) -> TextAlignment:
-    return TextAlignment(encoder=Encoder(draft), shown=rendering(target, draft), look_behind=look_behind)
+    return TextAlignment(encoder=SpanEncoder(draft), shown=render_for(target, draft), look_behind=look_behind)
 
 
 @pytest.mark.parametrize("look_behind", [4, 10])
@@ -202,7 +204,7 @@ def test_a_text_that_grows_reads_as_if_it_came_at_once(make: Any, look_behind: i
         alignment.follow(tokens[:length])
     data = target.join(tokens)
     assert bytes(alignment.data) == data
-    assert alignment.follow(tokens) == [span.id for span in Encoder(draft).encode(data)]
+    assert alignment.follow(tokens) == [span.id for span in SpanEncoder(draft).encode(data)]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -16,7 +16,7 @@ from forerun.certify.enumeration import Drawing, World, branching, exact_distrib
 from forerun.core.rules.base import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree, join
-from forerun.drafters import DRAFTERS, Entry, build
+from forerun.drafters import DRAFTERS, DrafterEntry, build
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
 from forerun.drafters.combined.first_of import FirstOfConfig
@@ -76,7 +76,7 @@ class Stub(Drafter):
 def stubs(monkeypatch: pytest.MonkeyPatch) -> None:
     """`stub` and `reader` are registered drafters."""
     for name, cls in {"stub": "Stub", "reader": "Reader"}.items():
-        monkeypatch.setitem(DRAFTERS, name, Entry(path=f"{__name__}:{cls}", summary="of a test"))
+        monkeypatch.setitem(DRAFTERS, name, DrafterEntry(path=f"{__name__}:{cls}", summary="of a test"))
 
 
 def stub(**options: Any) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def test_the_likeliest_token_is_the_most_frequent_and_of_equals_the_most_recent(
         likeliest = arrays.states[state, suffixes.BEST]
         token = None if likeliest == NONE else suffixes.token_of(arrays, likeliest)
         assert token is None or suffixes.step(arrays, state, token) == likeliest
-        assert suffixes.counted(arrays, state) or size >= depth
-        if not suffixes.counted(arrays, state):
+        assert suffixes.is_counted(arrays, state) or size >= depth
+        if not suffixes.is_counted(arrays, state):
             continue
         places = [end for end in range(size, len(text)) if tuple(text[end - size : end]) == string]
         followers = Counter(text[end] for end in places if text[end] != SEPARATOR)
@@ -107,7 +107,7 @@ def test_the_longest_repeated_end_is_found_after_every_token(text: list[int], de
     automaton = SuffixAutomaton(depth)
     for size in range(1, len(text) + 1):
         automaton.extend(text[size - 1 : size])
-        state, matched = suffixes.repeated(automaton.arrays)
+        state, matched = suffixes.longest_repeat(automaton.arrays)
         sizes = [n for n in range(size) if occurrences(text[:size], text[size - n : size]) > 1]
         assert matched == max(sizes) and state == found(automaton.arrays, text[size - matched : size])
 
@@ -135,7 +135,10 @@ def test_a_text_that_comes_in_pieces_is_the_same_and_keeps_to_its_room(tokens: i
         head, arrays = pieces.arrays.head, pieces.arrays
         assert head[suffixes.STATES] <= 2 * len(pieces) <= len(arrays.states)
         assert head[suffixes.USED] <= len(pieces) <= len(arrays.edges) <= len(arrays.slots) // 2
-    assert suffixes.repeated(pieces.arrays) == suffixes.repeated(whole.arrays) and (pieces.tokens == whole.tokens).all()
+    assert (
+        suffixes.longest_repeat(pieces.arrays) == suffixes.longest_repeat(whole.arrays)
+        and (pieces.tokens == whole.tokens).all()
+    )
     states, edges = (int(whole.arrays.head[place]) for place in (suffixes.STATES, suffixes.USED))
     assert (pieces.arrays.head[: suffixes.ROOM] == whole.arrays.head[: suffixes.ROOM]).all()
     assert (pieces.arrays.states[:states] == whole.arrays.states[:states]).all()

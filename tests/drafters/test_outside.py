@@ -12,7 +12,7 @@ import pytest
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.drafters import checked_options, drafter_class
+from forerun.drafters import check_options, drafter_class
 from forerun.errors import ArgumentError
 
 __all__ = ["checkpoint"]
@@ -75,9 +75,9 @@ def test_what_is_none_says_so(name: str, said: str) -> None:
 
 
 def test_its_options_are_checked() -> None:
-    assert checked_options("my_own:Echo", {"length": 2}).length == 2
+    assert check_options("my_own:Echo", {"length": 2}).length == 2
     with pytest.raises(ArgumentError, match=r"no option 'lenght'.*Did you mean 'length'"):
-        checked_options("my_own:Echo", {"lenght": 2})
+        check_options("my_own:Echo", {"lenght": 2})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from forerun.drafters.draft_models.quantized_self import (
     Int8Linear,
     QuantizedSelfConfig,
     QuantizedSelfDrafter,
-    rounded_twin,
+    make_rounded_twin,
 )
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
@@ -38,7 +38,7 @@ def test_the_twin_computes_with_rounded_decoder_weights_and_nothing_else_rounded
     for layer in expected.model.layers:
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
             linear.weight.data = rounded(linear.weight.data)
-    found = rounded_twin(model())(TOKENS).logits
+    found = make_rounded_twin(model())(TOKENS).logits
     torch.testing.assert_close(found, expected(TOKENS).logits, atol=1e-5, rtol=1e-4)
     assert not torch.equal(found, model()(TOKENS).logits)
 
@@ -57,7 +57,7 @@ def test_the_target_is_not_touched() -> None:
 
 
 def test_what_is_not_a_decoder_linear_is_shared() -> None:
-    twin = rounded_twin(model())
+    twin = make_rounded_twin(model())
     assert twin.lm_head is model().lm_head
     assert twin.model.embed_tokens is model().model.embed_tokens
     assert twin.model.layers[1].input_layernorm is model().model.layers[1].input_layernorm
@@ -108,7 +108,7 @@ def test_four_bits_are_a_grid_of_sixteen_values_in_each_group(dtype: torch.dtype
 
 
 def test_layers_that_do_not_fit_the_four_bit_kernel_get_eight() -> None:
-    kinds = [type(module) for module in rounded_twin(model(), 4).model.layers[0].mlp.children()]
+    kinds = [type(module) for module in make_rounded_twin(model(), 4).model.layers[0].mlp.children()]
     assert kinds[:3] == [Int4Linear, Int4Linear, Int8Linear], "48 inputs are no whole groups"
 
 
@@ -125,21 +125,21 @@ def test_four_bits_are_lossless_too() -> None:
 @torch.inference_mode()
 def test_transposed_linears_and_packed_ones_are_known() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=32, n_embd=32, n_layer=2, n_head=2)).eval()
-    found, wanted = rounded_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
+    found, wanted = make_rounded_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
     assert 0 < float((found - wanted).abs().max()) < 0.05
     plain = copy.deepcopy(model()).to(torch.bfloat16)
     packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
-    left, right = (rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
+    left, right = (make_rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
     assert isinstance(right, Int8Linear) and torch.equal(left.rounded, right.rounded)
 
 
 def test_a_model_without_plain_linears_is_refused() -> None:
     bare = copy.deepcopy(model())
     with pytest.raises(UnsupportedModelError, match="no plain linear"):
-        rounded_twin(rounded_twin(bare))
+        make_rounded_twin(make_rounded_twin(bare))
     bare.lm_head._hf_hook = object()
     with pytest.raises(UnsupportedModelError, match="one device"):
-        rounded_twin(bare)
+        make_rounded_twin(bare)
 
 
 def test_other_widths_are_refused() -> None:

@@ -28,8 +28,8 @@ from forerun.drafters.lookup.recycling import (
     RecyclingDrafter,
     SuccessorMatrix,
     best_tree,
-    measured,
-    paying,
+    count_paying,
+    measured_rates,
 )
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.types import Budget
@@ -180,9 +180,9 @@ def test_the_best_tree_holds_the_likeliest_paths_in_order(seed: int) -> None:
 
 
 def test_rates_beyond_those_measured_fall() -> None:
-    rates = measured(9, 12)
+    rates = measured_rates(9, 12)
     assert rates.shape == (9, 12) and np.all(np.diff(rates, axis=1) <= 0)
-    assert np.allclose(rates[:, :8].sum(1), measured(9, 8).sum(1)) and rates.sum(1).max() < 1
+    assert np.allclose(rates[:, :8].sum(1), measured_rates(9, 8).sum(1)) and rates.sum(1).max() < 1
 
 
 def fed(made: RecyclingDrafter, steps: int) -> None:
@@ -349,8 +349,10 @@ def test_an_engine_teaches_it_and_keeps_its_drafts(checkpoint: Path) -> None:
 
 def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:
     """Where nodes are free there are as many as the paper has; where each costs half a pass there is one."""
-    rates = measured(6, 8)
-    sizes = [paying(rates, lambda drafted, slope=slope: 10.0 + slope * drafted, 80) for slope in (0.0, 0.3, 1.0, 5.0)]
+    rates = measured_rates(6, 8)
+    sizes = [
+        count_paying(rates, lambda drafted, slope=slope: 10.0 + slope * drafted, 80) for slope in (0.0, 0.3, 1.0, 5.0)
+    ]
     assert sizes[0] == 80 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
     for slope, size in zip((0.3, 1.0), sizes[1:3], strict=True):
         speed = [tokens / (10.0 + slope * count) for count, tokens in enumerate(_worths(rates))]

@@ -24,7 +24,7 @@ from forerun.drafters import build
 from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.engine import measuring
 from forerun.engine.costs import CostModel, DraftCost, Nominal
-from forerun.engine.measuring import Point, load_or_measure, rising
+from forerun.engine.measuring import Point, load_or_measure, make_rising
 from forerun.errors import ArgumentError
 from forerun.model import Buckets, Target
 from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
@@ -180,8 +180,8 @@ class TestMeasure:
         assert load_or_measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
 
     def test_noise_is_smoothed(self) -> None:
-        assert rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]
-        assert rising([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+        assert make_rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]
+        assert make_rising([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
 
 
 class TestStore:

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.types import LAST_HIDDEN, Boundary, Budget, Verdict
 
@@ -60,7 +60,7 @@ class _Listener(Drafter):
 
 
 def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "listener", Entry(path=f"{__name__}:_Listener", summary="listens"))
+    monkeypatch.setitem(DRAFTERS, "listener", DrafterEntry(path=f"{__name__}:_Listener", summary="listens"))
     _Listener.heard.clear()
     llm = LLM(
         str(checkpoint), dtype="float32", speculative_config={"method": "listener", "adaptive": False}, max_num_seqs=2
@@ -105,7 +105,7 @@ class _Onlooker(Drafter):
 
 
 def test_a_drafter_observes_the_scores_of_its_own_rows(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "onlooker", Entry(path=f"{__name__}:_Onlooker", summary="looks on"))
+    monkeypatch.setitem(DRAFTERS, "onlooker", DrafterEntry(path=f"{__name__}:_Onlooker", summary="looks on"))
     _Onlooker.seen.clear()
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
     choices: list[Any] = [False, *({"method": name, "adaptive": False} for name in ("ngram", "onlooker"))]

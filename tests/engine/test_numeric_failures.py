@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
-from forerun.model import Plan
+from forerun.model import LayerRange
 from forerun.model.kernels.accelerate import CompiledForward
 from forerun.types import LAST_HIDDEN, Budget
 
@@ -98,7 +98,7 @@ class Poisonous(Drafter):
         trees = context.trees()
         for tree in trees:
             tree.add_path([POISON] * 3)
-        self.target.run(context.rows, trees, Plan(stop=1))
+        self.target.run(context.rows, trees, LayerRange(stop=1))
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

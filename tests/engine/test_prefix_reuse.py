@@ -14,7 +14,7 @@ from engine.test_hidden_states import _Listener
 from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters import DRAFTERS as REGISTRY
-from forerun.drafters import Entry
+from forerun.drafters import DrafterEntry
 from forerun.engine.core import BLOCK, PrefixCache
 from forerun.types import LAST_HIDDEN, RequestOutput
 
@@ -73,7 +73,9 @@ def test_a_head_that_does_not_hold_the_row_sees_the_whole_prompt(checkpoint: Pat
 
 
 def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_hidden_states:_Listener", summary="listens"))
+    monkeypatch.setitem(
+        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
+    )
     _Listener.heard.clear()
     llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_batched_tokens=7)
     [first] = llm.generate(TEXT[:60], greedy())

@@ -13,7 +13,7 @@ from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sa
 from engine.test_hidden_states import _Listener
 from forerun import LLM
 from forerun.drafters import DRAFTERS as REGISTRY
-from forerun.drafters import Entry
+from forerun.drafters import DrafterEntry
 from forerun.engine import core
 from forerun.engine.scheduling import Scheduling, next_in_line
 from forerun.errors import ArgumentError
@@ -108,7 +108,9 @@ def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
 
 
 def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_hidden_states:_Listener", summary="listens"))
+    monkeypatch.setitem(
+        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
+    )
     _Listener.heard.clear()
     llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_seqs=3, max_num_batched_tokens=5)
     llm.submit("the mat", greedy(30))
@@ -135,7 +137,9 @@ def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, mo
 def test_few_states_of_a_long_prompt_are_kept(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 64,000 tokens of an 8 B model they would be 1.5 GB for EAGLE-3. Answers that share a prompt share its states,
     too, and are shown it at the end."""
-    monkeypatch.setitem(REGISTRY, "listener", Entry(path="engine.test_hidden_states:_Listener", summary="listens"))
+    monkeypatch.setitem(
+        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
+    )
     kept, answers = [], []
     for several in (1, 2):
         _Listener.heard.clear()

@@ -38,7 +38,7 @@ from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
 from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, leaderboard, main
-from forerun.drafters import DRAFTERS, Entry
+from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.drafters.self_drafting.tuning import Probe
 from forerun.engine import measuring
 from forerun.plan import trial
@@ -225,7 +225,7 @@ class Reader:
 
     def _python(self, text: str) -> None:
         if re.match(r'"\w+": Entry\(', text):  # a line for the registry, about the drafter above it
-            for name, entry in eval(f"{{{text}}}", {"Entry": Entry}).items():
+            for name, entry in eval(f"{{{text}}}", {"Entry": DrafterEntry}).items():
                 self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
                 self.patch.setitem(DRAFTERS, name, entry)
             return

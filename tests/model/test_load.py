@@ -15,7 +15,15 @@ from safetensors.torch import load_file, save_file
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.load import LoadOptions, explained, open_model, read_config, resolved_dtype, save_model, stored_bytes
+from forerun.model.load import (
+    LoadOptions,
+    explain_load_error,
+    open_model,
+    read_config,
+    resolved_dtype,
+    save_model,
+    stored_bytes,
+)
 from model.families import make, plain, random_tokens
 
 
@@ -268,7 +276,7 @@ def test_longrope_ends_where_it_would_switch(caplog: pytest.LogCaptureFixture) -
     ],
 )
 def test_what_the_hub_says_is_explained(error: Exception, kind: type[Exception], text: str) -> None:
-    explanation = explained("x/y", error)
+    explanation = explain_load_error("x/y", error)
     assert isinstance(explanation, kind)
     assert text in str(explanation)
     assert "\n" not in str(explanation)
@@ -279,4 +287,4 @@ def test_a_gated_repository_is_recognised_by_its_cause() -> None:
 
     error = OSError("something else")
     error.__cause__ = GatedRepoError.__new__(GatedRepoError)
-    assert "HF_TOKEN" in str(explained("x/y", error))
+    assert "HF_TOKEN" in str(explain_load_error("x/y", error))

@@ -19,7 +19,7 @@ from accelerate import cpu_offload
 
 from forerun.core.tree import TokenTree
 from forerun.errors import CheckpointError, UnsupportedModelError
-from forerun.model import Plan, Target
+from forerun.model import LayerRange, Target
 from model.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
@@ -57,10 +57,10 @@ def test_disk_offload(tmp_path: Path, name: str) -> None:
     assert {weight.device.type for weight in target.model.parameters()} == {"cpu", "meta"}
     assert error(target, model) <= 2e-5
     whole = target.score([0], [tree()])
-    early = target.run([0], [tree()], Plan(stop=2))
-    late = target.run([0], [tree()], Plan(start=2, stop=4), states=early)
+    early = target.run([0], [tree()], LayerRange(stop=2))
+    late = target.run([0], [tree()], LayerRange(start=2, stop=4), states=early)
     assert torch.allclose(target.lm_head(target.final_norm(late)), whole.logits, atol=1e-5)
-    target.run([0], [tree()], Plan(stop=4, skip=frozenset({(1, "attn"), (3, "mlp")})))
+    target.run([0], [tree()], LayerRange(stop=4, skip=frozenset({(1, "attn"), (3, "mlp")})))
 
 
 def test_device_map_auto(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import Buckets, Plan, Target
+from forerun.model import Buckets, LayerRange, Target
 from forerun.model.inputs import Nodes
 from forerun.model.partial import prove, renumber
 from forerun.types import LAST_HIDDEN, Boundary
@@ -34,7 +34,7 @@ def begun(target: Target, boundary: int, nodes: int, counts: Sequence[int] = (99
     parts = []
     for last in range(nodes):
         so_far = [tree.only(range(1, min(last, tree.size) + 1)) for tree in TREES]
-        parts.append(target.run(ROWS, Nodes.of_trees(so_far, start=last), Plan(stop=boundary)))
+        parts.append(target.run(ROWS, Nodes.of_trees(so_far, start=last), LayerRange(stop=boundary)))
     states = torch.cat(parts, dim=1)
     return [
         resuming(tree, boundary, own[: min(count, nodes, tree.size + 1)], target.writes[row])
@@ -150,7 +150,9 @@ def test_what_was_written_over_is_run_anew() -> None:
     target = prefilled()
     whole = target.score(ROWS, TREES)
     resume = begun(target, 2, 4)
-    target.run([1], [TokenTree.of(9, [token + 1 for token in TREES[1].tokens[1:]], TREES[1].parents[1:])], Plan(stop=3))
+    target.run(
+        [1], [TokenTree.of(9, [token + 1 for token in TREES[1].tokens[1:]], TREES[1].parents[1:])], LayerRange(stop=3)
+    )
     resumed = target.score(ROWS, resume)
     assert worst(resumed.logits, whole.logits) <= TOLERANCE
 
@@ -160,7 +162,7 @@ def test_nodes_may_be_left_out_and_the_others_move_up() -> None:
     target = prefilled()
     grown, kept = TokenTree.of(5, [7, 8, 9], [0, 0, 2]), TokenTree.of(5, [8, 9, 10], [0, 1, 2])
     whole = target.score([1], [kept]).logits
-    states = target.run([1], [grown], Plan(stop=2))
+    states = target.run([1], [grown], LayerRange(stop=2))
     renumber(target, [1], [[2, 3]])
     resumed = resuming(kept, 2, states[0, [0, 2, 3]], target.writes[1])
     assert (target.score([1], [resumed]).logits - whole).abs().max() <= TOLERANCE

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels import forwards, packing, products
-from forerun.model.kernels.accelerate import accelerate, undone
+from forerun.model.kernels.accelerate import accelerate, undo
 from forerun.model.kernels.forwards import AttentionForward, GatedForward, LayerForward, ModelForward, NormForward
 from model_kernels.conftest import COMMON
 
@@ -134,9 +134,9 @@ def test_a_forward_with_a_fault_is_put_back(fault: str, monkeypatch: pytest.Monk
 def test_what_was_replaced_is_put_back() -> None:
     model = small("qwen3")
     plain = copy.deepcopy(model)
-    assert list(undone(model)) == []
+    assert list(undo(model)) == []
     accelerate(model)
-    assert len(list(undone(model))) == 3
+    assert len(list(undo(model))) == 3
     assert not kinds(model) and model.config._attn_implementation == "sdpa"
     with torch.inference_mode():
         assert torch.equal(model(input_ids=IDS).logits, plain(input_ids=IDS).logits)
@@ -259,7 +259,7 @@ def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
 
 
 def test_layers_where_bf16_is_widened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "kind_of", lambda _: products.Kind.WIDENED)
+    monkeypatch.setattr(products, "kind_of", lambda _: products.ProductKind.WIDENED)
     model = small("qwen2")
     assert_the_bits_of_the_parts(model, layers=2)
 

@@ -14,32 +14,32 @@ from torch import Tensor, nn
 from forerun.errors import ArgumentError
 from forerun.model.kernels import products
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
-from forerun.model.kernels.products import Kind
+from forerun.model.kernels.products import ProductKind
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
 SHAPES = [(48, 16), (70, 64), (1, 33), (129, 577)]  # Outputs, depth
 COUNTS = (1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 49, 64, 65, 97)
-WAYS = [("narrow", Kind.FLOAT32), ("narrow", Kind.WIDENED), *(("own", kind) for kind in Kind)]
+WAYS = [("narrow", ProductKind.FLOAT32), ("narrow", ProductKind.WIDENED), *(("own", kind) for kind in ProductKind)]
 
 
 class Way(NamedTuple):
     """One build of the library, and one way to multiply."""
 
     library: Any
-    kind: Kind
+    kind: ProductKind
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.kind is Kind.FLOAT32 else torch.bfloat16
+        return torch.float32 if self.kind is ProductKind.FLOAT32 else torch.bfloat16
 
     def multiply(self, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-        return products._multiplied(self.library, self.kind, rows, panels, bias, outputs)
+        return products._multiply(self.library, self.kind, rows, panels, bias, outputs)
 
 
 @pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]}-{way[1].name.lower()}")
 def way(request: pytest.FixtureRequest) -> Way:
     build, kind = request.param
-    library: Any = products.opened(products.BASE) if build == "narrow" else products.library()
+    library: Any = products.open_library(products.BASE) if build == "narrow" else products.library()
     if not library.forerun_product_has(kind):
         pytest.skip("not on this processor")
     return Way(library, kind)
@@ -61,9 +61,9 @@ def problem(outputs: int, depth: int, dtype: torch.dtype, count: int) -> tuple[T
 @pytest.mark.parametrize("biased", [True, False])
 def test_against_float64(way: Way, shape: tuple[int, int], biased: bool) -> None:
     matrix, bias, rows = problem(*shape, way.dtype, 37)
-    found = way.multiply(rows, products.packed(matrix), bias if biased else None, shape[0])
+    found = way.multiply(rows, products.pack(matrix), bias if biased else None, shape[0])
     expected = rows.double() @ matrix.double().T + (bias.double() if biased else 0)
-    tolerance = {"rtol": 1e-5, "atol": 1e-4} if way.kind is Kind.FLOAT32 else {"rtol": 2**-8, "atol": 1e-4}
+    tolerance = {"rtol": 1e-5, "atol": 1e-4} if way.kind is ProductKind.FLOAT32 else {"rtol": 2**-8, "atol": 1e-4}
     torch.testing.assert_close(found.double(), expected, **tolerance)
 
 
@@ -72,7 +72,7 @@ def test_against_float64(way: Way, shape: tuple[int, int], biased: bool) -> None
 def test_a_rows_bits_depend_on_that_row_alone(way: Way, shape: tuple[int, int]) -> None:
     """Not on how many rows there are, where it stands among them, or on threads; also where a cache holds few rows."""
     matrix, bias, rows = problem(*shape, way.dtype, max(COUNTS))
-    panels = products.packed(matrix)
+    panels = products.pack(matrix)
     whole = way.multiply(rows, panels, bias, shape[0])
     for number in (1, 2, 3):
         torch.set_num_threads(number)
@@ -83,7 +83,7 @@ def test_a_rows_bits_depend_on_that_row_alone(way: Way, shape: tuple[int, int]) 
 
 def test_many_threads_share_many_panels(way: Way, threads: None) -> None:
     matrix, bias, rows = problem(300, 256, way.dtype, 3)
-    panels = products.packed(matrix)
+    panels = products.pack(matrix)
     whole = way.multiply(rows, panels, bias, 300)
     for number in (1, 2, 3, 7, 30):
         torch.set_num_threads(number)
@@ -93,18 +93,18 @@ def test_many_threads_share_many_panels(way: Way, threads: None) -> None:
 def test_what_is_not_finite_stays_so(way: Way) -> None:
     matrix, _, rows = problem(48, 64, way.dtype, 3)
     rows[0, 5], rows[1, 7] = torch.nan, torch.inf
-    found = way.multiply(rows, products.packed(matrix), None, 48)
+    found = way.multiply(rows, products.pack(matrix), None, 48)
     assert found[0].isnan().all() and not found[1].isfinite().any() and found[2].isfinite().all()
 
 
 def test_no_rows(way: Way) -> None:
     matrix, bias, rows = problem(48, 64, way.dtype, 0)
-    assert way.multiply(rows, products.packed(matrix), bias, 48).shape == (0, 48)
+    assert way.multiply(rows, products.pack(matrix), bias, 48).shape == (0, 48)
 
 
 def test_rows_may_lie_apart(way: Way) -> None:
     matrix, bias, rows = problem(48, 64, way.dtype, 8)
-    panels = products.packed(matrix)
+    panels = products.pack(matrix)
     expected = way.multiply(rows, panels, bias, 48)
     assert torch.equal(way.multiply(rows.repeat_interleave(2, 0)[::2], panels, bias, 48), expected)
     assert torch.equal(way.multiply(rows.T.contiguous().T, panels, bias, 48), expected)
@@ -114,7 +114,7 @@ def test_rows_may_lie_apart(way: Way) -> None:
 @pytest.mark.parametrize("dtype", products.DTYPES, ids=str)
 def test_unpacking(shape: tuple[int, int], dtype: torch.dtype) -> None:
     matrix = problem(*shape, dtype, 1)[0]
-    assert torch.equal(products.unpacked(products.packed(matrix), *shape), matrix)
+    assert torch.equal(products.unpack(products.pack(matrix), *shape), matrix)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -123,7 +123,7 @@ def test_several_matrices_are_packed_as_one(shape: tuple[int, int], dtype: torch
     """Wherever one ends, and however its rows lie."""
     matrix = problem(*shape, dtype, 1)[0]
     parts = matrix[:5], matrix[5:6].clone(), matrix[6:].T.contiguous().T, torch.cat((matrix, matrix), 1)[:, : shape[1]]
-    assert torch.equal(products.packed(*parts), products.packed(torch.cat(parts)))
+    assert torch.equal(products.pack(*parts), products.pack(torch.cat(parts)))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_several_matrices_are_packed_as_one(shape: tuple[int, int], dtype: torch
 )
 def test_what_does_not_fit_is_refused(rows: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(ArgumentError, match="cannot be multiplied with 48 outputs of a depth of 64"):
-        products.multiply(rows, products.packed(torch.zeros(48, 64)), bias, 48, Kind.FLOAT32)
+        products.multiply(rows, products.pack(torch.zeros(48, 64)), bias, 48, ProductKind.FLOAT32)
 
 
 def test_gradients_flow_to_the_states() -> None:
@@ -161,13 +161,13 @@ class TestHowBf16IsMultiplied:
         products.kind_of.cache_clear()
 
     @staticmethod
-    def takes(monkeypatch: pytest.MonkeyPatch, seconds: dict[Kind, float]) -> list[Kind]:
+    def takes(monkeypatch: pytest.MonkeyPatch, seconds: dict[ProductKind, float]) -> list[ProductKind]:
         """What each way takes; returns which were tried."""
-        tried = list[Kind]()
+        tried = list[ProductKind]()
 
         class Library:
             @staticmethod
-            def forerun_product_has(kind: Kind) -> bool:
+            def forerun_product_has(kind: ProductKind) -> bool:
                 return kind in seconds
 
         monkeypatch.setattr(products, "library", Library)
@@ -175,37 +175,40 @@ class TestHowBf16IsMultiplied:
         return tried
 
     def test_the_fastest_is_taken_and_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        tried = self.takes(monkeypatch, {Kind.DOTS: 2.0, Kind.WIDENED: 1.0})
-        assert products.kind_of(torch.bfloat16) is Kind.WIDENED and tried == [Kind.DOTS, Kind.WIDENED]
+        tried = self.takes(monkeypatch, {ProductKind.DOTS: 2.0, ProductKind.WIDENED: 1.0})
+        assert products.kind_of(torch.bfloat16) is ProductKind.WIDENED and tried == [
+            ProductKind.DOTS,
+            ProductKind.WIDENED,
+        ]
         products.kind_of.cache_clear()
-        again = self.takes(monkeypatch, {Kind.DOTS: 1.0, Kind.WIDENED: 2.0})
-        assert products.kind_of(torch.bfloat16) is Kind.WIDENED and not again
+        again = self.takes(monkeypatch, {ProductKind.DOTS: 1.0, ProductKind.WIDENED: 2.0})
+        assert products.kind_of(torch.bfloat16) is ProductKind.WIDENED and not again
 
     def test_near_equals_take_the_processors_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.takes(monkeypatch, {Kind.TILES: 1.0, Kind.WIDENED: 0.95})
-        assert products.kind_of(torch.bfloat16) is Kind.TILES
+        self.takes(monkeypatch, {ProductKind.TILES: 1.0, ProductKind.WIDENED: 0.95})
+        assert products.kind_of(torch.bfloat16) is ProductKind.TILES
 
     @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', "null"])
     def test_a_broken_file_is_measured_anew(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-        self.takes(monkeypatch, {Kind.DOTS: 1.0})
+        self.takes(monkeypatch, {ProductKind.DOTS: 1.0})
         products.kind_of(torch.bfloat16)
         file = tmp_path / "machine.json"
         assert "DOTS" in json.loads(file.read_text()).values()
         file.write_text(text)
         products.kind_of.cache_clear()
-        assert products.kind_of(torch.bfloat16) is Kind.DOTS
+        assert products.kind_of(torch.bfloat16) is ProductKind.DOTS
         assert "DOTS" in json.loads(file.read_text()).values()
 
     def test_the_dtype_that_auto_takes_is_kept_as_well(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for first, second in ((1.0, 9.0), (9.0, 1.0)):
             products._takes_of_float32.cache_clear()
-            self.takes(monkeypatch, {Kind.DOTS: first, Kind.FLOAT32: second})
+            self.takes(monkeypatch, {ProductKind.DOTS: first, ProductKind.FLOAT32: second})
             assert products.decodes(torch.device("cpu"), torch.bfloat16)
         products._takes_of_float32.cache_clear()
 
     def test_what_another_processor_kept_is_not_taken(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.takes(monkeypatch, {Kind.TILES: 1.0})
-        assert products.kind_of(torch.bfloat16) is Kind.TILES
+        self.takes(monkeypatch, {ProductKind.TILES: 1.0})
+        assert products.kind_of(torch.bfloat16) is ProductKind.TILES
         products.kind_of.cache_clear()
-        self.takes(monkeypatch, {Kind.WIDENED: 1.0})
-        assert products.kind_of(torch.bfloat16) is Kind.WIDENED
+        self.takes(monkeypatch, {ProductKind.WIDENED: 1.0})
+        assert products.kind_of(torch.bfloat16) is ProductKind.WIDENED

@@ -15,7 +15,7 @@ from forerun.model import Buckets, Target
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import native
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.padding import Paths
+from forerun.model.padding import TreePaths
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -70,7 +70,7 @@ def differing(
     for row, own in enumerate(ways):
         for node, slots in enumerate(own):
             mask[row, 0, node, slots[-window if window else 0 :]] = 0
-    paths = None if nodes.paths is None or not ordered else Paths(torch.tensor(lengths), nodes.paths)
+    paths = None if nodes.paths is None or not ordered else TreePaths(torch.tensor(lengths), nodes.paths)
     found = native.attend(query, key, value, mask, 0.125, paths=paths)
     wrong = 0
     for row, own in enumerate(ways):
@@ -163,7 +163,7 @@ def test_paths_that_lead_nowhere_are_refused(wrong: str) -> None:
         nodes = nodes.long()
     nodes = {"batch": nodes[:1], "count": nodes[:, :4]}.get(wrong, nodes)
     with pytest.raises(ValueError, match="paths within W"):
-        native.attend(query, key, value, mask, 0.125, paths=Paths(lengths, nodes))
+        native.attend(query, key, value, mask, 0.125, paths=TreePaths(lengths, nodes))
 
 
 FAMILIES: dict[str, dict[str, Any]] = {

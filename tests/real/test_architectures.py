@@ -56,7 +56,7 @@ def test_it_loads_and_trees_change_nothing(
             model.bfloat16(), tokenizer=load_tokenizer(path, None), repack=True, max_num_seqs=1, max_model_len=512
         )
     assert "runs without" not in caplog.text
-    replaced = accelerate.replaced(model)
+    replaced = accelerate.list_replaced(model)
     assert not [module for module in replaced if KEPT.get(name, "nothing") in module]
     prompt = llm.chat_prompt(ASKED[0])
     plain, drafted = (llm.generate(prompt, GREEDY, speculative=one)[0].outputs[0] for one in (False, TREE))

@@ -16,7 +16,7 @@ from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.checkpoints.eagle import to_outputs
 from forerun.checkpoints.eagle_engines import DESTINATIONS, TRTLLM, last_boundary, sorted_states, whole_order
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, degrades, fails
-from forerun.checkpoints.gguf import started_with
+from forerun.checkpoints.gguf import start_lines_with
 from forerun.checkpoints.speculators import KIND, NON_CAUSAL
 
 RETRAIN = "train one without it"
@@ -185,7 +185,7 @@ def _trtllm(launch: Launch) -> Mapping[str, str]:
 def _llama_cpp(launch: Launch) -> str:
     config = launch.head.config
     method = f"draft-{METHODS[config.kind]}"
-    return started_with(launch.directory, launch.target.name_or_path, method, config.max_depth)
+    return start_lines_with(launch.directory, launch.target.name_or_path, method, config.max_depth)
 
 
 def _destinations() -> dict[str, Destination]:

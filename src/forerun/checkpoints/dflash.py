@@ -72,13 +72,13 @@ class DFlashFormat(Format):
         inner = {name: value for name, value in nested.items() if value is not None}
         keys = Keys({**config, **inner, NESTED: None})
         keys.get("architectures"), keys.get("tie_word_embeddings")  # said again when written
-        fields, made = eagle.read_layers(keys), _made(keys)
+        fields, made = eagle.read_layers(keys), _kind_of(keys)
         size = fields["hidden_size"]
         fields |= {
             "boundaries": _boundaries(keys, fields["num_hidden_layers"], num_layers),
             "block_size": keys.integer("block_size"),
             "mask_token_id": keys.integer("mask_token_id"),
-            "sample_from_anchor": keys.flag("sample_from_anchor", _shifted(keys, made)),
+            "sample_from_anchor": keys.flag("sample_from_anchor", _is_shifted(keys, made)),
             "target_hidden_size": keys.integer("target_hidden_size", size),
             "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
             **_causality(keys, fields),
@@ -150,7 +150,7 @@ def write_markov(config: DSparkConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def _made(keys: Keys) -> type[DFlashConfig]:
+def _kind_of(keys: Keys) -> type[DFlashConfig]:
     """Return the kind of head that a configuration means, by its ``projector_type`` and DSpark's
     keys.
     """
@@ -162,7 +162,7 @@ def _made(keys: Keys) -> type[DFlashConfig]:
     return known[projector]
 
 
-def _shifted(keys: Keys, made: type[DFlashConfig]) -> bool:
+def _is_shifted(keys: Keys, made: type[DFlashConfig]) -> bool:
     """Return whether the root predicts, by SpecForge's ``shift_label``, where
     ``sample_from_anchor`` does not say so.
     """

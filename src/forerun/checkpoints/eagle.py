@@ -127,7 +127,7 @@ class LayerIds:
         return f"{self.name} {list(self.ids or ())} counts {counts}"
 
 
-def agreed(*stated: LayerIds, count: int | None, num_layers: int | None) -> tuple[int, ...]:
+def agree_boundaries(*stated: LayerIds, count: int | None, num_layers: int | None) -> tuple[int, ...]:
     """Return the boundaries that a file means, from its lists of ids and their `count`.
 
     Without ids it is the default for a target of `num_layers`. CheckpointError for what contradicts itself, or if there

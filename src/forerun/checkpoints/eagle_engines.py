@@ -36,7 +36,7 @@ from forerun.checkpoints.engines import (
     ok,
 )
 from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
-from forerun.checkpoints.gguf import COUNTING, started_with
+from forerun.checkpoints.gguf import COUNTING, start_lines_with
 from forerun.checkpoints.speculators import KIND, LAYERS
 from forerun.drafters.heads.eagle import EagleConfig
 from forerun.drafters.heads.latent import LatentConfig
@@ -54,7 +54,7 @@ RETRAIN = "train the head without it"
 UNFILLED = "makes room for it, and nothing in the file fills it"
 
 
-def adapted(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
+def adapt_head(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
     """Change a head for an engine, see `Engines.adapted`."""
     config = head.config
     if engine == "sglang" and config.generation == 1 and not config.fc_bias:
@@ -250,7 +250,7 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     if config.generation == 3 and config.use_aux_hidden_state and LAST_HIDDEN in config.boundaries:
         return  # nothing can be written
     for engine in LOADERS if config.generation == 3 else FIRST_TOO:
-        wanted, overrides = adapted(head, engine)
+        wanted, overrides = adapt_head(head, engine)
         keys = {**write_flat(wanted), **overrides}
         yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
 
@@ -567,7 +567,7 @@ def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
 
 
 def _llama_cpp_lines(launch: Launch) -> str:
-    return started_with(launch.directory, launch.target.name_or_path, "draft-eagle3", TOKENS)
+    return start_lines_with(launch.directory, launch.target.name_or_path, "draft-eagle3", TOKENS)
 
 
 DESTINATIONS: dict[str, Destination] = {
@@ -619,7 +619,7 @@ class EagleEngines(Engines):
     destinations = DESTINATIONS
 
     def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-        return adapted(head, engine)
+        return adapt_head(head, engine)
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         for part in (_inputs, loading, _layers, _window, _modelopt, _vocabulary, _generation):

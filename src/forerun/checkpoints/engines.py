@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts, differences
-from forerun.checkpoints.formats import FORMATS, README, format_for, located, parse, read_files, write_head
-from forerun.drafters.heads.kinds import kind_named, named
+from forerun.checkpoints.formats import FORMATS, README, format_for, locate_error, parse, read_files, write_head
+from forerun.drafters.heads.kinds import import_named, kind_named
 from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.types import LAST_HIDDEN
 
@@ -108,7 +108,7 @@ class Engines:
 def engines_for(kind: str) -> Engines:
     """Return the known facts about engines and heads of a kind."""
     path = FORMATS[format_for(kind)].engines
-    return named(path)() if path else Engines()
+    return import_named(path)() if path else Engines()
 
 
 def forerun_line(launch: Launch) -> str:
@@ -158,7 +158,7 @@ def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFact
     try:
         return list(engines_for(head.config.kind).file_findings(stored, head, target))
     except Exception as error:
-        raise located(stored.directory, error) from error
+        raise locate_error(stored.directory, error) from error
 
 
 def _fits(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:

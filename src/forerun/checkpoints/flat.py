@@ -92,7 +92,7 @@ def read_flat(
     fields |= {"next_layer_regular": regular, **_read_features(keys, nested, fields["hidden_size"])}
     ids, layers = _layer_ids(keys, nested, num_layers), _target_layers(keys, num_layers)
     if generation == 3 and fields["use_aux_hidden_state"]:
-        fields["boundaries"] = eagle.agreed(*ids, count=keys.get("num_aux_hidden_states"), num_layers=layers)
+        fields["boundaries"] = eagle.agree_boundaries(*ids, count=keys.get("num_aux_hidden_states"), num_layers=layers)
     else:
         keys.get("num_aux_hidden_states")
         fields["boundaries"] = (LAST_HIDDEN,)

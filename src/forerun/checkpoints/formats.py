@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.drafters.heads.kinds import named
+from forerun.drafters.heads.kinds import import_named
 from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class FormatEntry:
     """One line of the registry."""
 
     path: str  # ``module:Class``, imported when the format is used
@@ -40,47 +40,47 @@ class Entry:
     """
 
 
-FORMATS: dict[str, Entry] = {
-    "speculators": Entry(
+FORMATS: dict[str, FormatEntry] = {
+    "speculators": FormatEntry(
         path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
     ),
-    "modelopt": Entry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
-    "medusa": Entry(
+    "modelopt": FormatEntry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
+    "medusa": FormatEntry(
         path="forerun.checkpoints.medusa:MedusaFormat",
         kinds=("medusa",),
         engines="forerun.checkpoints.medusa_engines:MedusaEngines",
     ),
-    "hydra": Entry(
+    "hydra": FormatEntry(
         path="forerun.checkpoints.hydra:HydraFormat",
         kinds=("hydra",),
         engines="forerun.checkpoints.recurrent_engines:HydraEngines",
     ),
-    "mlp_speculator": Entry(
+    "mlp_speculator": FormatEntry(
         path="forerun.checkpoints.mlp_speculator:MlpSpeculatorFormat",
         kinds=("mlp_speculator",),
         engines="forerun.checkpoints.recurrent_engines:MlpSpeculatorEngines",
     ),
-    "kangaroo": Entry(
+    "kangaroo": FormatEntry(
         path="forerun.checkpoints.kangaroo:KangarooFormat",
         kinds=("kangaroo",),
         engines="forerun.checkpoints.recurrent_engines:KangarooEngines",
     ),
-    "dflash": Entry(
+    "dflash": FormatEntry(
         path="forerun.checkpoints.dflash:DFlashFormat",
         kinds=("dflash", "dspark", "domino", "dflash2"),
         engines="forerun.checkpoints.block_engines:BlockEngines",
     ),
-    "mtp": Entry(
+    "mtp": FormatEntry(
         path="forerun.checkpoints.mtp:MtpFormat",
         kinds=("mtp",),
         engines="forerun.checkpoints.mtp_engines:MtpEngines",
     ),
-    "peagle": Entry(
+    "peagle": FormatEntry(
         path="forerun.checkpoints.peagle:PEagleFormat",
         kinds=("peagle",),
         engines="forerun.checkpoints.peagle_engines:PEagleEngines",
     ),
-    "flat": Entry(
+    "flat": FormatEntry(
         path="forerun.checkpoints.flat:FlatFormat",
         kinds=("eagle3", "eagle"),
         engines="forerun.checkpoints.eagle_engines:EagleEngines",
@@ -95,7 +95,7 @@ def format_named(name: str) -> Format:
     """
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}.{choices(name, FORMATS)}")
-    return named(FORMATS[name].path)()  # type: ignore[no-any-return]
+    return import_named(FORMATS[name].path)()  # type: ignore[no-any-return]
 
 
 def format_for(kind: str) -> str:
@@ -189,12 +189,12 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
         _refuse_quantised(stored)
         found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
     except Exception as error:
-        raise located(stored.directory, error) from error
+        raise locate_error(stored.directory, error) from error
     told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
     return dataclasses.replace(found, notes=(*found.notes, *told))
 
 
-def located(directory: Path, error: Exception) -> CheckpointError:
+def locate_error(directory: Path, error: Exception) -> CheckpointError:
     """Turn an error while a configuration was read into one that names the directory. Any other
     than a `CheckpointError` comes from a value that no reader foresaw.
     """
@@ -230,7 +230,7 @@ def read_files(path: str | Path) -> StoredFiles:
     try:
         chosen = format_of(config)
     except Exception as error:
-        raise located(directory, error) from error
+        raise locate_error(directory, error) from error
     weights = chosen.weights
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
     if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):
@@ -291,12 +291,12 @@ def folder_of(path: str | Path) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    from forerun.model.load import explained
+    from forerun.model.load import explain_load_error
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))
     except Exception as error:
-        raise explained(path, error) from error
+        raise explain_load_error(path, error) from error
 
 
 def _refuse_foreign(directory: Path) -> None:

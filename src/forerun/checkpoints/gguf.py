@@ -12,7 +12,7 @@ OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 """The converter's name of each dtype."""
 
 
-def conversion(
+def conversion_arguments(
     directory: Path, *, target: str | None = None, outtype: str = "bf16", file: Path | None = None
 ) -> list[str]:
     """Return the arguments of the converter.
@@ -27,24 +27,24 @@ def conversion(
     return [str(directory), *for_head, "--outtype", outtype, "--outfile", str(file or f"{directory}.gguf")]
 
 
-def started(target: Path, file: Path, name: str, most: int, head: Path | None = None) -> str:
+def start_lines(target: Path, file: Path, name: str, most: int, head: Path | None = None) -> str:
     """Return the lines that make the GGUF files and start the server with the drafter `name`
     (``--spec-type``) of chains of up to `most` tokens. `target` becomes `file`, and `head`, where
     it is not in the target, a file beside its directory.
     """
-    of_target = conversion(target, file=file)
+    of_target = conversion_arguments(target, file=file)
     lines, server = [["python", SCRIPT, *of_target]], ["llama-server", "-m", of_target[-1]]
     if head is not None:
-        of_head = conversion(head, target=str(target))
+        of_head = conversion_arguments(head, target=str(target))
         lines.append(["python", SCRIPT, *of_head])
         server += ["-md", of_head[-1]]
     lines.append([*server, "--spec-type", name, "--spec-draft-n-max", str(most)])
     return "\n".join(map(shlex.join, lines))
 
 
-def started_with(head: Path, target: str, name: str, most: int) -> str:
-    """Return the lines of `started`, with the target's file written beside the head's directory."""
-    return started(Path(target), head.with_name(f"{Path(target).name}.gguf"), name, most, head)
+def start_lines_with(head: Path, target: str, name: str, most: int) -> str:
+    """Return the lines of `start_lines`, with the target's file written beside the head's directory."""
+    return start_lines(Path(target), head.with_name(f"{Path(target).name}.gguf"), name, most, head)
 
 
 COUNTING = "`--spec-draft-n-max` counts drafted tokens. The target is a directory on this machine, not a hub id."

@@ -113,9 +113,9 @@ class MtpFormat(Format):
                 "more are supported: name a checkpoint in bfloat16"
             )
         named = {_ours(family, name, layers): tensor for name, tensor in tensors.items()}
-        found = _stacked({name: tensor for name, tensor in named.items() if name is not None})
+        found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
         if family.state_first:
-            found |= {name: _swapped(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
+            found |= {name: _swap_halves(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
         return _head(config, family, layers, found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
@@ -172,7 +172,7 @@ def to_target(checkpoint: HeadCheckpoint, family: Family, layers: int) -> dict[s
         else:
             module, _, kind = rest.rpartition(".")
             swap = family.state_first and module == "eh_proj"
-            found[f"{where}{family.names.get(module, module)}.{kind}"] = _swapped(tensor) if swap else tensor
+            found[f"{where}{family.names.get(module, module)}.{kind}"] = _swap_halves(tensor) if swap else tensor
     return found
 
 
@@ -237,7 +237,7 @@ def _ours(family: Family, name: str, layers: int) -> str | None:
     return f"layers.{int(found[1]) - first}.{theirs.get(module, module)}.{kind}"
 
 
-def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack the experts of each layer into single tensors."""
     found, experts = dict[str, Tensor](), dict[str, dict[tuple[int, str], Tensor]]()
     for name, tensor in tensors.items():
@@ -261,7 +261,7 @@ def _stacked(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _swapped(weight: Tensor) -> Tensor:
+def _swap_halves(weight: Tensor) -> Tensor:
     """Swap the halves of the projection (H, 2 H) that read embedding and state."""
     first, second = weight.chunk(2, 1)
     return torch.cat([second, first], 1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
 from forerun.checkpoints.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named
-from forerun.checkpoints.gguf import started
+from forerun.checkpoints.gguf import start_lines
 from forerun.checkpoints.mtp import stitch
 
 TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
@@ -44,13 +44,13 @@ class MtpEngines(Engines):
             yield from check("llama.cpp", "MTP layers", "reads GLM's; they were not tried here", remedy)
 
 
-def _stitched(launch: Launch) -> Path:
+def _stitch(launch: Launch) -> Path:
     return stitch(launch.head, launch.target.name_or_path, launch.directory)
 
 
-def _stitched_for_vllm(launch: Launch) -> Path:
+def _stitch_for_vllm(launch: Launch) -> Path:
     plainly_named(launch)
-    return _stitched(launch)
+    return _stitch(launch)
 
 
 def _vllm(launch: Launch) -> str:
@@ -68,7 +68,7 @@ def _sglang(launch: Launch) -> str:
 
 def _llama_cpp(launch: Launch) -> str:
     directory = launch.directory
-    return started(directory, directory.with_name(f"{directory.name}.gguf"), "draft-mtp", TOKENS)
+    return start_lines(directory, directory.with_name(f"{directory.name}.gguf"), "draft-mtp", TOKENS)
 
 
 MtpEngines.destinations = {
@@ -77,20 +77,20 @@ MtpEngines.destinations = {
         engine="vllm",
         command=_vllm,
         counting="`num_speculative_tokens` counts drafted tokens.",
-        write=_stitched_for_vllm,
+        write=_stitch_for_vllm,
     ),
     "sglang": Destination(
         title="SGLang",
         engine="sglang",
         command=_sglang,
         counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
-        write=_stitched,
+        write=_stitch,
     ),
     "llama.cpp": Destination(
         title="llama.cpp",
         engine="llama.cpp",
         command=_llama_cpp,
         counting="`--spec-draft-n-max` counts drafted tokens.",
-        write=_stitched,
+        write=_stitch,
     ),
 }

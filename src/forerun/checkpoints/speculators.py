@@ -132,7 +132,7 @@ def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
     """Return what EAGLE-3 adds to the layers."""
     count = layers.get("num_aux_hidden_states")
     ids = eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=False)
-    boundaries = eagle.agreed(ids, count=count, num_layers=num_layers)
+    boundaries = eagle.agree_boundaries(ids, count=count, num_layers=num_layers)
     fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in eagle.FLAGS}}
     return EagleConfig, fields, {RESIDUAL_NOTE: keys.get("norm_before_residual") is None}
 

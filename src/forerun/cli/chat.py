@@ -154,12 +154,12 @@ class Conversation:
 
     def _drafter(self, argument: str) -> None:
         from forerun import SpeculativeConfig
-        from forerun.drafters import methods, outside
+        from forerun.drafters import is_outside, methods
 
         if not argument:
             known = ", ".join(methods())
             raise ArgumentError(f"/drafter takes a name ({known}) or a draft model's directory or hub id")
-        is_method = argument in methods() or outside(argument)
+        is_method = argument in methods() or is_outside(argument)
         named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
         self.config, self.speculating = named, True

@@ -133,13 +133,13 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
     `text` is the target's configuration. A draft model, and the target itself, learn from its last
     state.
     """
-    from forerun.drafters.heads.kinds import named
+    from forerun.drafters.heads.kinds import import_named
     from forerun.types import LAST_HIDDEN
 
     if kind.trains != "head":
         return (LAST_HIDDEN,)
     if kind.in_target is not None:
-        return tuple(named(kind.in_target)(target).config.boundaries)
+        return tuple(import_named(kind.in_target)(target).config.boundaries)
     return tuple(kind.head.Config.fields_for(kind.name, text, {})["boundaries"])
 
 

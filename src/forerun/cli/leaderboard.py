@@ -61,18 +61,18 @@ class TrainedDrafter:
         """Return a configuration that drafts the likeliest paths, so many nodes in all; None if the
         drafter has no such tree.
         """
-        from forerun.drafters.heads.kinds import named
+        from forerun.drafters.heads.kinds import import_named
 
-        options = {option.name for option in fields(named(self.kind.drafter).Config)}
+        options = {option.name for option in fields(import_named(self.kind.drafter).Config)}
         if "nodes" not in options:
             return None
         width = {"top_k": nodes if self.parallel else min(nodes, 8)} if "top_k" in options else {}
         return {**self._base(), "nodes": nodes, **width}
 
     def _base(self) -> dict[str, Any]:
-        from forerun.drafters.heads.kinds import named
+        from forerun.drafters.heads.kinds import import_named
 
-        return {"method": named(self.kind.drafter).name, "model": self.model}
+        return {"method": import_named(self.kind.drafter).name, "model": self.model}
 
 
 @dataclass(kw_only=True, slots=True)

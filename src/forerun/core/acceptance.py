@@ -77,12 +77,12 @@ class Proposal:
 
     def learn(self, text: Sequence[int]) -> None:
         """Compare the draft with the tokens that followed its root, and count each decided node."""
-        for node, accepted in compared(self.tokens, self.parents, text):
+        for node, accepted in compare_draft(self.tokens, self.parents, text):
             if node in self.evidence:
                 self.acceptance.learn(self.evidence[node].key, accepted)
 
 
-def compared(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
+def compare_draft(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
     """Yield every node that the text decides, in order, and whether the text holds it. A node is
     decided when the text holds its parent. `tokens` and `parents` (-1 for the root) describe the
     draft, root first; `text` is what followed the root, as far as it is known.

@@ -35,7 +35,7 @@ from forerun.core.sampling import (
     probs_of,
     process_rows,
     settings_of,
-    widened,
+    widen,
 )
 from forerun.core.tree import TokenTree
 from forerun.devices import fetched, sent, sent_packed, unpacked, widest
@@ -139,7 +139,7 @@ class Residuals:
         given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
-            values, drafts = others[0] if edited else widened(raw), others[-1] if sampled else None
+            values, drafts = others[0] if edited else widen(raw), others[-1] if sampled else None
             return _form(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))

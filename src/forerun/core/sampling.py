@@ -459,7 +459,7 @@ class Processing:
         return Processing(**dict(zip(self.key, tensors, strict=True)))
 
 
-def widened(logits: Tensor) -> Tensor:
+def widen(logits: Tensor) -> Tensor:
     """Return the logits in float32; float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -470,7 +470,7 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     processors, which run node by node, as (row, node) -> error. `edits` (B,) come from
     `Sampler.edits`; None for a row whose logits stay as they are.
     """
-    values = widened(logits)
+    values = widen(logits)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
     if not rows:
         return values, {}
@@ -518,7 +518,7 @@ def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
     NaN where that raises. Rows at temperature 0 are filtered as at temperature 1, since they take
     the largest logit. Reads no value on the host.
     """
-    values = widened(logits)
+    values = widen(logits)
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature.to(values.dtype)
     if not filters:

@@ -91,7 +91,7 @@ def step(
     """
     marks = [time.perf_counter() if since is None else since]
     rules = _rules(rows, groups)
-    trees = proposed(rows, groups, check=check)
+    trees = propose_trees(rows, groups, check=check)
     if admit is not None:
         trees = admit(trees)
     names = {index: group.name for group in groups for index in group.members}
@@ -107,7 +107,7 @@ def step(
         scores = Scores(scored.logits, rows, trees, rules, top=top)
     for index, error in lost.items():
         if index in names:
-            _failed(rows[index], names[index], "to draft what can be scored", error)
+            _count_failure(rows[index], names[index], "to draft what can be scored", error)
         verified[index] = verify(rows[index], scores, index, rules[index])
     _raise_unless(isolate, rows)
     verdicts = [result.verdict for result in verified]
@@ -117,7 +117,9 @@ def step(
         row.commit(result.tokens)
     _teach(rows, groups, verdicts, scores, scored.hidden_states)
     marks.append(time.perf_counter())
-    return [_emitted(row, trees[index], verified[index], marks, names.get(index)) for index, row in enumerate(rows)]
+    return [
+        _make_emitted(row, trees[index], verified[index], marks, names.get(index)) for index, row in enumerate(rows)
+    ]
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
@@ -131,7 +133,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
     marks = [began, *[time.perf_counter()] * 3]
     for row, result in zip(rows, verified, strict=True):
         row.commit(result.tokens)
-    return [_emitted(row, scores.trees[index], verified[index], marks, None) for index, row in enumerate(rows)]
+    return [_make_emitted(row, scores.trees[index], verified[index], marks, None) for index, row in enumerate(rows)]
 
 
 def context_for(
@@ -162,7 +164,7 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
-def proposed(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
+def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
     """Ask each group's drafter to propose, and return one tree per row; `check` verifies the
     recorded draft probabilities.
     """
@@ -182,7 +184,7 @@ def proposed(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = Fals
     return trees
 
 
-def _failed(row: Row, name: str, task: str, error: Exception) -> None:
+def _count_failure(row: Row, name: str, task: str, error: Exception) -> None:
     """Warn once that a drafter lost its draft for a row, and count it."""
     warn_drafter(name, task, repr(error))
     row.drafter_errors += 1
@@ -199,7 +201,7 @@ def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapp
         if wrong:
             mass = next(iter(wrong.values()))
             error = InvalidDraftError(f"sampled from what is no distribution: its probabilities add up to {mass}")
-            _failed(rows[index], names[index], "to propose", error)
+            _count_failure(rows[index], names[index], "to propose", error)
         sound.append(without(tree, wrong) if wrong else tree)
     return sound
 
@@ -246,11 +248,11 @@ def _lesson(
     """Return what a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
     boundaries = drafter.requires | drafter.observes
-    wanted = {boundary: _kept_states(hidden_states[boundary], members, chosen) for boundary in boundaries}
+    wanted = {boundary: _gather_states(hidden_states[boundary], members, chosen) for boundary in boundaries}
     return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
 
 
-def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:
+def _gather_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:
     """Return (B, F, H): the hidden states of the root and of each accepted node, padded with the
     root's.
     """
@@ -260,7 +262,7 @@ def _kept_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verd
     return states[chosen.unsqueeze(1), index]
 
 
-def _emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
+def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
     """Return what a step committed to a row. `marks` are the times at which drafting, verifying and
     committing began, and at which the step ended.
     """
@@ -325,7 +327,7 @@ def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree = scores.trees[index]
     with Isolation(row):
         if row.error is None:
-            return _verified(row, scores, index, name)
+            return _run_rule(row, scores, index, name)
     return Verified(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
 
 
@@ -336,7 +338,7 @@ def _raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
         raise error
 
 
-def _verified(row: Row, scores: Scores, index: int, name: str) -> Verified:
+def _run_rule(row: Row, scores: Scores, index: int, name: str) -> Verified:
     tree, target = scores.trees[index], scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
     accepted = set(verdict.path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.drafters import drafter_class, outside
+from forerun.drafters import drafter_class, is_outside
 from forerun.errors import ArgumentError
 
 COPYING = ("ngram", "suffix", "rest", "prediction", "first_of", "merge")
@@ -22,7 +22,7 @@ def reads_text_alone(method: str) -> bool:
     It may by one of `COPYING`, or by a drafter outside of forerun (``module:Class``) that wants
     nothing of the target. ArgumentError: there is no such drafter.
     """
-    if not outside(method):
+    if not is_outside(method):
         return method in COPYING
     from forerun.drafters.base import Drafter
 

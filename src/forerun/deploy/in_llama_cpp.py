@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion
+from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion_arguments
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
 from forerun.deploy.gguf_converter import UNKNOWN
 from forerun.deploy.trial import (
@@ -130,7 +130,7 @@ def convert_to_gguf(
         ForerunError: this Python lacks what the converter imports.
     """
     command = [str(python), str(Path(__file__).with_name("gguf_converter.py")), str(sources)]
-    command += conversion(folder, target=target, outtype=OUTTYPES[dtype], file=file)
+    command += conversion_arguments(folder, target=target, outtype=OUTTYPES[dtype], file=file)
     log = file.with_suffix(".log")
     with log.open("w", encoding="utf-8") as out:
         done = subprocess.run(command, stdout=out, stderr=out, check=False)

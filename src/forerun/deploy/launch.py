@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from forerun.demo import resolve
 from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.deploy.schedule import Forecast, Stretch
-from forerun.drafters import AUTO, checked_options, default_length, entry_named, outside
-from forerun.drafters.heads.kinds import KINDS, named
+from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
+from forerun.drafters.heads.kinds import KINDS, import_named
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.manifests import read_object
@@ -252,7 +252,7 @@ class EngineInfo(ABC):
 
     def needs(self, config: SpeculativeConfig) -> Iterator[str]:
         """Yield a sentence that says what a plug-in's drafters outside of forerun need."""
-        found = [*filter(outside, list_methods(config.named))]
+        found = [*filter(is_outside, list_methods(config.named))]
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
 
@@ -271,7 +271,7 @@ class EngineInfo(ABC):
         """Return the engine's options with the values that ours have, given or by default, because
         its own defaults differ.
         """
-        options = checked_options(draft.method, draft.options)
+        options = check_options(draft.method, draft.options)
         return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
 
     def plugs_in(self, config: SpeculativeConfig) -> bool:
@@ -419,7 +419,7 @@ def find_engine(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
         raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
-    return named(ENGINES[name])()  # type: ignore[no-any-return]
+    return import_named(ENGINES[name])()  # type: ignore[no-any-return]
 
 
 def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
@@ -501,7 +501,7 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
         return arms_of(config, every=True)  # An engine may have `ngram` alone
     if config.method not in COMBINED:
         return [config]
-    options = checked_options(config.method, config.drafter_options)
+    options = check_options(config.method, config.drafter_options)
     given = [options.inner] if config.method == "cascade" else list(options.drafters)
     if config.method == "cascade":
         given.append({"method": "draft_model", "model": options.model})
@@ -515,7 +515,7 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 
 def _draft(config: SpeculativeConfig) -> DraftSpec:
-    checked_options(config.method, config.drafter_options)
+    check_options(config.method, config.drafter_options)
     k = config.num_speculative_tokens or default_length(config.method) or 1
     given = config.options.get("model")
     model = None if given is None else str(resolve(str(given)))

@@ -20,11 +20,11 @@ import numpy as np
 from forerun.core.row import Row
 from forerun.core.rules.base import walk
 from forerun.core.sampling import Sampler
-from forerun.core.step import Emitted, context_for, proposed
+from forerun.core.step import Emitted, context_for, propose_trees
 from forerun.core.tree import TokenTree
 from forerun.deploy import COPYING, check_plugged, list_methods, reads_text_alone
 from forerun.deploy.known_rows import KnownRows, RecognisedRows
-from forerun.drafters import AUTO, checked_options, drafter_class
+from forerun.drafters import AUTO, check_options, drafter_class
 from forerun.drafters.base import DrafterSetup, warn_drafter
 from forerun.drafters.combined.members import options_of
 from forerun.drafters.guarded import Guarded
@@ -248,7 +248,7 @@ class Sequences:
         else:
             for row in rows:
                 row.room = max(1, self._slots - len(row.tokens))
-            trees = self._policy.admit(proposed(rows, self._policy.plan(rows, range(len(rows)), limits)))
+            trees = self._policy.admit(propose_trees(rows, self._policy.plan(rows, range(len(rows)), limits)))
         if self._chains:
             trees = [tree if max(tree.depths) == tree.size else tree.only(tree.best_path()) for tree in trees]
         return trees
@@ -352,5 +352,5 @@ def _check_options(method: str, given: Mapping[str, Any]) -> None:
     """Raise ArgumentError where an option of the drafter, or of one that it is made of, is unknown,
     missing or out of range.
     """
-    for member in getattr(checked_options(method, given), "drafters", ()):
+    for member in getattr(check_options(method, given), "drafters", ()):
         _check_options(*options_of("member", member))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forerun.drafters.heads.kinds import KINDS, named
+from forerun.drafters.heads.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, choices
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
+class DrafterEntry:
     """One line of the registry."""
 
     path: str  # ``module:Class``, imported when the drafter is built
@@ -27,89 +27,91 @@ class Entry:
     needs_prediction: bool = False  # It drafts nothing for a request that brings no prediction, unless told another one
 
 
-DRAFTERS: dict[str, Entry] = {
-    "ngram": Entry(
+DRAFTERS: dict[str, DrafterEntry] = {
+    "ngram": DrafterEntry(
         path="forerun.drafters.lookup.ngram:NgramDrafter",
         summary="copies what followed the same words earlier in prompt or output, across edits (prompt lookup)",
         copies=True,
     ),
-    "lookahead": Entry(
+    "lookahead": DrafterEntry(
         path="forerun.drafters.self_drafting.lookahead:LookaheadDrafter",
         summary="the target guesses several positions at once and copies the n-grams it came across; no draft model",
     ),
-    "jacobi": Entry(
+    "jacobi": DrafterEntry(
         path="forerun.drafters.self_drafting.jacobi:JacobiDrafter",
         summary="a chain of guesses that every pass of the target corrects; no draft model",
     ),
-    "suffix": Entry(
+    "suffix": DrafterEntry(
         path="forerun.drafters.lookup.suffix:SuffixDrafter",
         summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
         copies=True,
     ),
-    "prediction": Entry(
+    "prediction": DrafterEntry(
         path="forerun.drafters.lookup.prediction:PredictionDrafter",
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
         copies=True,
         needs_prediction=True,
     ),
-    "first_of": Entry(
+    "first_of": DrafterEntry(
         path="forerun.drafters.combined.first_of:FirstOfDrafter",
         summary="several drafters, the first whose draft promises enough: copy where the match is long, else a model",
     ),
-    "merge": Entry(
+    "merge": DrafterEntry(
         path="forerun.drafters.combined.merge:MergeDrafter",
         summary="several drafters, their trees joined under one node budget",
     ),
-    "cascade": Entry(
+    "cascade": DrafterEntry(
         path="forerun.drafters.combined.cascade:CascadeDrafter",
         summary="a draft model that is itself sped up by a cheaper drafter (staged speculative decoding)",
     ),
-    "draft_model": Entry(
+    "draft_model": DrafterEntry(
         path="forerun.drafters.draft_models.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
         adapts=True,
     ),
-    "pard": Entry(
+    "pard": DrafterEntry(
         path="forerun.drafters.draft_models.pard:PardDrafter",
         summary="a draft model that drafts all depths in one pass, from masks (PARD); the tree of the likeliest paths",
         needs_training=True,
     ),
-    "tli": Entry(
+    "tli": DrafterEntry(
         path="forerun.drafters.draft_models.tli:TliDrafter",
         summary="a causal LM with another tokenizer drafts the tokens that both vocabularies share; sampled or not",
     ),
-    "slem": Entry(
+    "slem": DrafterEntry(
         path="forerun.drafters.draft_models.slem:SlemDrafter",
         summary="a causal LM with any tokenizer drafts text, read again with the target's tokenizer",
     ),
-    "quantized_self": Entry(
+    "quantized_self": DrafterEntry(
         path="forerun.drafters.draft_models.quantized_self:QuantizedSelfDrafter",
         summary="the target's own weights in 8 or 4 bits; chain or tree, deterministic or sampled",
     ),
-    "skip_layers": Entry(
+    "skip_layers": DrafterEntry(
         path="forerun.drafters.self_drafting.skip_layers:SkipLayersDrafter",
         summary="the target itself without some attention and MLP sub-layers (Draft & Verify, SWIFT)",
     ),
-    "early_exit": Entry(
+    "early_exit": DrafterEntry(
         path="forerun.drafters.self_drafting.early_exit:EarlyExitDrafter",
         summary="the target's first layers draft, its others verify (LayerSkip); chain or tree",
     ),
-    "rest": Entry(
+    "rest": DrafterEntry(
         path="forerun.drafters.lookup.rest:RestDrafter",
         summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
         copies=True,
     ),
-    "recycling": Entry(
+    "recycling": DrafterEntry(
         path="forerun.drafters.lookup.recycling:RecyclingDrafter",
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
         copies=True,
     ),
-    "speed": Entry(
+    "speed": DrafterEntry(
         path="forerun.drafters.self_drafting.speed:SpeedDrafter",
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
     **{
-        kind.name: Entry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None, adapts=True)
+        kind.name: DrafterEntry(
+            path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None, adapts=True
+        )
         for kind in KINDS.values()
         if kind.trains == "head"
     },
@@ -117,24 +119,26 @@ DRAFTERS: dict[str, Entry] = {
 
 AUTO = "auto"
 # Methods that the engine carries out with several drafters; none is a `Drafter` of its own.
-CHOOSERS: dict[str, Entry] = {
-    AUTO: Entry(path="", summary="chooses among the drafters, how much to draft, or not at all, by measured cost")
+CHOOSERS: dict[str, DrafterEntry] = {
+    AUTO: DrafterEntry(
+        path="", summary="chooses among the drafters, how much to draft, or not at all, by measured cost"
+    )
 }
 
 
-def methods() -> dict[str, Entry]:
+def methods() -> dict[str, DrafterEntry]:
     """Return every method that a speculative configuration may name."""
     return {**DRAFTERS, **CHOOSERS}
 
 
-def outside(name: str) -> bool:
+def is_outside(name: str) -> bool:
     """Return whether a method is a drafter outside of this package, ``module:Class``; imports
     nothing.
     """
     return ":" in name
 
 
-def entry_named(name: str) -> Entry:
+def entry_named(name: str) -> DrafterEntry:
     """Return the registry's line for a method; imports nothing, unless the name is
     ``module:Class``, a drafter outside of this package. Raises ArgumentError that names the nearest
     if there is none, or says what is wrong with the class.
@@ -142,7 +146,7 @@ def entry_named(name: str) -> Entry:
     known = methods()
     if name in known:
         return known[name]
-    if outside(name):
+    if is_outside(name):
         return _from_outside(name)
     raise ArgumentError(
         f"unknown drafter {name!r}.{choices(name, known)} A file of your own is named module:Class; `forerun drafters` "
@@ -150,11 +154,11 @@ def entry_named(name: str) -> Entry:
     )
 
 
-def _from_outside(path: str) -> Entry:
+def _from_outside(path: str) -> DrafterEntry:
     from forerun.drafters.base import Drafter
 
     try:
-        found = named(path)
+        found = import_named(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
             f"drafter {path!r} cannot be imported ({error}); expected module:Class, the module's folder in PYTHONPATH"
@@ -164,7 +168,7 @@ def _from_outside(path: str) -> Entry:
         raise ArgumentError(
             f"{path!r} is no drafter; expected a subclass of forerun.drafters.base.Drafter with a dataclass Config"
         )
-    return Entry(path=path, summary=path)
+    return DrafterEntry(path=path, summary=path)
 
 
 def drafter_class(name: str) -> type[Drafter]:
@@ -173,7 +177,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """
     if name in CHOOSERS:
         raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
-    found: type[Drafter] = named(entry_named(name).path)
+    found: type[Drafter] = import_named(entry_named(name).path)
     return found
 
 
@@ -188,7 +192,7 @@ def default_length(name: str) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def checked_options(name: str, options: Mapping[str, Any]) -> Any:
+def check_options(name: str, options: Mapping[str, Any]) -> Any:
     """Return the `Config` of a drafter of that name with these options. Raises ArgumentError that
     names the nearest drafter or option for an unknown one, and what is missing or of the wrong
     type.
@@ -210,5 +214,5 @@ def checked_options(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """Build a drafter of that name with these options. Raises as `checked_options` does."""
-    return drafter_class(name)(checked_options(name, options), setup)  # type: ignore[call-arg]
+    """Build a drafter of that name with these options. Raises as `check_options` does."""
+    return drafter_class(name)(check_options(name, options), setup)  # type: ignore[call-arg]

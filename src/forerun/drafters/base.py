@@ -86,9 +86,9 @@ class DraftContext:
 
     def repeatable(self) -> DraftContext:
         """Return the context as drafters see it where text must not depend on what was learned, see
-        `repeatable`.
+        `make_repeatable`.
         """
-        seen = [repeatable(sampler) for sampler in self.samplers]
+        seen = [make_repeatable(sampler) for sampler in self.samplers]
         same = all(one is other for one, other in zip(seen, self.samplers, strict=True))
         return self if same else replace(self, samplers=seen)
 
@@ -263,7 +263,7 @@ class Drafter:
 _CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()
 
 
-def changed(sampler: Sampler, **params: Any) -> Sampler:
+def with_params(sampler: Sampler, **params: Any) -> Sampler:
     """Return the sampler with some other sampling parameters; the same object whenever the same is
     asked for.
     """
@@ -274,14 +274,14 @@ def changed(sampler: Sampler, **params: Any) -> Sampler:
     return made[key]
 
 
-def repeatable(sampler: Sampler) -> Sampler:
+def make_repeatable(sampler: Sampler) -> Sampler:
     """Return the sampler that a drafter sees: as if it were greedy for a sampled request with a
     seed, unchanged for any other. What drafters learn, and who is asked for how much, depends on
     other requests and on the clock. Sampled drafts would show that in the text; deterministic ones
     are walked, and the text for a seed is plain decoding's.
     """
     seeded = not sampler.greedy and sampler.params.seed is not None
-    return changed(sampler, temperature=0.0) if seeded else sampler
+    return with_params(sampler, temperature=0.0) if seeded else sampler
 
 
 class PerDomain(Generic[T]):

@@ -30,7 +30,7 @@ from forerun.core.sampling import (
     probs_of,
     quantiles,
     settings_of,
-    widened,
+    widen,
 )
 from forerun.devices import constant, sent, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
@@ -249,31 +249,31 @@ def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
     AUTO; `pick` draws the sampled ones. Children beyond a distribution's support are not valid.
     """
     if draw is Draw.DETERMINISTIC:
-        return _packed([_top(probs, count)], None)
+        return _pack_children([_top(probs, count)], None)
     if draw is Draw.IID:
         surest = probs.amax(-1, keepdim=True).expand(-1, -1, count)
-        return _packed([(pick(probs, range(count)), surest, surest > 0, Drawn.IID)], probs)
+        return _pack_children([(pick(probs, range(count)), surest, surest > 0, Drawn.IID)], probs)
     rest, parts = probs, list[_Drawn]()
     if draw is Draw.WITHOUT_REPLACEMENT:  # one after the other, the elder ones removed and the rest renormalised
         for index in range(count):
             surest, token = rest.amax(-1, keepdim=True), pick(rest, range(index, index + 1))
             parts.append((token, surest, surest > 0, Drawn.WITHOUT_REPLACEMENT))
-            rest = _renormalised(rest.scatter(-1, token, 0.0))
-        return _packed(parts, probs)
+            rest = _renormalise(rest.scatter(-1, token, 0.0))
+        return _pack_children(parts, probs)
     if count > 1:
         parts.append(_top(probs, count - 1))
         rest = probs.scatter(-1, parts[0][0], 0.0)
     mass = rest.sum(-1, keepdim=True)
-    rest = _renormalised(rest)
+    rest = _renormalise(rest)
     surest = rest.amax(-1, keepdim=True) * mass
     parts.append((pick(rest, range(count - 1, count)), surest, mass > 0, Drawn.IID))
-    return _packed(parts, rest)
+    return _pack_children(parts, rest)
 
 
 _Drawn = tuple[Tensor, Tensor, Tensor, Drawn]  # Tokens, confidence, validity (B, F, C) of children, and their kind
 
 
-def _packed(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
+def _pack_children(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
     kinds = [torch.full_like(tokens, int(kind), dtype=torch.uint8) for tokens, _, _, kind in parts]
     return Children(
         tokens=torch.cat([part[0] for part in parts], dim=-1),
@@ -291,7 +291,7 @@ def _top(probs: Tensor, count: int) -> _Drawn:
     return tokens, chances, chances > 0, Drawn.DETERMINISTIC
 
 
-def _renormalised(rest: Tensor) -> Tensor:
+def _renormalise(rest: Tensor) -> Tensor:
     return rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
 
 
@@ -312,7 +312,7 @@ class HostDraws:
         if vocabulary is not None:
             logits = vocabulary.spread(logits)
         blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
-        none = _packed([_top(blank, self.shape.widths[depth])], None)
+        none = _pack_children([_top(blank, self.shape.widths[depth])], None)
         found = [
             [
                 attempt(none, self._of_node, logits[row, index], grower, node, ids[row])
@@ -449,7 +449,7 @@ class Draws:
 
     def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
         batch, width, size = logits.shape
-        values = widened(logits)
+        values = widen(logits)
         above = tuple(one - 1 for node in self.shape.levels[depth] for one in self.shape.path(node))
         paths = ids.index_select(1, constant(above, ids.device))
         first = torch.arange(batch * width, device=ids.device).view(batch, width, 1) * size

@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, repeatable, warn_drafter
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, make_repeatable, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
@@ -241,15 +241,15 @@ class Deferred(Guarded):
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
         """Guard a drafter; with `reproducible` it drafts deterministically for sampled requests
-        that have a seed, see `repeatable`.
+        that have a seed, see `make_repeatable`.
         """
         super().__init__(drafter, method, setup)
         self._reproducible = reproducible
         self.idle = False  # It is not asked for the time being, and does not watch
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _DeferredRow] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        return super().kind(repeatable(sampler) if self._reproducible else sampler)
+        return super().kind(make_repeatable(sampler) if self._reproducible else sampler)
 
     @property
     def watches(self) -> bool:
@@ -259,7 +259,7 @@ class Deferred(Guarded):
         now = list[int]()
         reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            row = self._rows.setdefault(row_id, _Row())
+            row = self._rows.setdefault(row_id, _DeferredRow())
             at_once = row.asked or (bool(reads) and fresh + row.held > _MOST_STATES)
             if at_once and row.shown == len(tokens) - fresh and not row.states:
                 now.append(index)
@@ -284,7 +284,7 @@ class Deferred(Guarded):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
-        rows = [self._rows.setdefault(context.rows[index], _Row()) for index in wanted]
+        rows = [self._rows.setdefault(context.rows[index], _DeferredRow()) for index in wanted]
         late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
         if late:
             self._show(late, context)
@@ -326,7 +326,7 @@ class Deferred(Guarded):
 
 
 @dataclass(slots=True)
-class _Row:
+class _DeferredRow:
     shown: int = 0  # Tokens that the drafter has been shown
     asked: bool = False  # A proposal is outstanding
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per boundary and call

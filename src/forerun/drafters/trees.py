@@ -16,7 +16,7 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, Drafted, PerDomain, changed, check_choice, check_least
+from forerun.drafters.base import DraftContext, Drafted, PerDomain, check_choice, check_least, with_params
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
@@ -117,7 +117,9 @@ class FixedTree:
             cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
         return cuts
 
-    def _cut(self, tree: TokenTree, grown: Grown, at: int, row: _Row, nodes: int, acceptance: Acceptance) -> Submitted:
+    def _cut(
+        self, tree: TokenTree, grown: Grown, at: int, row: _GrownRow, nodes: int, acceptance: Acceptance
+    ) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
         # Further ones were not run for this row, which may stand at the end of the model's context.
         submitted = Submitted(tokens=tokens, parents=parents, run=min(grown.run, nodes), acceptance=acceptance)
@@ -137,7 +139,7 @@ class FixedTree:
     def _grower(self, context: DraftContext, index: int) -> Grower:
         sampler = context.samplers[index]
         if self.temperature is not None and not sampler.greedy:
-            sampler = changed(sampler, temperature=self.temperature)
+            sampler = with_params(sampler, temperature=self.temperature)
         output = () if sampler.neutral else context.tokens[index][context.prompt_lengths[index] :]
         return Grower(draw=self._draw(sampler), sampler=sampler, rng=context.rng[index], output=output)
 
@@ -273,7 +275,7 @@ def not_finite() -> NumericError:
     return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
 
 
-class Limits:
+class NodeLimits:
     """Counts how many nodes each of B rows may submit while its tree grows level by level. A node
     that was grown is never taken back, so whether it is submitted does not depend on its value.
     `stopped` returns, for each row (B,), whether it drafts no deeper than these children; empty if
@@ -311,7 +313,7 @@ class Submitted(Proposal):
         return max(paths.values(), key=len)
 
 
-class _Row(NamedTuple):
+class _GrownRow(NamedTuple):
     """One row of a `Grown` on the host: entry k of each list belongs to node k + 1."""
 
     tokens: list[int]
@@ -346,13 +348,13 @@ class Grown(Children):
             run=run,
         )
 
-    def fetch(self) -> list[_Row]:
+    def fetch(self) -> list[_GrownRow]:
         """Fetch everything but the probs, (B,) rows, in one transfer. Not kept: a recording gives
         the same object with other numbers.
         """
         masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
         columns = fetched([self.tokens, self.drawn, self.confidence, self.validity(), masses])
-        return [_Row(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return [_GrownRow(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 class Candidate(NamedTuple):

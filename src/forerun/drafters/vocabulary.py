@@ -19,7 +19,7 @@ _REMEDY = (
 )
 
 
-def resolved(model: Any) -> Any:
+def resolve_shipped(model: Any) -> Any:
     """Return the directory of a shipped model for its name; any other name, or a loaded model, is
     returned unchanged.
     """
@@ -30,7 +30,7 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
     """Raise VocabularyMismatchError if the `size` token ids of a draft model mean something else
     than the target's, or, where a tokenizer is missing, are not as many.
     """
-    theirs = tokenizer_beside(resolved(model)) if isinstance(model, str | Path) else None
+    theirs = tokenizer_beside(resolve_shipped(model)) if isinstance(model, str | Path) else None
     if setup.tokenizer is None or theirs is None:
         if setup.target.vocab_size == size:
             return
@@ -65,21 +65,21 @@ def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrained
     model. Raises ArgumentError if there is none.
     """
     given, own, model = config.target_tokenizer, config.tokenizer, config.model
-    target = setup.tokenizer if given is None else _loaded(given)
+    target = setup.tokenizer if given is None else _load(given)
     if target is None:
         where = "the engine has none" if given is None else f"there is none in {str(given)!r}"
         raise ArgumentError(f"{method} needs the target's tokenizer, and {where}; pass target_tokenizer=DIRECTORY")
     beside = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "")
     source = beside if own is None else own
-    draft = _loaded(source)
+    draft = _load(source)
     if draft is None:
         where = f"no tokenizer was found for the draft model in {str(source)!r}"
         raise ArgumentError(f"{method}: {where}; pass tokenizer=DIRECTORY, a hub id or an object")
     return [target, draft]
 
 
-def _loaded(source: Any) -> PreTrainedTokenizerBase | None:
+def _load(source: Any) -> PreTrainedTokenizerBase | None:
     if not isinstance(source, str | Path):
         tokenizer: PreTrainedTokenizerBase = source
         return tokenizer
-    return tokenizer_beside(resolved(source)) if str(source) else None
+    return tokenizer_beside(resolve_shipped(source)) if str(source) else None

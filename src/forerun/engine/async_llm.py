@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from forerun.engine.completion import Request
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM, Speculative
-from forerun.engine.prompts import Lanes, OneThread, Prompt, paired
+from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
 from forerun.errors import CLOSED, EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -78,7 +78,7 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Run `LLM.generate`; cancelling the task aborts its requests."""
         stream = partial(self.stream, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
-        requests = paired(prompts, sampling_params)
+        requests = pair_prompts(prompts, sampling_params)
         return await all_or_none(whole_output(stream(prompt, params)) for prompt, params in requests)
 
     async def chat(

@@ -18,7 +18,7 @@ from forerun.core.step import first_tokens, step
 from forerun.core.tree import TokenTree
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
-from forerun.engine.grammar import permitted
+from forerun.engine.grammar import drop_forbidden
 from forerun.engine.scheduling import (
     PassTimes,
     Prefill,
@@ -302,7 +302,7 @@ class Engine:
         groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._prefilling))
 
         def admit(trees: list[TokenTree]) -> list[TokenTree]:
-            return permitted(self.drafting.admit(trees), rows)
+            return drop_forbidden(self.drafting.admit(trees), rows)
 
         emitted = step(self.target, rows, groups, check=self._check, admit=admit, since=began, isolate=True)
         self.drafting.learn(emitted)

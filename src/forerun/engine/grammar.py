@@ -30,7 +30,7 @@ from torch import Tensor
 from forerun.core.row import Row
 from forerun.core.tree import TokenTree, prune
 from forerun.engine import grammar_trial
-from forerun.engine.grammar_trial import TRIAL_S, compiled, complaint
+from forerun.engine.grammar_trial import TRIAL_S, compile_grammar, complaint
 from forerun.errors import ArgumentError, Isolation
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.types import StructuredOutputs
@@ -65,7 +65,7 @@ takes 2 ms.
 MAX_KNOWN = 64  # Compiled grammars that are kept for requests to come
 
 
-class Budget:
+class MaskBudget:
     """A time budget for the masks of one request, all of its answers together."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class GrammarProcessor:
         prompt_length: tokens of each call that are not the output.
     """
 
-    def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: Budget) -> None:
+    def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: MaskBudget) -> None:
         self._beginning, self._prompt_length, self._end_ids = beginning, prompt_length, list(end_ids)
         self._read: list[int] = []
         self._budget = budget
@@ -179,7 +179,7 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
 
     def processor(
-        self, outputs: StructuredOutputs, prompt_length: int, budget: Budget | None = None
+        self, outputs: StructuredOutputs, prompt_length: int, budget: MaskBudget | None = None
     ) -> GrammarProcessor:
         """Return a processor for one answer; those of one request share a budget. Raises
         ArgumentError, saying why, if the schema, expression or grammar is too large, or llguidance
@@ -194,7 +194,7 @@ class GrammarCompiler:
                     self._known.popitem(last=False)
         with suppress(KeyError):  # dropped meanwhile
             self._known.move_to_end(key)
-        return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or Budget())
+        return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or MaskBudget())
 
     def knows(self, outputs: StructuredOutputs) -> bool:
         """Return whether a grammar has been compiled already, so that a processor costs next to
@@ -234,14 +234,14 @@ class GrammarCompiler:
         return LLTokenizer(**self._described)
 
     @cached_property
-    def _trials(self) -> Trials:
-        return Trials(self._described)
+    def _trials(self) -> GrammarTrials:
+        return GrammarTrials(self._described)
 
     def _compile(self, kind: str, text: str) -> Any:
         check(kind, text)
         if why := self._trials.tried(kind, text):
             raise ArgumentError(f"structured outputs: the {kind} {why}")
-        return compiled(self._tokenizer, kind, text)
+        return compile_grammar(self._tokenizer, kind, text)
 
 
 def source(outputs: StructuredOutputs) -> tuple[str, str]:
@@ -266,7 +266,7 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
     return "grammar", outputs.grammar
 
 
-def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
+def drop_forbidden(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
     """Return the trees of a step of `rows` without the deterministic nodes that their grammars
     forbid, and everything below those.
     """
@@ -297,7 +297,7 @@ DEADLINE_S = 20.0  # Until one grammar has been compiled, which has `TRIAL_S` of
 START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
 
 
-class Trials:
+class GrammarTrials:
     """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first
     needed, and again when a grammar has ended it. `tokenizer` holds the arguments of llguidance's
     tokenizer.
@@ -310,7 +310,7 @@ class Trials:
 
     def tried(self, kind: str, text: str) -> str:
         """Return why a grammar is refused; empty if it is not."""
-        answer = _asked(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
+        answer = _ask(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
         if answer is not None:
             return answer
         taken = f"more than {TRIAL_S:g} s or more memory than there is"
@@ -328,13 +328,13 @@ class Trials:
                 text=True,
                 encoding="utf-8",
             )
-            self._over = weakref.finalize(self, _ended, self._process)
-            if _asked(self._process, self._tokenizer, START_S) is None:
+            self._over = weakref.finalize(self, _end, self._process)
+            if _ask(self._process, self._tokenizer, START_S) is None:
                 raise RuntimeError("the process that tries grammars does not start")
         return self._process
 
 
-def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
+def _ask(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
     """Return the process's answer; None, and the process is ended, if there is none in so many
     seconds.
     """
@@ -351,11 +351,11 @@ def _asked(process: subprocess.Popen[str], question: Mapping[str, Any], seconds:
         timer.cancel()
     if answer.endswith("\n"):
         return str(json.loads(answer))
-    _ended(process)
+    _end(process)
     return None
 
 
-def _ended(process: subprocess.Popen[str]) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
     with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
         pass

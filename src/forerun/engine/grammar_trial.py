@@ -34,7 +34,7 @@ answer full of blanks.
 """
 
 
-def compiled(tokenizer: Any, kind: str, text: str) -> Any:
+def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
     """Return a matcher at the beginning of a grammar (`kind` ``json``, ``regex`` or ``grammar``),
     or in an error state. Raises ValueError if the text is none of its kind.
     """
@@ -58,10 +58,10 @@ def complaint(matcher: Any) -> str:
     return "it is too large" if first.startswith("panic") else first[:300] or "it failed"
 
 
-def tried(tokenizer: Any, kind: str, text: str) -> str:
+def try_grammar(tokenizer: Any, kind: str, text: str) -> str:
     """Return why a grammar is refused; empty if it is not."""
     try:
-        matcher = compiled(tokenizer, kind, text)
+        matcher = compile_grammar(tokenizer, kind, text)
     except ValueError as error:
         return f"cannot be read: {str(error)[:300]}"
     if not (why := complaint(matcher)):
@@ -78,7 +78,7 @@ def _answer_all() -> None:
     _say("")
     for line in sys.stdin:
         _limit(TRIAL_S)
-        why = tried(tokenizer, **json.loads(line))
+        why = try_grammar(tokenizer, **json.loads(line))
         _limit(0.0)
         _say(why)
 

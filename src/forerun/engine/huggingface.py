@@ -76,7 +76,7 @@ class HuggingFaceGenerate:
         running: dict[str, int] = {}
         for index, prompt in enumerate(prompts):
             padding = input_ids[index, : input_ids.shape[1] - len(prompt)].tolist()
-            own = (_wrapped(processors, padding, index, len(prompts)),) if len(processors) else ()
+            own = (_wrap(processors, padding, index, len(prompts)),) if len(processors) else ()
             params = _params(generation_config, generation_config.max_length - input_ids.shape[1], own)
             running[llm.submit(prompt, params)] = index
 
@@ -162,7 +162,7 @@ def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> 
     )
 
 
-def _wrapped(processors: Any, padding: list[int], index: int, batch: int) -> LogitsProcessor:
+def _wrap(processors: Any, padding: list[int], index: int, batch: int) -> LogitsProcessor:
     """Wrap transformers' processors for row `index` of the batch."""
 
     def process(tokens: Sequence[int], logits: Tensor) -> Tensor:

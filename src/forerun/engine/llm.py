@@ -27,7 +27,7 @@ from forerun.engine.config import (
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.measuring import known_or_nominal
-from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, paired
+from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, about, nearest
 from forerun.model import Buckets, Target
@@ -199,7 +199,7 @@ class LLM:
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
         try:
-            for prompt, params in paired(prompts, sampling_params):
+            for prompt, params in pair_prompts(prompts, sampling_params):
                 ids.append(submit(prompt, params))
             return [self._wait(request_id) for request_id in ids]
         except BaseException:

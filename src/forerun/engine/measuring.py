@@ -90,11 +90,11 @@ def load_or_measure(
         grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
     free = free_rows(target, grid["rows"][-1])
     try:
-        samples = _sampled(target, free, grid, repeats, seconds, tell)
+        samples = _sample(target, free, grid, repeats, seconds, tell)
     finally:
         target.truncate(free, [0] * len(free))
     drafts = {} if kept is None else kept[1].drafts
-    cost = replace(_fitted(grid, samples), drafts=drafts, stairs=bool(target.buckets.nodes))
+    cost = replace(_fit(grid, samples), drafts=drafts, stairs=bool(target.buckets.nodes))
     _write(target, grid, cost)
     return cost
 
@@ -134,7 +134,7 @@ def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
                 samples.setdefault((context, rows, nodes), [kept[1].pass_ms(nodes, rows, context) / 1e3])
     own = [sorted({point[axis] for point in samples}) for axis in range(3)]
     grid: Grid = {"contexts": tuple(own[0]), "rows": tuple(own[1]), "nodes": tuple(own[2])}
-    cost = replace(_beyond(_fitted(grid, samples)), stairs=bool(target.buckets.nodes))
+    cost = replace(_beyond(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
     _write(target, {"nodes": (), "rows": (), "contexts": ()}, cost)  # Nothing of it was asked for
 
 
@@ -163,7 +163,7 @@ def free_rows(target: Target, count: int) -> list[int]:
     return min(runs, key=lambda run: run[-1] - run[0])
 
 
-def _sampled(
+def _sample(
     target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[Point, list[float]]:
     """Return wall times in seconds, the cheapest points first; at longer contexts few sizes, for
@@ -212,7 +212,7 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
         return time.perf_counter() - began
 
 
-def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
+def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     """Convert samples to times in ms; sizes that were left out are filled in, row counts and
     contexts with too few sizes are dropped.
     """
@@ -229,13 +229,13 @@ def _fitted(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
         plane = list[tuple[float, ...]]()
         for r in rows:  # behind further contexts what they add to the first one's times, if anything, is interpolated
             added = [max(0.0, ms[c, r, n] - base[r, n]) for n in known[c, r]]
-            plane.append(tuple(rising([base[r, n] + along(known[c, r], added, n) for n in nodes])))
+            plane.append(tuple(make_rising([base[r, n] + along(known[c, r], added, n) for n in nodes])))
         planes.append(tuple(plane))
         base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
     return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=tuple(planes))
 
 
-def rising(values: Sequence[float]) -> list[float]:
+def make_rising(values: Sequence[float]) -> list[float]:
     """Return the nearest sequence that never falls (pool adjacent violators): a pass over more
     nodes is not cheaper.
     """

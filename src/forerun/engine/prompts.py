@@ -27,7 +27,7 @@ from forerun.core.sampling import Sampler, check_token_ids, request_seed
 from forerun.devices import trim_heap
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.grammar import Budget, GrammarCompiler
+from forerun.engine.grammar import GrammarCompiler, MaskBudget
 from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, nearest
 from forerun.params import NEUTRAL, token_ids
 from forerun.types import SamplingParams
@@ -210,7 +210,7 @@ class PromptReader:
         outputs = params.structured_outputs
         if outputs is None:
             return [Sampler(params, prompt, banned_until_min=banned, bad_words=words)] * params.n
-        samplers, budget = list[Sampler](), Budget()
+        samplers, budget = list[Sampler](), MaskBudget()
         for _ in range(params.n):
             grammar = self.grammars.processor(outputs, len(prompt), budget)
             own = replace(params, logits_processors=(*params.logits_processors, grammar))
@@ -259,7 +259,7 @@ class PromptReader:
         return [ids for ids in found if ids]
 
 
-def paired(
+def pair_prompts(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Pair each prompt with its parameters, one or many of both; a list of ints is one prompt of

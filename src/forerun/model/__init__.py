@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forerun.model.inputs import Scored
     from forerun.model.kernels.native import largest, top_ids
-    from forerun.model.layers import Plan
+    from forerun.model.layers import LayerRange
     from forerun.model.padding import Buckets
     from forerun.model.target import Target
 
 _HOMES = {
     "Buckets": "padding",
-    "Plan": "layers",
+    "LayerRange": "layers",
     "Scored": "inputs",
     "Target": "target",
     "largest": "kernels.native",
     "top_ids": "kernels.native",
 }
 
-__all__ = ["Buckets", "Plan", "Scored", "Target", "largest", "top_ids"]
+__all__ = ["Buckets", "LayerRange", "Scored", "Target", "largest", "top_ids"]
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,7 @@ import torch
 
 from forerun.caching import cache_root
 from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError
-from forerun.model.load import calm, save_model
+from forerun.model.load import quiet_transformers, save_model
 from forerun.model.support import refuse_config
 from forerun.writing import written_folder
 
@@ -110,7 +110,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
         CheckpointError: no GGUF file, cut short, no language model, a part is missing, or there is no room.
         UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
     """
-    parts = _whole(path.expanduser())
+    parts = _find_parts(path.expanduser())
     seal = hashlib.sha256(f"{FORM} {version('transformers')} ".encode())
     states = list[tuple[Path, int, int]]()
     for part in parts:
@@ -126,7 +126,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     found = [folder for folder in kept if folder.is_dir()]
     if dtype is None and found:
         return found[0]
-    header = _joined([_header_once(*state) for state in states])
+    header = _join_parts([_header_once(*state) for state in states])
     wanted = DTYPES.get(dtype or "auto", header.dtype)
     folder = kept[list(DTYPES.values()).index(wanted)]
     if not folder.is_dir():
@@ -134,7 +134,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     return folder
 
 
-def _whole(path: Path) -> list[Path]:
+def _find_parts(path: Path) -> list[Path]:
     """Return the files of the model that a file is, or is a part of. Raises CheckpointError if some
     are missing.
     """
@@ -280,7 +280,7 @@ class _Reader:
         return count, False
 
 
-def _joined(headers: Sequence[_Header]) -> _Header:
+def _join_parts(headers: Sequence[_Header]) -> _Header:
     """Join the headers of a model in several parts. Raises CheckpointError unless they make a whole
     language model.
     """
@@ -349,7 +349,7 @@ def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
     """Write the checkpoint so that a reader never finds half of it."""
     model = tokenizer = None
     try:
-        with calm(quiet=True):
+        with quiet_transformers(quiet=True):
             settings = _settings(header)
             config = _config(header, settings)
             refuse_config(config)
@@ -430,10 +430,10 @@ def _settings(header: _Header) -> dict[str, Any]:
     if embedding is not None:
         settings["vocab_size"] = embedding.shape[0]
     settings.pop("_model_name_or_path", None)
-    return _completed(header, settings)
+    return _complete_settings(header, settings)
 
 
-def _completed(header: _Header, settings: dict[str, Any]) -> dict[str, Any]:
+def _complete_settings(header: _Header, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings, completed with what else the file states and this kind of model knows."""
     from transformers import CONFIG_MAPPING
 
@@ -476,7 +476,7 @@ def _scale_rope(header: _Header, config: Any) -> None:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = stated("original_context_length")
     elif (stored := tensors.get(_ROPE_FACTORS)) is not None:
-        [(_, factors)] = _dequantised(header, {stored.name})
+        [(_, factors)] = _dequantise(header, {stored.name})
         scaling = _llama3_scaling(factors, rope["rope_theta"])
     elif kind in (None, "none") and not any(name.startswith("rope_factors") for name in tensors):
         scaling = {}
@@ -581,7 +581,7 @@ def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.
     processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
     names = legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
     read, unplaced = dict[str, Any](tensors={}), list[str]()
-    for name, weights in _dequantised(header):
+    for name, weights in _dequantise(header):
         made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
         if made.name in names:
             read["tensors"][names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
@@ -615,7 +615,7 @@ def _ends(header: _Header) -> list[int]:
     return sorted({token for token in found if token is not None})
 
 
-def _dequantised(header: _Header, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def _dequantise(header: _Header, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     """Yield the names and float32 values of the tensors with these names, or of all (None), one by
     one.
     """

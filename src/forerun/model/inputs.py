@@ -158,7 +158,7 @@ def _paths(parents: bytes, shape: tuple[int, ...]) -> Tensor:
     return found.where(found < sees.shape[2], -1).to(torch.int32)
 
 
-def spread(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:
+def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:
     """Scatter (B', ..) into (B, ..): each row at its own index, `rest` elsewhere."""
     found = values.new_full((batch, *values.shape[1:]), rest)
     found[list(rows)] = values

@@ -25,7 +25,7 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class LayerRange:
     """The layers to run: from boundary `start` to boundary `stop`, without the sublayers in `skip`."""
 
     start: int = 0  # Boundary whose states go in; 0 runs from the embeddings
@@ -56,13 +56,13 @@ def shallow(module: nn.Module) -> nn.Module:
     return twin
 
 
-def replaced(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
+def replace_module(module: nn.Module, path: str, part: nn.Module) -> nn.Module:
     """Return a shallow copy of `module` with `part` at the dotted `path`; modules along the path
     are copied likewise.
     """
     name, _, rest = path.partition(".")
     twin = shallow(module)
-    twin._modules[name] = replaced(module.get_submodule(name), rest, part) if rest else part
+    twin._modules[name] = replace_module(module.get_submodule(name), rest, part) if rest else part
     return twin
 
 
@@ -203,7 +203,7 @@ class OutputHead:
 
     def __init__(self, model: Any) -> None:
         self._stub = _Stub()
-        self._model = replaced(model, base_name(model), self._stub)
+        self._model = replace_module(model, base_name(model), self._stub)
         self._token = torch.zeros(1, 1, dtype=torch.int64)
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def check_boundaries(boundaries: Set[Boundary], layers: int) -> None:
 
 
 @contextmanager
-def captured(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator[dict[Boundary, Tensor]]:
+def capture_states(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator[dict[Boundary, Tensor]]:
     """Capture the states (B, N, H) at the `boundaries` while open, in the yielded dict;
     `LAST_HIDDEN` is not captured.
     """
@@ -302,7 +302,7 @@ class LayerRanges:
         self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
         self._stubs: dict[tuple[int, str], _Nothing] = {}
 
-    def run(self, plan: Plan, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
+    def run(self, plan: LayerRange, inputs: dict[str, Any], states: Tensor | None) -> Tensor:
         """Return the states (B, N, H) at boundary ``plan.stop``; `states` are those at
         ``plan.start``, None for the embeddings.
         """
@@ -339,7 +339,7 @@ class LayerRanges:
         inject, tap = _Inject(first), _Tap(first)
         injected = [inject] if start > 0 else []
         layers = nn.ModuleList([*injected, *self._layers[start:stop], tap])
-        twin = replaced(self._base, self._name, layers)
+        twin = replace_module(self._base, self._name, layers)
         config.num_hidden_layers = len(injected) + stop - start + 1
         if types:
             config.layer_types = [*[first for _ in injected], *types[start:stop], first]
@@ -347,7 +347,7 @@ class LayerRanges:
         return twin, inject, tap
 
     @contextmanager
-    def _without(self, plan: Plan) -> Iterator[None]:
+    def _without(self, plan: LayerRange) -> Iterator[None]:
         """Make the plan's skipped sublayers add nothing while open; the layers are put back
         whatever happens.
         """

@@ -158,13 +158,13 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
             # Once more when the model is loaded, but there transformers takes a broken file for a missing one.
             GenerationConfig.from_pretrained(directory)
     except Exception as error:
-        raise explained(name, error) from error
+        raise explain_load_error(name, error) from error
     refuse_config(config)
     return config
 
 
 @contextmanager
-def calm(quiet: bool) -> Iterator[None]:
+def quiet_transformers(quiet: bool) -> Iterator[None]:
     """Limit transformers' log to errors while open, and hide its progress bars if `quiet`. Its
     warnings are raised as errors here instead.
     """
@@ -199,7 +199,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     elif placed is None:
         placed = {"": str(options.first_device())}
     try:
-        with _ONE_LOADS, calm(quiet):
+        with _ONE_LOADS, quiet_transformers(quiet):
             model, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 config=config,
@@ -214,7 +214,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     except ForerunError:
         raise
     except Exception as error:
-        raise explained(name, error) from error
+        raise explain_load_error(name, error) from error
     text = config.get_text_config(decoder=True)
     unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
     _check_tensors(name, {**found, "unexpected_keys": unexpected})
@@ -225,7 +225,7 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a causal LM, and the tokenizer if there is one, into an existing folder as transformers
     does. No progress bar is shown: the caller reports progress, and a server has no terminal.
     """
-    with _ONE_LOADS, calm(quiet=True):
+    with _ONE_LOADS, quiet_transformers(quiet=True):
         model.save_pretrained(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -350,7 +350,7 @@ def _some(names: Any, most: int = 6) -> str:
 _UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
 
 
-def explained(name: str | Path, error: Exception) -> ForerunError:
+def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
     """Turn an error while opening `name` into one that says what to do."""
     kinds = set[str]()
     link: BaseException | None = error

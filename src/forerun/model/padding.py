@@ -85,7 +85,7 @@ class Flat:
 
 
 @dataclass(frozen=True, slots=True)
-class Paths:
+class TreePaths:
     """The order in which each node of a tree counts the keys that it sees: the committed tokens,
     then its ancestors and itself. It is not the order of the slots, where siblings stand between
     ancestors, but that of plain decoding.
@@ -100,7 +100,7 @@ class Pass:
     """The properties of one pass that the attention of all layers needs."""
 
     flat: Flat | None = None  # How its tokens stand; None: as a rectangle
-    paths: Paths | None = None  # None: every token counts the keys that it sees in the order of their slots
+    paths: TreePaths | None = None  # None: every token counts the keys that it sees in the order of their slots
     exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Of a compiled pass, whose graph holds none

@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
-from forerun.model.layers import Plan
+from forerun.model.layers import LayerRange
 from forerun.model.self_check import difference, is_exact, most_difference, own_noise
 from forerun.model.target import Target
 from forerun.types import Drawn
@@ -34,7 +34,7 @@ def prove(target: Target, boundary: int) -> None:
     """
 
     def root_only(trial: Target, tree: TokenTree) -> Resume:
-        states = trial.run([0], [TokenTree(tree.tokens[0])], Plan(stop=boundary))
+        states = trial.run([0], [TokenTree(tree.tokens[0])], LayerRange(stop=boundary))
         return Resume(boundary=boundary, states=states[0], stamp=trial.writes[0])
 
     compare(target, root_only, (0, 0, 1))

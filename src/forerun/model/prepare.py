@@ -22,10 +22,10 @@ from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.names import resolve, tokenizer_beside
-from forerun.model.proof import proved
+from forerun.model.proof import prove_model
 from forerun.model.sample import sample
 from forerun.model.support import context_length, name_of, refuse_config, text_config
-from forerun.model.twin import spread
+from forerun.model.twin import is_spread
 
 _log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def prepare(
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
     # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
-    plain = named and not (spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
+    plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
     faster_now = partial(_accelerate, model, options, named) if faster else None
     tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
@@ -64,7 +64,7 @@ def prepare(
     if options.self_check:
         _log.info("checking it against transformers")
         key = verdicts.fingerprint(model, faster, options.compile) if named and options.adapter is None else None
-        trial, limit = proved(cls, model, tokenizer, faster_now, _room(model), key)
+        trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
     target: Made = cls(model, rows=rows, slots=slots)
@@ -78,7 +78,7 @@ def prepare(
 
 def judge(cls: type[Any], model: Any, tokenizer: Any) -> None:
     """Refuse a model that was loaded for training, by the same errors as where it is served."""
-    proved(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
+    prove_model(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
 
 
 def _room(model: Any) -> int:
@@ -148,7 +148,7 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
         loaded = f"this model is loaded already, in {model.dtype} on {place}, and is left as it is"
         raise ArgumentError(f"{loaded}; move or convert it before, or pass its directory")
-    device = None if spread(model) else place
+    device = None if is_spread(model) else place
     return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 
 

@@ -20,7 +20,7 @@ from forerun.model.kernels import accelerate
 from forerun.model.layers import base_of, turn_of
 from forerun.model.sample import sample
 from forerun.model.support import name_of, refusing, text_config
-from forerun.model.twin import float32_copy, spread
+from forerun.model.twin import float32_copy, is_spread
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ Faster = Callable[[Sequence[int], Sequence[str] | None], None]  # (text, accepte
 Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class
 
 
-def proved(
+def prove_model(
     cls: type[Made],
     model: Any,
     tokenizer: Callable[[], Any] | None,
@@ -49,7 +49,7 @@ def proved(
         UnsupportedModelError: it fails although nothing of it is replaced any longer.
         NumericError: its weights or logits are not finite.
     """
-    accepted = verdicts.kept(key)
+    accepted = verdicts.read_verdict(key)
     if accepted is not None:
         return _as_before(cls, model, faster, accepted), None
     limit, removed = None, list[str]()
@@ -62,12 +62,12 @@ def proved(
         expected = self_check.expect(model, ids, sizes=twin is None)
         if faster is not None:
             faster(ids, None)
-        trial, found, wrong = _tried(cls, model, expected)
+        trial, found, wrong = _check_trial(cls, model, expected)
         if wrong is not None:
             first = wrong
-            for piece in accelerate.undone(model):
+            for piece in accelerate.undo(model):
                 removed.append(piece)
-                trial, found, wrong = _tried(cls, model, expected)
+                trial, found, wrong = _check_trial(cls, model, expected)
                 if wrong is None:
                     _log.warning("%s runs without %s: with that, %s", name_of(model), ", ".join(removed), first)
                     break
@@ -76,7 +76,7 @@ def proved(
             raise UnsupportedModelError(told)
     least = min((one for one in (limit, found) if one is not None), default=None)
     if least is None and not removed:
-        verdicts.keep(key, name_of(model), accelerate.replaced(model))
+        verdicts.keep(key, name_of(model), accelerate.list_replaced(model))
     return trial, least
 
 
@@ -93,7 +93,7 @@ def _as_before(cls: type[Made], model: Any, faster: Faster | None, accepted: Seq
     return trial
 
 
-def _tried(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[Made, int | None, str | None]:
+def _check_trial(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[Made, int | None, str | None]:
     """Return a target of two rows, the tokens up to which it is right, and what is wrong with it."""
     with refusing(model):
         trial: Made = cls(model, rows=2, slots=expected.slots)
@@ -102,14 +102,14 @@ def _tried(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[
 
 def _copy(model: Any, most_parameters: int, room: int) -> Any | None:
     """Return a float32 copy of the model, or of its first layers, or None where there can be none."""
-    return None if spread(model) else float32_copy(model, most_parameters, room // 2)
+    return None if is_spread(model) else float32_copy(model, most_parameters, room // 2)
 
 
 def _structure(cls: type[Any], twin: Any, ids: Sequence[int]) -> int | None:
     """Check a float32 copy, in which nothing is replaced, and return the tokens up to which it is
     right. Raises UnsupportedModelError if it is not.
     """
-    _, limit, wrong = _tried(cls, twin, self_check.expect(twin, ids))
+    _, limit, wrong = _check_trial(cls, twin, self_check.expect(twin, ids))
     if wrong is not None:
         raise UnsupportedModelError(f"{wrong}. Speculation would not be lossless. {UNSERVED}")
     return limit

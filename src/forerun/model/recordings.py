@@ -146,7 +146,7 @@ def bucket(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def rounded(tokens: int, rows: int) -> int:
+def round_tokens(tokens: int, rows: int) -> int:
     """Return the tokens per row that a recorded pass runs for `tokens` per row: one, or a power of
     two, at least eight unless all `rows` together would exceed `FREE`. An H200 takes as long for
     eight as for one, and the fewer sizes there are the sooner all are recorded.
@@ -155,7 +155,7 @@ def rounded(tokens: int, rows: int) -> int:
     return size if size == 1 else max(size, min(8, FREE // bucket(rows)))
 
 
-def extended(values: Tensor, more: int) -> Tensor:
+def extend_rows(values: Tensor, more: int) -> Tensor:
     """Extend (B, ..) -> (B + more, ..) by repeating the last row, to fill up a recording's rows."""
     return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
 

@@ -40,20 +40,20 @@ def sample(model: Any, tokenizer: Callable[[], Any] | None) -> list[int]:
     `tokenizer` returns the model's, or None.
     """
     found = None if tokenizer is None else tokenizer()
-    ids = [] if found is None else _encoded(found)
+    ids = [] if found is None else _encode(found)
     if len(set(ids)) < _LEAST or max(ids) >= text_config(model).vocab_size:
-        return drawn(model, DRAWN)
+        return draw_tokens(model, DRAWN)
     return ids
 
 
-def _encoded(tokenizer: Any) -> list[int]:
+def _encode(tokenizer: Any) -> list[int]:
     begins = getattr(tokenizer, "bos_token_id", None)
     ids = list(tokenizer(TEXT).input_ids)
     return ids if begins is None or ids[:1] == [begins] else [begins, *ids]
 
 
 @torch.inference_mode()
-def drawn(model: Any, count: int) -> list[int]:
+def draw_tokens(model: Any, count: int) -> list[int]:
     """Return token ids that the model draws from its own distribution, the same at each call,
     without a cache. All positions are drawn at once, again and again, each from what was drawn
     before it in the last round; the first `ROUNDS` are exact draws. There are `count` ids, or as

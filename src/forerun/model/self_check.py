@@ -30,7 +30,7 @@ from transformers import DynamicCache
 from forerun.core.tree import TokenTree
 from forerun.errors import NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
-from forerun.model.kernels.acceptance import nudged
+from forerun.model.kernels.acceptance import nudge
 from forerun.model.layers import cache_argument, device_of, is_quantised
 from forerun.model.masks import WINDOWS
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
@@ -66,7 +66,7 @@ second.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reference:
+class PlainReference:
     """The results of plain forwards over the check's sequences."""
 
     size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
@@ -89,8 +89,8 @@ class Expected:
     """The model's results before anything is repacked."""
 
     sizes: dict[int, str]  # Tokens -> the keys of the configuration that name them, those within the context
-    near: Reference
-    far: list[Reference]  # By size, rising
+    near: PlainReference
+    far: list[PlainReference]  # By size, rising
     unchecked: int | None  # The first size whose check would take too long, or would not fit the context
 
     @property
@@ -159,7 +159,7 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
 
 
 @torch.inference_mode()
-def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Reference:
+def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> PlainReference:
     """Run plain forwards in one batch, without cache or mask; the second prompt has `_BEHIND`
     tokens more than `passed`.
     """
@@ -193,7 +193,7 @@ def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> Refere
     with refusing(model, plainly=True):
         noise = None if is_exact(model) else own_noise(model, _rows(ids, most, device))
     logits = raw.float()
-    return Reference(
+    return PlainReference(
         size=size,
         prefixes=prefixes,
         nodes=nodes,
@@ -249,7 +249,7 @@ def own_noise(model: Any, tokens: Tensor) -> float:
     """
     first = tokens.shape[1] - _SINGLE
     whole = model(input_ids=tokens, use_cache=False).logits[:, first:]
-    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, states: nudged(states))
+    handle = model.get_input_embeddings().register_forward_hook(lambda _module, _args, states: nudge(states))
     try:
         moved = model(input_ids=tokens, use_cache=False).logits[:, first:]
     finally:
@@ -286,7 +286,7 @@ def divergence(ours: Tensor, theirs: Tensor) -> Tensor:
     return terms.masked_fill(theirs == -math.inf, 0).sum(-1).nan_to_num(nan=math.inf).clamp(min=0)
 
 
-def _check_causal(model: Any, near: Reference) -> None:
+def _check_causal(model: Any, near: PlainReference) -> None:
     """Raise UnsupportedModelError if a prompt's logits change with the tokens behind it."""
     for row, prefix in enumerate(near.prefixes):
         alike = slice(len(prefix))
@@ -328,7 +328,7 @@ def _warn_of_limit(target: Any, limit: int, why: str) -> None:
     _log.warning("The context is limited to %d of %d tokens: %s", limit, target.max_length, why)
 
 
-def _complaint(target: Any, expected: Reference, named: str) -> str | None:
+def _complaint(target: Any, expected: PlainReference, named: str) -> str | None:
     """Describe how `target` deviates from what is expected; None if it does not. `named` are the
     sizes that it passes.
     """
@@ -352,7 +352,7 @@ def _complaint(target: Any, expected: Reference, named: str) -> str | None:
     return None
 
 
-def errors(target: Any, expected: Reference) -> dict[str, float]:
+def errors(target: Any, expected: PlainReference) -> dict[str, float]:
     """Return, by phase, the `difference` of a target's logits from those of plain forwards."""
     rows, start = [0, 1], expected.start
     if start:

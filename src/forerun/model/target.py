@@ -18,14 +18,14 @@ from forerun.devices import attention_kernels, sent, sent_ints
 from forerun.errors import ArgumentError
 from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Nodes, Scored, spread
+from forerun.model.inputs import Begun, Nodes, Scored, scatter_rows
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import Plan, captured, check_boundaries
+from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
-from forerun.model.padding import Buckets, Flat, Pass, Paths, running
+from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import default_slots, prepare
-from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, rounded, wide
+from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -190,7 +190,7 @@ class Target:
 
     @torch.inference_mode()
     def run(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: Plan, *, states: Tensor | None = None
+        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: LayerRange, *, states: Tensor | None = None
     ) -> Tensor:
         """Run the nodes that `score` would run through the layers of `plan` only, in the same
         slots: from `states` (B, N - start, H) at boundary ``plan.start``, needed unless that is 0,
@@ -212,7 +212,7 @@ class Target:
         self,
         rows: Sequence[int],
         nodes: Nodes,
-        plan: Plan,
+        plan: LayerRange,
         head: Callable[[Tensor], Tensor] | None = None,
         *,
         tried: bool = False,
@@ -332,7 +332,7 @@ class Target:
         wanted, flat = sorted(boundaries), self._flat(nodes, padded=True)
 
         def work(inputs: dict[str, Any], states: Tensor) -> list[Tensor]:
-            with captured(self._layers, boundaries) as caught:
+            with capture_states(self._layers, boundaries) as caught:
                 final = self._ranges.finish(states, inputs, start=begun.boundary)
             caught |= {begun.boundary: states, LAST_HIDDEN: final}
             return [self._logits(final, flat), *(caught[one] for one in wanted)]
@@ -351,7 +351,7 @@ class Target:
         if not lacking.any():
             return states
         start = int(lacking.any(0).int().argmax())
-        [early] = self._part(rows, replace(nodes, real=lacking, start=start), Plan(stop=begun.boundary), None)
+        [early] = self._part(rows, replace(nodes, real=lacking, start=start), LayerRange(stop=begun.boundary), None)
         [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
@@ -359,7 +359,7 @@ class Target:
         self,
         rows: Sequence[int],
         nodes: Nodes,
-        plan: Plan,
+        plan: LayerRange,
         states: Tensor | None,
         head: Callable[[Tensor], Tensor] | None = None,
         *,
@@ -424,7 +424,7 @@ class Target:
         wanted = sorted(boundaries)
 
         def work(inputs: dict[str, Any]) -> list[Tensor]:
-            with captured(self._layers, boundaries) as caught:
+            with capture_states(self._layers, boundaries) as caught:
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
@@ -494,7 +494,7 @@ class Target:
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
         host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
         host += self._paths(nodes, missing) if padded else []
-        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        ids = _pad(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
             *there, ids = sent([*host, ids], self.device)
         else:
@@ -503,7 +503,7 @@ class Target:
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
         this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
         if paths:
-            this.paths = Paths(block.lengths, *paths)
+            this.paths = TreePaths(block.lengths, *paths)
         return self._inputs(block, ids, width, flat), this
 
     def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
@@ -514,13 +514,16 @@ class Target:
         """
         committed = self._note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
-        size = rounded(nodes.fresh, batch)
+        size = round_tokens(nodes.fresh, batch)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
         *others, slots = self._structure(committed, nodes, missing, missing)
-        host = [*(spread(part, rows, batch, 0) for part in others), spread(slots, rows, batch, self.cache.dump)]
-        ids = _filled(nodes.ids[:, nodes.start :], missing)
+        host = [
+            *(scatter_rows(part, rows, batch, 0) for part in others),
+            scatter_rows(slots, rows, batch, self.cache.dump),
+        ]
+        ids = _pad(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            return sent([*host, spread(ids, rows, batch, 0)], self.device), width
+            return sent([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
         *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
         return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
 
@@ -535,9 +538,9 @@ class Target:
         return [
             lengths.squeeze(1),
             nn.functional.pad(sees, (0, unseen, 0, missing)) if missing else sees,
-            _filled(positions[:, nodes.start :], missing),
-            _filled(positions, unseen),
-            _filled(slots[:, nodes.start :], missing, self.cache.dump),
+            _pad(positions[:, nodes.start :], missing),
+            _pad(positions, unseen),
+            _pad(slots[:, nodes.start :], missing, self.cache.dump),
         ]
 
     def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
@@ -578,7 +581,7 @@ class Target:
         for.
         """
         inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
-        with captured(self._layers, boundaries) as caught, running(this):
+        with capture_states(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in boundaries:
             caught[LAST_HIDDEN] = states
@@ -619,6 +622,6 @@ def _last(values: Tensor, counts: Sequence[int]) -> Tensor:
     return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
 
 
-def _filled(values: Tensor, missing: int, value: int = 0) -> Tensor:
+def _pad(values: Tensor, missing: int, value: int = 0) -> Tensor:
     """Pad (B, N) -> (B, N + missing)."""
     return nn.functional.pad(values, (0, missing), value=value) if missing else values

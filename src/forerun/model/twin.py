@@ -13,7 +13,7 @@ from torch import nn
 
 from forerun.errors import ForerunError
 from forerun.model.kernels import accelerate
-from forerun.model.layers import base_name, base_of, is_quantised, layers_of, replaced
+from forerun.model.layers import base_name, base_of, is_quantised, layers_of, replace_module
 from forerun.model.support import text_config
 
 _log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
     if part is None or 4 * part.num_parameters() > most_bytes:
         return None
     twin = copy.deepcopy(part)
-    for _ in accelerate.undone(twin):  # packed weights have no other dtype
+    for _ in accelerate.undo(twin):  # packed weights have no other dtype
         pass
     twin = twin.float().eval()
     if part is not model:
@@ -47,7 +47,7 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
     return twin
 
 
-def spread(model: Any) -> bool:
+def is_spread(model: Any) -> bool:
     """Return whether modules stand on several devices, on disk, or in shards, so that repacking
     would break them.
     """
@@ -65,7 +65,7 @@ def _first_layers(model: Any) -> Any | None:
     kinds = [(kind, _parts(layer)) for kind, layer in zip(types, layers, strict=True)]
     count = 1 + max(kinds.index(kind) for kind in set(kinds))
     path = f"{base_name(model)}.{name}"
-    twin = replaced(model, path, nn.ModuleList(layers[:count]))
+    twin = replace_module(model, path, nn.ModuleList(layers[:count]))
     whole: Any = copy.deepcopy(model.config)
     part = whole.get_text_config(decoder=True)
     part.num_hidden_layers = count

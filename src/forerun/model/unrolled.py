@@ -14,14 +14,14 @@ from torch import Tensor
 
 from forerun.core.tree import ancestor_mask
 from forerun.devices import attention_kernels, constant, sent
-from forerun.model.inputs import Nodes, spread
+from forerun.model.inputs import Nodes, scatter_rows
 from forerun.model.masks import Block
 from forerun.model.padding import Pass, running
-from forerun.model.recordings import bucket, extended, first_rows, rounded, wide
+from forerun.model.recordings import bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.model.target import Target
 
 
-class Drafted(Protocol):
+class UnrolledDraft(Protocol):
     """A draft as a dataclass of tensors (B, ..)."""
 
     @property
@@ -30,7 +30,7 @@ class Drafted(Protocol):
         ...
 
 
-Tree = TypeVar("Tree", bound=Drafted)
+Tree = TypeVar("Tree", bound=UnrolledDraft)
 Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
 
 
@@ -60,7 +60,7 @@ def unroll(
     """
     count, counts = len(rows), [len(one) for one in tokens]
     batch = min(target.cache.rows, bucket(max(rows) + 1))
-    nodes = Nodes.of_prompt(tokens, least=rounded(max(counts), batch))
+    nodes = Nodes.of_prompt(tokens, least=round_tokens(max(counts), batch))
     held = [target.lengths[row] for row in rows]
     ends = [one + more - 1 + len(parents) for one, more in zip(held, counts, strict=True)]
     target._check_room(rows, [end - one for end, one in zip(ends, held, strict=True)], counts)
@@ -82,8 +82,8 @@ def unroll(
 
     more = bucket(count) - count  # for as many rows as a recording is: the last one again
     at = torch.tensor([*rows, *[rows[-1]] * more])
-    host = [spread(part, rows, batch) for part in (torch.tensor(held), torch.tensor(counts), nodes.ids)]
-    given = [extended(one, more) for one in numbers]
+    host = [scatter_rows(part, rows, batch) for part in (torch.tensor(held), torch.tensor(counts), nodes.ids)]
+    given = [extend_rows(one, more) for one in numbers]
     whole = "unrolled", key, course.parents, width, batch, nodes.fresh, len(at)
     with target._turn:
         tree: Tree = target.recordings.run(whole, work, *sent([*host, at], target.device), *given)

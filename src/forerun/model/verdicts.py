@@ -41,7 +41,7 @@ def fingerprint(model: Any, *asked: object) -> str | None:
     return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-def kept(key: str | None) -> list[str] | None:
+def read_verdict(key: str | None) -> list[str] | None:
     """Return the modules that were accepted when the model was found right; None if nothing is
     known.
     """

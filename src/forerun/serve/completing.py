@@ -18,7 +18,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from forerun.core.rules import rule_named
-from forerun.drafters.draft_models.token_bytes import spelling
+from forerun.drafters.draft_models.token_bytes import token_to_bytes
 from forerun.engine.completion import Detokenizer
 from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.handling import Tagged
@@ -279,7 +279,7 @@ class ChatWriter(Writer):
     @cached_property
     def _bytes(self) -> Callable[[int], bytes]:
         """Return a function that gives the bytes of one token."""
-        return cache(spelling(self.tokenizer))
+        return cache(token_to_bytes(self.tokenizer))
 
     def _reading(self) -> tuple[PieceReader, MessageWriter]:
         return self._chat_format.reader(), MessageWriter(self._chat_format.new_id)

@@ -13,7 +13,7 @@ from torch import nn
 
 from forerun.checkpoints import TargetFacts
 from forerun.drafters.draft_models.pard import PardDrafter, mark
-from forerun.drafters.heads.kinds import kind_named, named
+from forerun.drafters.heads.kinds import import_named, kind_named
 from forerun.drafters.vocabulary import check_tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.load import LoadOptions, open_model, read_config, save_model
@@ -39,7 +39,7 @@ class TrainedModel(Trained):
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
-        self.method: str = named(kind_named(recipe.kind).drafter).name  # What drafts with it
+        self.method: str = import_named(kind_named(recipe.kind).drafter).name  # What drafts with it
         draft = recipe.draft
         if draft.vocab_size is not None:
             raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")

@@ -15,7 +15,7 @@ from torch import nn
 
 from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.drafters.heads.base import Head, check_fits
-from forerun.drafters.heads.kinds import HeadKind, Role, kind_named, named
+from forerun.drafters.heads.kinds import HeadKind, Role, import_named, kind_named
 from forerun.errors import ArgumentError, choices
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import find_loaded, target_hash
@@ -33,7 +33,7 @@ TRAINED: dict[Role, str] = {
 
 def trained_class(kind: HeadKind) -> type[Trained]:
     """Return the class of a kind's role."""
-    found: type[Trained] = named(TRAINED[kind.trains])
+    found: type[Trained] = import_named(TRAINED[kind.trains])
     return found
 
 
@@ -130,7 +130,7 @@ class TrainedHead(Trained):
                 what = "draft.start" if draft.start is not None else "the target"
                 raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
             if draft.start is None:
-                found = named(kind.in_target or "")(self.recipe.target)
+                found = import_named(kind.in_target or "")(self.recipe.target)
             else:
                 found = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
             own = found.config.kind

@@ -18,7 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.row import Row
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
-from forerun.drafters import DRAFTERS, Entry, drafter_class
+from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Deferred
 from forerun.drafters.lookup.ngram import NgramConfig
@@ -496,7 +496,7 @@ def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     adaptive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_drafter.cache_clear()
-    monkeypatch.setitem(DRAFTERS, "failing", Entry(path=f"{__name__}:Failing", summary="raises"))
+    monkeypatch.setitem(DRAFTERS, "failing", DrafterEntry(path=f"{__name__}:Failing", summary="raises"))
     engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
     config = {"method": "failing", "adaptive": adaptive}
     output = engine.generate(as_prompts([PROMPTS[0]]), NEUTRAL, speculative=config)[0].outputs[0]

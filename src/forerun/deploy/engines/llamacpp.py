@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.checkpoints.engines import engines_for
-from forerun.checkpoints.gguf import SCRIPT, conversion
+from forerun.checkpoints.gguf import SCRIPT, conversion_arguments
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, is_local
 from forerun.drafters.heads.kinds import KINDS
 from forerun.errors import ArgumentError
@@ -106,7 +106,7 @@ def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> 
     launch = examined.launch if examined is not None else None
     is_head = launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations
     target = str(Path(launch.target.name_or_path).resolve()) if launch is not None and is_head else None
-    words = conversion(folder, target=target)
+    words = conversion_arguments(folder, target=target)
     where = "once, in llama.cpp's sources"
     before.append(Command(words=("python", SCRIPT, *words), where=where, role="before", script="convert.sh"))
     return words[-1]

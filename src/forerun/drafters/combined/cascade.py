@@ -22,9 +22,9 @@ from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, changed, check_least
+from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least, with_params
 from forerun.drafters.combined.members import Spec, options_of
-from forerun.drafters.draft_models.draft_model import CHUNK, fitted, load_draft
+from forerun.drafters.draft_models.draft_model import CHUNK, fit_vocabulary, load_draft
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import NumericError
@@ -64,7 +64,7 @@ class CascadeDrafter(Drafter):
         inner = replace(setup, target=self.model, slots=slots)
         self._inner = Guarded.built(*options_of("member", config.inner), inner)
         self._estimates = PerDomain(Acceptance)
-        self._rows = defaultdict[int, _Row](_Row)
+        self._rows = defaultdict[int, _CascadeRow](_CascadeRow)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy, chain=self.config.tail == 0)
@@ -149,7 +149,7 @@ class CascadeDrafter(Drafter):
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
             # At temperature 0 one that also tells how probable each token was.
-            sampler=changed(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
+            sampler=with_params(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
             room=room,
@@ -235,7 +235,7 @@ class CascadeDrafter(Drafter):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _CascadeRow:
     """The state of draft model and inner drafter for one row: `text` committed tokens, and the
     chain behind them.
     """
@@ -306,4 +306,4 @@ class DraftTarget(Target):
         self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
     ) -> Scored:
         scored = super().score(rows, trees, boundaries=boundaries)
-        return replace(scored, logits=fitted(scored.logits, self.vocab_size))
+        return replace(scored, logits=fit_vocabulary(scored.logits, self.vocab_size))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.sampling import Sampler
 from forerun.drafters import entry_named
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, repeatable
+from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, make_repeatable
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
 from forerun.types import Boundary, DraftKind, Verdict
@@ -65,7 +65,7 @@ class Composed(Drafter):
         """Return the kind of trees: which member drafts a row, and what stands beside its nodes, is
         decided in each step.
         """
-        seen = repeatable(sampler) if self.config.reproducible else sampler
+        seen = make_repeatable(sampler) if self.config.reproducible else sampler
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
     @property

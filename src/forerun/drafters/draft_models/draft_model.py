@@ -24,7 +24,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_choice
 from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
-from forerun.drafters.trees import Descend, FixedTree, Grown, Limits, Submitted, TreeOptions
+from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import ArgumentError
 from forerun.model import Target
@@ -60,7 +60,7 @@ class DraftModelConfig(TreeOptions):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _DraftRow:
     """The state of the draft model's cache for one row."""
 
     cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
@@ -81,7 +81,7 @@ class DraftModelDrafter(Drafter):
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
-        self._rows = defaultdict[int, _Row](_Row)
+        self._rows = defaultdict[int, _DraftRow](_DraftRow)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return self._tree.kind(sampler)
@@ -157,7 +157,7 @@ class DraftModelDrafter(Drafter):
                 return self._unrolled(rows, texts, left, draws, (max(within), draws.key), drawn)
         first = ending.look(self._fit(self.model.prefill(rows, left).logits))
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _Row(cached=len(text))
+            self._rows[row] = _DraftRow(cached=len(text))
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
@@ -189,7 +189,7 @@ class DraftModelDrafter(Drafter):
 
         grown = unroll(self.model, rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key)
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _Row(cached=len(text) - bool(grown.run))
+            self._rows[row] = _DraftRow(cached=len(text) - bool(grown.run))
         return grown
 
     def _fixed_tree(self) -> FixedTree:
@@ -222,7 +222,7 @@ class DraftModelDrafter(Drafter):
 
     def _fit(self, logits: Tensor) -> Tensor:
         """Map (B, F, V') -> (B, F, V) over the target's ids."""
-        return fitted(logits, self._vocabulary)
+        return fit_vocabulary(logits, self._vocabulary)
 
     def _known(self, ids: Tensor) -> Tensor:
         """Return drafted tokens as the draft model reads them."""
@@ -240,7 +240,7 @@ def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) 
     return kind.load(config.model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
 
 
-def fitted(logits: Tensor, vocabulary: int) -> Tensor:
+def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
     """Map logits (.., V') -> (.., V) over `vocabulary` ids: padding is dropped, ids that the draft
     model lacks are impossible.
     """
@@ -298,7 +298,7 @@ def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor
     return entropy.sqrt() <= threshold if rule is Stop.SVIP else 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
 
 
-class Ending(Limits):
+class Ending(NodeLimits):
     """The nodes that each row may submit under a `Stop` rule: nodes drawn where all of a level's
     distributions say stop are the last.
     """

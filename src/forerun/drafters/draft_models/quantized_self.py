@@ -20,7 +20,7 @@ from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftMod
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model.kernels.packing import PackedLinear
-from forerun.model.layers import base_name, base_of, layers_of, replaced, shallow
+from forerun.model.layers import base_name, base_of, layers_of, replace_module, shallow
 
 BITS = (8, 4)
 GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
@@ -49,7 +49,7 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
         tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
-        super().__init__(DraftModelConfig(model=rounded_twin(setup.target.model, config.bits), **tree), setup)
+        super().__init__(DraftModelConfig(model=make_rounded_twin(setup.target.model, config.bits), **tree), setup)
 
     def memory_bytes(self) -> int:
         """Return the bytes of rounded weights, scales and the twin's cache; what it shares with the
@@ -59,7 +59,7 @@ class QuantizedSelfDrafter(DraftModelDrafter):
         return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
 
 
-def rounded_twin(model: Any, bits: int = 8) -> Any:
+def make_rounded_twin(model: Any, bits: int = 8) -> Any:
     """Return a copy of the causal LM with rounded linear layers in its decoder; all else is shared,
     nothing is written to. Raises UnsupportedModelError if it has no plain linear layers, is not on
     one device, or torch has no 4-bit kernel.
@@ -70,16 +70,16 @@ def rounded_twin(model: Any, bits: int = 8) -> Any:
         raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
     base = base_of(model)
     name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
-    rounded = [_rounded(layer, bits) for layer in layers]
+    rounded = [_round_linears(layer, bits) for layer in layers]
     if all(new is old for new, old in zip(rounded, layers, strict=True)):
         raise UnsupportedModelError(
             f"quantized_self finds no plain linear layer in the decoder of {type(model).__name__}: it is quantised "
             "already, or of another kind. Draft with skip_layers"
         )
-    return replaced(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
+    return replace_module(model, f"{base_name(model)}.{name}", nn.ModuleList(rounded))
 
 
-def _rounded(module: nn.Module, bits: int) -> nn.Module:
+def _round_linears(module: nn.Module, bits: int) -> nn.Module:
     """Copy a module with rounded layers in the place of linear ones; modules that hold none are
     shared.
     """
@@ -87,7 +87,7 @@ def _rounded(module: nn.Module, bits: int) -> nn.Module:
     if weight is not None:
         kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
         return kind(weight, getattr(module, "bias", None))
-    children = {name: _rounded(child, bits) for name, child in module._modules.items() if child is not None}
+    children = {name: _round_linears(child, bits) for name, child in module._modules.items() if child is not None}
     if all(child is module._modules[name] for name, child in children.items()):
         return module
     twin = shallow(module)

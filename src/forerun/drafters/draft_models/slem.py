@@ -21,10 +21,10 @@ from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
-    Encoder,
+    SpanEncoder,
     TokenBytes,
     opening_of,
-    rendering,
+    render_for,
     starts_character,
     whole_characters,
 )
@@ -62,18 +62,18 @@ class SlemDrafter(Drafter):
         self._target, self._draft = map(TokenBytes, tokenizers(self.name, config, setup))
         self.model = load_draft(Target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
         self._vocabulary = setup.target.vocab_size
-        self._to_target = Encoder(self._target)
-        self._written = rendering(self._draft, self._target)
+        self._to_target = SpanEncoder(self._target)
+        self._written = render_for(self._draft, self._target)
         self._estimates = PerDomain(Acceptance)
-        encoder, shown, back = Encoder(self._draft), rendering(self._target, self._draft), config.look_behind
+        encoder, shown, back = SpanEncoder(self._draft), render_for(self._target, self._draft), config.look_behind
         opening = opening_of(self._draft)
         silent = self._target.tokenizer.bos_token_id if opening else None
 
-        def row() -> _Row:
+        def row() -> _SlemRow:
             own = TextAlignment(encoder=encoder, shown=shown, look_behind=back, opening=opening, silent=silent)
-            return _Row(alignment=own)
+            return _SlemRow(alignment=own)
 
-        self._rows = defaultdict[int, _Row](row)
+        self._rows = defaultdict[int, _SlemRow](row)
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -188,7 +188,7 @@ class SlemDrafter(Drafter):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _SlemRow:
     """The draft model's view of one row."""
 
     alignment: TextAlignment
@@ -210,7 +210,7 @@ class _Written:
     """The text that the draft model wrote for one row."""
 
     cache_row: int
-    row: _Row
+    row: _SlemRow
     tokens: Sequence[int]  # The target's, committed
     ids: list[int]  # The draft model's, committed text first
     acceptance: Acceptance  # Of the row's domain
@@ -224,8 +224,8 @@ class _Written:
 class TextAlignment:
     """One row's text in draft tokens, tokenised again near its end whenever it has grown."""
 
-    encoder: Encoder  # The draft model's
-    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`rendering`)
+    encoder: SpanEncoder  # The draft model's
+    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`render_for`)
     look_behind: int  # Tokens before the new text that are tokenised again with it
     opening: Sequence[int] = ()
     silent: int | None = None  # A target token that is not shown at the very beginning

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from forerun.drafters.base import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.drafters.draft_models.token_bytes import Encoder, TokenBytes, opening_of
+from forerun.drafters.draft_models.token_bytes import SpanEncoder, TokenBytes, opening_of
 from forerun.drafters.drawing import DraftVocabulary
 from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
@@ -69,7 +69,7 @@ class TliDrafter(DraftModelDrafter):
         if len(shared) < widest:
             common = f"{target!r} and {draft!r} have {len(shared)}"
             raise VocabularyMismatchError(f"tli: {widest} children a node need as many common tokens; {common}")
-        dictionary, device = Dictionary(target, Encoder(draft), self.model.vocab_size), self.model.device
+        dictionary, device = Dictionary(target, SpanEncoder(draft), self.model.vocab_size), self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
         target_ids, self._draft_ids = shared.T.contiguous().to(device)
         self._shared = DraftVocabulary(token_ids=target_ids, size=setup.target.vocab_size)
@@ -124,7 +124,7 @@ class Dictionary:
     the token's bytes.
     """
 
-    def __init__(self, target: TokenBytes, encoder: Encoder, draft_size: int) -> None:
+    def __init__(self, target: TokenBytes, encoder: SpanEncoder, draft_size: int) -> None:
         """Prepare the map; `draft_size` is the number of token ids that the draft model can embed."""
         self._target, self._encoder, self._size = target, encoder, draft_size
         self.opening = opening_of(encoder.token_bytes)

@@ -90,7 +90,7 @@ class TokenBytes:
         return {ours: theirs for ours, theirs in pairs.items() if ours not in useless and theirs not in beyond}
 
 
-def spelling(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
+def token_to_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
     """Return a function from a token id to its bytes, like `TokenBytes.of`, that does not compute
     those of all tokens.
     """
@@ -148,7 +148,7 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
     return text.encode()
 
 
-def rendering(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
+def render_for(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
     """Return, by token id, how texts of `source` are shown to `reader`: special tokens by the
     reader's own name, or not at all.
     """
@@ -183,7 +183,7 @@ class Span(NamedTuple):
     end: int
 
 
-class Encoder:
+class SpanEncoder:
     """A tokenizer as a function from bytes to spans. A tokenizer takes text, not bytes, may put a
     space before it, and may change it (case, accents, spaces). So the bytes of its tokens are
     compared with what it was given; where they differ, the spans are those that it reports itself.

@@ -21,9 +21,9 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_lea
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
 from forerun.drafters.heads.base import Head, check_fits
 from forerun.drafters.heads.catalogue import suggest
-from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, kind_named, named
+from forerun.drafters.heads.kinds import READ_HEAD, HeadKind, import_named, kind_named
 from forerun.drafters.heads.runner import RUNNERS
-from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, Limits, TreeOptions
+from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, NodeLimits, TreeOptions
 from forerun.errors import ArgumentError
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
@@ -82,7 +82,7 @@ class HeadDrafter(Drafter):
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
-        self._rows = defaultdict[int, _Row](_Row)
+        self._rows = defaultdict[int, _HeadRow](_HeadRow)
 
     def default_tree(self, depth: int) -> FixedTree | DynamicTree:
         """Return the tree that is drafted, at most `depth` tokens on one path, if the options name
@@ -178,7 +178,7 @@ class HeadDrafter(Drafter):
             logits = self.runner.descend(tokens, constant(index, ids.device).expand_as(tokens))
             return logits.expand(-1, tokens.shape[1], -1)
 
-        limits = Limits(tree.shape.levels, [within[index] for index in active], self.stopped)
+        limits = NodeLimits(tree.shape.levels, [within[index] for index in active], self.stopped)
         size, recorded = self.runner.target.vocab_size, self.runner.recordings.active
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
@@ -230,7 +230,7 @@ class BestFirstDrafter(HeadDrafter):
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _HeadRow:
     """The state of one row."""
 
     ready: bool = False  # The head has seen every committed token, the root included
@@ -242,7 +242,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     target, head = setup.target, config.model
     loaded = isinstance(head, str | Path) or (head is None and kind.in_target is not None)
     if head is None and kind.in_target is not None:
-        head = named(kind.in_target)(target.name_or_path).build(target.dtype)
+        head = import_named(kind.in_target)(target.name_or_path).build(target.dtype)
     if head is None:
         heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
         known = ", ".join(found.model for found in heads if found.loadable)
@@ -253,7 +253,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     if isinstance(head, str | Path):
         from forerun.model.names import resolve
 
-        head = named(READ_HEAD)(resolve(head), num_layers=target.num_layers).build(target.dtype)
+        head = import_named(READ_HEAD)(resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, Head):
         expected = f"a directory, a hub id or a head of the kind {kind.stored_as}"
         raise ArgumentError(f"{kind.name}: model is {expected}, got {type(head).__name__}")

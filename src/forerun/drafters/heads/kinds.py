@@ -58,7 +58,7 @@ class HeadKind:
     @property
     def head(self) -> type[Head]:
         """The class of the head's module."""
-        found: type[Head] = named(self.module)
+        found: type[Head] = import_named(self.module)
         return found
 
 
@@ -220,7 +220,7 @@ def kind_named(name: str) -> HeadKind:
     return KINDS[name]
 
 
-def named(path: str) -> Any:
+def import_named(path: str) -> Any:
     """Import and return the attribute that ``module:attribute`` names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -296,7 +296,9 @@ class HeadMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Apply the feed-forward part: (.., H) -> (.., H)."""
-        result: Tensor = self.down_proj(gated(self.activation, self.gate_proj(states), self.up_proj(states)))
+        result: Tensor = self.down_proj(
+            gate_and_multiply(self.activation, self.gate_proj(states), self.up_proj(states))
+        )
         return result
 
 
@@ -345,15 +347,15 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute the root-mean-square norm of (.., size) in float32; the result has the dtype of
     `states`.
     """
-    if _tracked(states, weight):
+    if _needs_grad(states, weight):
         normed: Tensor = _Norm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
         return normed
     return _normed(states, weight, eps)[0]
 
 
-def gated(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
+def gate_and_multiply(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``activation(gate) * up``."""
-    if _tracked(gate, up):
+    if _needs_grad(gate, up):
         product: Tensor = _Gated.apply(activation, gate, up)  # type: ignore[no-untyped-call]
         return product
     return activation(gate) * up
@@ -366,13 +368,13 @@ def rotate(states: Tensor, angles: Angles) -> Tensor:
     cosine, sine = (part.unsqueeze(1) for part in angles)
     if (turned := cosine.shape[-1]) < states.shape[-1]:
         return torch.cat([rotate(states[..., :turned], angles), states[..., turned:]], dim=-1)
-    if _tracked(states, cosine, sine):
+    if _needs_grad(states, cosine, sine):
         rotated: Tensor = _Rotation.apply(states, cosine, sine)  # type: ignore[no-untyped-call]
         return rotated
-    return _rotated(states, cosine, sine)
+    return _rotate(states, cosine, sine)
 
 
-def _tracked(*tensors: Tensor) -> bool:
+def _needs_grad(*tensors: Tensor) -> bool:
     """Return whether a backward pass may follow. Tensors made in inference mode may not be kept for
     one.
     """
@@ -405,7 +407,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """Autograd function of `gated`; the backward pass computes the activation once more."""
+    """Autograd function of `gate_and_multiply`; the backward pass computes the activation once more."""
 
     @staticmethod
     def forward(context: Any, activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -423,7 +425,7 @@ class _Gated(torch.autograd.Function):
         return None, gate_grad, upstream[0] * active.detach()
 
 
-def _rotated(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def _rotate(states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = states.chunk(2, dim=-1)
     return states * cosine + torch.cat([-second, first], dim=-1) * sine
 
@@ -434,7 +436,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, states: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         context.save_for_backward(cosine, sine)
-        return _rotated(states, cosine, sine)
+        return _rotate(states, cosine, sine)
 
     @staticmethod
     def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:

@@ -33,10 +33,10 @@ from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.kernels.attention import attend
 from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import Plan
+from forerun.model.layers import LayerRange
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.model.padding import Pass
-from forerun.model.recordings import Recordings, bucket, extended, first_rows, rounded, wide
+from forerun.model.recordings import Recordings, bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.types import Boundary
 
 PIECE = 512  # Most entries of a row in one pass over a prompt
@@ -102,7 +102,7 @@ class HeadRunner:
         if recorded:  # for as many rows as a recording is: the last one again writes the same to the same slots
             more = bucket(count) - count
             rows = [*rows, *[rows[-1]] * more]
-            numbers = tuple(extended(part, more) for part in numbers)
+            numbers = tuple(extend_rows(part, more) for part in numbers)
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
@@ -208,14 +208,14 @@ class AttendingRunner(HeadRunner):
         exact = self.device.type == "cpu" and not recorded  # elsewhere few sizes are better
         more = bucket(len(rows)) - len(rows) if recorded else 0  # as in `unroll`
         every, pieces = [*rows, *[rows[-1]] * more], [*pieces, *[pieces[-1]] * more]
-        nodes = Nodes.of_prompt(pieces, least=longest if exact else rounded(longest, len(every)))
+        nodes = Nodes.of_prompt(pieces, least=longest if exact else round_tokens(longest, len(every)))
         held = torch.tensor([self.lengths[row] for row in every])
         host = torch.tensor(every), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
         most = int(held.max()) + nodes.fresh
         most = most if exact else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         missing = (0, 0, 0, nodes.fresh - longest)
-        padded = [extended(pad(state.to(self.device, self._dtype), missing), more) for state in states]
+        padded = [extend_rows(pad(state.to(self.device, self._dtype), missing), more) for state in states]
 
         def work(*given: Tensor) -> None:
             index, lengths, counts, real, depths, sees, ids, *features = given
@@ -361,7 +361,7 @@ class RecurrentRunner(AttendingRunner):
     """
 
     head: RecurrentHead
-    _frontier: _Memory | None
+    _frontier: _RecurrentLevel | None
 
     def __init__(self, head: RecurrentHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -391,7 +391,7 @@ class RecurrentRunner(AttendingRunner):
 
     def _step(self, depth: int, tokens: Tensor, memory: Tensor) -> Tensor:
         stepped = self.head.step(depth, self.embed(tokens, depth), memory)
-        self._frontier = _Memory(memory=stepped.memory, depth=depth)
+        self._frontier = _RecurrentLevel(memory=stepped.memory, depth=depth)
         return self.logits(stepped.output, depth)
 
 
@@ -485,7 +485,7 @@ class AdapterRunner(AttendingRunner):
 
     def __init__(self, head: AdapterHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
-        self._plan = Plan(stop=head.config.boundaries[0])
+        self._plan = LayerRange(stop=head.config.boundaries[0])
         self._roots = [0] * rows
         self.rows: Sequence[int] = ()  # Of the latest trees
         self.ran: list[Tensor] = []  # Of these (B, F, H) at the boundary, level by level, the root first
@@ -582,7 +582,7 @@ class _Exited:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Memory:
+class _RecurrentLevel:
     """The last level of the trees that are being drafted by a recurrent head."""
 
     memory: Tensor  # (B, F, M)

@@ -10,14 +10,14 @@ from itertools import count
 
 import numpy as np
 
-from forerun.drafters.lookup.base import Text
+from forerun.drafters.lookup.base import IndexedText
 from forerun.drafters.lookup.compiled import suffixes
 from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints, room_for
 
 _NUMBERS = count(1)
 
 
-class SuffixAutomaton(Text):
+class SuffixAutomaton(IndexedText):
     """A suffix automaton: all substrings of a text, one state for those that end at the same
     positions.
 

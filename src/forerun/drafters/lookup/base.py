@@ -37,7 +37,7 @@ A = TypeVar("A", bound=NDArray[Any])
 D = TypeVar("D")  # What is known of an isolation domain
 
 
-class Text:
+class IndexedText:
     """A text that grows, and its index if it has one: one array, which compiled code finds by its
     address.
     """
@@ -81,12 +81,12 @@ class LookupDrafter(Drafter, Generic[D]):
         )
         self._where = whereabouts(self.batch)
         self._domains = domains
-        self._texts: dict[int, Text] = {}  # By row, as are the domains; the batch has addresses of both
+        self._texts: dict[int, IndexedText] = {}  # By row, as are the domains; the batch has addresses of both
         self._domain: dict[int, D] = {}
 
     # --- what a method says -------------------------------------------------------------------------------------------
 
-    def _new_text(self, tokens: int) -> Text:
+    def _new_text(self, tokens: int) -> IndexedText:
         """Return an empty text with room for so many tokens."""
         raise NotImplementedError
 

@@ -76,7 +76,7 @@ class Datastore:
             if StoredFile.of(self.folder / name) != stored:
                 raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
 
-    def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> Match | None:
+    def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> DatastoreMatch | None:
         """Find the longest end of `text`, of `shortest` to `longest` tokens, that occurs; None if
         none does. Places are sorted by the tokens before them read backwards, so those that match
         one token more are a part of those that match so far: one interval, narrowed token by token,
@@ -88,7 +88,7 @@ class Datastore:
             if narrower[0] == narrower[1]:
                 break
             (start, stop), length = narrower, back
-        return Match(length, range(start, stop)) if length >= shortest else None
+        return DatastoreMatch(length, range(start, stop)) if length >= shortest else None
 
     def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
         """Return the part of the places ``start:stop`` that have `token` `back` tokens before them.
@@ -104,7 +104,7 @@ class Datastore:
             return left, left
         return left, bisect_right(places, token, left, stop, key=before)
 
-    def continuations(self, match: Match, length: int, most: int) -> NDArray[np.uint32]:
+    def continuations(self, match: DatastoreMatch, length: int, most: int) -> NDArray[np.uint32]:
         """Return what followed a match: (H, length) uint32, ended early by a separator where a
         document ends. Of more than `most` places an evenly spaced sample is taken.
         """
@@ -161,7 +161,7 @@ class Manifest:
             )
 
 
-class Match(NamedTuple):
+class DatastoreMatch(NamedTuple):
     """The places that follow the longest stretch of the text's end that occurs in the datastore."""
 
     length: int  # Tokens that match

@@ -53,7 +53,7 @@ class Follower:
         """How much speaks for the place: recent tokens that agreed, and those since the last
         change.
         """
-        return following.agreed(self._place)
+        return following.count_agreed(self._place)
 
     def start(self, place: int, matched: int) -> None:
         """Set the place: the text goes on at this index of its source, before which so many tokens

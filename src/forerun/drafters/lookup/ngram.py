@@ -12,7 +12,7 @@ import numpy as np
 
 from forerun.core.sampling import Sampler
 from forerun.drafters.base import DrafterSetup, PerDomain, check_choice, check_least, check_share
-from forerun.drafters.lookup.base import LookupDrafter, Text
+from forerun.drafters.lookup.base import IndexedText, LookupDrafter
 from forerun.drafters.lookup.compiled import grams
 from forerun.drafters.lookup.compiled.batch import COLUMNS, COUNTS, DRAFTED, PROMPT, READ, Longs, address
 from forerun.drafters.lookup.compiled.drafts import Floats, Ints, unseen
@@ -79,7 +79,7 @@ class NgramDrafter(LookupDrafter[Floats]):
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=self.config.max_branches == 1)
 
-    def _new_text(self, tokens: int) -> Text:
+    def _new_text(self, tokens: int) -> IndexedText:
         return _Tokens(tokens)
 
     def _point(self, row: int, domain: Floats) -> None:
@@ -101,7 +101,7 @@ class NgramDrafter(LookupDrafter[Floats]):
         return grams.step(where, self._choice, tokens, work, chains)
 
 
-class _Tokens(Text):
+class _Tokens(IndexedText):
     """A text without an index."""
 
     def __init__(self, tokens: int) -> None:

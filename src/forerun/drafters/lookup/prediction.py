@@ -36,7 +36,7 @@ class PredictionConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row:
+class _PredictionRow:
     follower: Follower
     places: Places
     text: Ints  # The row's tokens as far as they were read
@@ -58,7 +58,7 @@ class PredictionDrafter(Drafter):
     def __init__(self, config: PredictionConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._default = _token_ids(config.text, setup)
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _PredictionRow] = {}
         self._counts = PerDomain(unseen)
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -96,13 +96,13 @@ class PredictionDrafter(Drafter):
             if row_id in self._rows and length <= len(self._rows[row_id].text):
                 del self._rows[row_id]
 
-    def _row(self, context: DraftContext, index: int) -> _Row:
+    def _row(self, context: DraftContext, index: int) -> _PredictionRow:
         row_id = context.rows[index]
         if row_id not in self._rows:
             predicted = (context.predictions[index] if context.predictions else ()) or self._default
             follower = Follower()
             follower.start(0, 0)
-            self._rows[row_id] = _Row(
+            self._rows[row_id] = _PredictionRow(
                 follower=follower,
                 places=Places(predicted),
                 text=np.asarray(context.tokens[index][: context.prompt_lengths[index]], np.int32),
@@ -110,7 +110,7 @@ class PredictionDrafter(Drafter):
             )
         return self._rows[row_id]
 
-    def _read(self, row: _Row, tokens: Sequence[int], prompt: int) -> None:
+    def _read(self, row: _PredictionRow, tokens: Sequence[int], prompt: int) -> None:
         known = len(row.text)
         if known < len(tokens):
             row.drafted = None

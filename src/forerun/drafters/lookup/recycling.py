@@ -77,7 +77,7 @@ class RecyclingConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Memory:
+class _DomainMemory:
     """The learned state of an isolation domain."""
 
     matrix: SuccessorMatrix
@@ -117,13 +117,15 @@ class RecyclingDrafter(Drafter):
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
         if config.nodes is None and setup.pass_ms is not None:
-            self._nodes = paying(measured(config.num_speculative_tokens, config.top_k), setup.pass_ms, _MOST)
+            self._nodes = count_paying(
+                measured_rates(config.num_speculative_tokens, config.top_k), setup.pass_ms, _MOST
+            )
         self._evidence = {
             where: [Evidence((where, rank), rate) for rank, rate in enumerate(rates_of(where, config.top_k))]
             for where in _MEASURED
         }
         self._shared = self._memory_of(self.matrix)
-        self._memories = PerDomain(self._memory_of, size=_Memory.nbytes, most_size=_BYTES)
+        self._memories = PerDomain(self._memory_of, size=_DomainMemory.nbytes, most_size=_BYTES)
         self._steps = self._saved = 0
         self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
@@ -159,7 +161,7 @@ class RecyclingDrafter(Drafter):
             self._rows[row_id] = self._grown(memory, _before(tokens, len(tokens) - 1), tokens[-1], nodes, depth)
         return [self._rows[row_id].tree for row_id in context.rows]
 
-    def _grown(self, memory: _Memory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
+    def _grown(self, memory: _DomainMemory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
         """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its
         ranks' rates, so the next one is the next successor of a parent of which one stands in the
         tree, or the first one of a node of the tree.
@@ -194,7 +196,7 @@ class RecyclingDrafter(Drafter):
         drafted.evidence = evidence
         return drafted
 
-    def _ranked(self, memory: _Memory) -> dict[Where, list[tuple[float, int, float]]]:
+    def _ranked(self, memory: _DomainMemory) -> dict[Where, list[tuple[float, int, float]]]:
         """Return the ranks by how often successors of each are taken to be right, as (that rate,
         the rank, the learned rate).
         """
@@ -232,16 +234,16 @@ class RecyclingDrafter(Drafter):
     def memory_bytes(self) -> int:
         return self._shared.nbytes() + sum(memory.nbytes() for memory in self._memories.all())
 
-    def _memory(self, context: DraftContext, index: int) -> _Memory:
+    def _memory(self, context: DraftContext, index: int) -> _DomainMemory:
         salt = context.salt(index)
         return self._shared if salt is None else self._memories.of(salt)
 
-    def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _Memory:
+    def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _DomainMemory:
         """Make the memory of a domain; without a matrix a new one begins with what the file held."""
         if matrix is None:
             first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
             matrix = SuccessorMatrix(first, None, None)
-        return _Memory(matrix=matrix, pairs=PairTable(self.config.top_k), acceptance=Acceptance(weight=WEIGHT))
+        return _DomainMemory(matrix=matrix, pairs=PairTable(self.config.top_k), acceptance=Acceptance(weight=WEIGHT))
 
 
 class PairTable:
@@ -403,7 +405,7 @@ def rates_of(where: Where, ranks: int) -> list[float]:
     return [known[min(rank, len(known) - 1)] * 0.5 ** max(0, rank - len(known) + 1) for rank in range(ranks)]
 
 
-def measured(depth: int, ranks: int) -> NDArray[np.float64]:
+def measured_rates(depth: int, ranks: int) -> NDArray[np.float64]:
     """Return (depth, ranks): the measured probability, for known pairs, that the successor of some
     rank is right, given that its parent is.
     """
@@ -418,7 +420,7 @@ class RankedNode(NamedTuple):
     depth: int  # 1 for children of the root
 
 
-def paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
+def count_paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
     """Return the number of nodes, at most `most`, of the best tree for `rates` that yields most
     tokens for its time, `pass_ms`.
     """

@@ -15,7 +15,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.drawing import Children
-from forerun.drafters.trees import FixedTree, Limits, Submitted
+from forerun.drafters.trees import FixedTree, NodeLimits, Submitted
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
 
@@ -72,7 +72,7 @@ class SelfDrafter(Drafter):
             return [below is not None and sure < below for sure, below in zip(surest, thresholds, strict=True)]
 
         shape = self._tree.shape
-        limits = Limits(shape.levels, [within[index] for index in active], stopped)
+        limits = NodeLimits(shape.levels, [within[index] for index in active], stopped)
         rows, roots = [context.rows[index] for index in active], [context.tokens[index][-1] for index in active]
 
         def descend(ids: Tensor, level: range) -> Tensor:

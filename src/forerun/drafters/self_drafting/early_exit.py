@@ -27,7 +27,7 @@ from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import Plan, base_of, norm_after_layers
+from forerun.model.layers import LayerRange, base_of, norm_after_layers
 from forerun.model.load import read_header
 from forerun.model.partial import prove, renumber
 from forerun.types import Budget
@@ -80,7 +80,7 @@ class EarlyExitDrafter(SelfDrafter):
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         """Return the exit's logits after the nodes: (A, N - start, V)."""
-        states, logits = self.target.draft(rows, nodes, Plan(stop=self.config.exit_layer), self._head)
+        states, logits = self.target.draft(rows, nodes, LayerRange(stop=self.config.exit_layer), self._head)
         self._rows = rows
         self._states.append(states)
         return logits

@@ -46,12 +46,12 @@ class LookaheadConfig:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Row(WindowRow):
+class _LookaheadRow(WindowRow):
     pool: Pool
     copied: int = 0  # Tokens of the text whose n-grams are in the pool
 
 
-class LookaheadDrafter(WindowDrafter[_Row]):
+class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
     """Drafts Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
 
     name = "lookahead"
@@ -93,16 +93,16 @@ class LookaheadDrafter(WindowDrafter[_Row]):
             row.window.plant(tree)
         return trees
 
-    def _collect(self, row: _Row, new: Sequence[int]) -> None:
+    def _collect(self, row: _LookaheadRow, new: Sequence[int]) -> None:
         for column, token in zip(row.window.columns, new, strict=False):
             row.pool.add(column[0], (*column[1:], token))
 
     def _new_pool(self) -> Pool:
         return Pool(per_key=self.config.guesses, keys=self.config.pool_keys)
 
-    def _new(self, salt: str | None) -> _Row:
+    def _new(self, salt: str | None) -> _LookaheadRow:
         pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
-        return _Row(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
+        return _LookaheadRow(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
 
     def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
         """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes`

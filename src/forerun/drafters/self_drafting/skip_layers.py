@@ -19,10 +19,10 @@ from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, DrafterSetup, check_choice, check_least
 from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.self_drafting.skipping import SkipFile, SkipSet, Space, Trial, evenly, every, parse, propose
+from forerun.drafters.self_drafting.skipping import SkipFile, SkipSet, SkipTrial, Space, evenly, every, parse, propose
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError
-from forerun.model import Plan
+from forerun.model import LayerRange
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 
@@ -87,12 +87,12 @@ class SkipLayersDrafter(SelfDrafter):
         # One token with these left out: a model that cannot do this is refused now, not when it drafts.
         tried = frozenset(self.search.space.allowed) if self.search else self.skip
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        self.target.run([row], [TokenTree(0)], Plan(stop=layers, skip=tried))
+        self.target.run([row], [TokenTree(0)], LayerRange(stop=layers, skip=tried))
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
         tried = self.search is not None and self.skip != self.search.best
-        return self.target.draft(rows, nodes, Plan(stop=self.target.num_layers, skip=self.skip), tried=tried)[1]
+        return self.target.draft(rows, nodes, LayerRange(stop=self.target.num_layers, skip=self.skip), tried=tried)[1]
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
         if not self.config.adapt_threshold:
@@ -173,7 +173,7 @@ class OnlineSearch:
         self._proposing, self._random = np.random.default_rng(0), np.random.default_rng(1)
         self._best = _Record(evenly(allowed, size))
         self._candidate: _Record | None = None
-        self._trials: list[Trial] = []
+        self._trials: list[SkipTrial] = []
         self._failed = 0
         self._step = 0
 
@@ -217,12 +217,12 @@ class OnlineSearch:
         if left and not hopeless:
             return
         self.candidates += 1
-        self._trials.append(Trial(candidate.skip, candidate.score))
+        self._trials.append(SkipTrial(candidate.skip, candidate.score))
         self._candidate = None
         if hopeless:
             self._failed += 1
             return
-        self._trials.append(Trial(self._best.skip, self._best.score))
+        self._trials.append(SkipTrial(self._best.skip, self._best.score))
         self._best, self._failed = candidate, 0
 
     def _next(self) -> SkipSet:

@@ -143,14 +143,14 @@ class Space:
         return frozenset(found) if valid else skip
 
 
-class Trial(NamedTuple):
+class SkipTrial(NamedTuple):
     """One subset and its measured value."""
 
     skip: SkipSet
     value: float  # Larger is better
 
 
-def propose(space: Space, trials: Sequence[Trial], random: np.random.Generator) -> SkipSet | None:
+def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generator) -> SkipSet | None:
     """Return the untried subset of largest upper confidence bound by a Gaussian process; None if
     all were tried.
     """
@@ -177,7 +177,7 @@ class Search:
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self.space = space
-        self.trials: list[Trial] = []
+        self.trials: list[SkipTrial] = []
         self._random = np.random.default_rng(seed)
         count = len(space.allowed)
         starts = [evenly(space.allowed, max(1, round(share * count))) for share in _SHARES]
@@ -192,7 +192,7 @@ class Search:
 
     def tell(self, skip: SkipSet, value: float) -> None:
         """Record a subset's value."""
-        self.trials.append(Trial(skip, value))
+        self.trials.append(SkipTrial(skip, value))
 
 
 FORMAT = "forerun-skip-layers"

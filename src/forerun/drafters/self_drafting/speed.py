@@ -26,7 +26,7 @@ from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_lea
 from forerun.drafters.drawing import attempt
 from forerun.errors import UnsupportedModelError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import Plan, is_quantised
+from forerun.model.layers import LayerRange, is_quantised
 from forerun.model.partial import compare
 from forerun.types import Budget, DraftKind
 
@@ -72,7 +72,7 @@ class SpeedDrafter(Drafter):
             return trees
         ids = torch.zeros(len(members), 0, dtype=torch.int64, device=self.target.device)
         limits = [limits[index] for index in members]
-        run = _Run(members=members, limits=limits, ids=ids, confidence=[[] for _ in members])
+        run = _PipelineRun(members=members, limits=limits, ids=ids, confidence=[[] for _ in members])
         self._stream(context, run)
         states = torch.cat(run.finished, dim=1)
         for entry, index in enumerate(members):
@@ -85,7 +85,7 @@ class SpeedDrafter(Drafter):
                 tree.resume = Resume(boundary=self.target.num_layers, states=begun, stamp=stamp)
         return trees
 
-    def _stream(self, context: DraftContext, run: _Run) -> None:
+    def _stream(self, context: DraftContext, run: _PipelineRun) -> None:
         """Run pass after pass of the shared block, until every node that is not flushed has left
         the last one.
         """
@@ -111,7 +111,7 @@ class SpeedDrafter(Drafter):
     def _logits(self, states: Tensor) -> Tensor:
         return self.target.lm_head(self.target.final_norm(states))[:, 0]
 
-    def _likeliest(self, context: DraftContext, run: _Run, logits: Tensor, node: int) -> list[int]:
+    def _likeliest(self, context: DraftContext, run: _PipelineRun, logits: Tensor, node: int) -> list[int]:
         """Return (A,) the likeliest token after `node` according to its logits (A, V)."""
         best: list[int] = logits.argmax(-1).tolist()
         for entry, index in enumerate(run.members):
@@ -120,7 +120,7 @@ class SpeedDrafter(Drafter):
                 best[entry] = int(attempt(raw, context.samplers[index].process, raw, output).argmax())
         return best
 
-    def _flush(self, context: DraftContext, run: _Run, node: int) -> None:
+    def _flush(self, context: DraftContext, run: _PipelineRun, node: int) -> None:
         """Finish node `node`: rows whose next node is not what the whole model finds likeliest end
         there.
         """
@@ -137,13 +137,13 @@ class SpeedDrafter(Drafter):
             probs = attempt(torch.zeros_like(logits[entry]), sampler.probs, logits[entry], output)
             run.confidence[entry].append(float(probs[drafted]))
 
-    def _output(self, context: DraftContext, run: _Run, entry: int, node: int) -> list[int]:
+    def _output(self, context: DraftContext, run: _PipelineRun, entry: int, node: int) -> list[int]:
         index = run.members[entry]
         return [*context.tokens[index][context.prompt_lengths[index] :], *run.ids[entry, :node].tolist()]
 
 
 @dataclass(kw_only=True, slots=True)
-class _Run:
+class _PipelineRun:
     """One proposal under way, for A rows."""
 
     members: Sequence[int]  # Indices in the context
@@ -177,7 +177,7 @@ class Pipeline:
         size = target._nodes(rows, nodes).ids.shape[1]
         if states is None or states.shape[1] < count:
             entering, _ = target._place(rows, replace(nodes, start=size - 1), padded=False)
-            new = target._ranges.run(Plan(start=0, stop=0), entering, None)
+            new = target._ranges.run(LayerRange(start=0, stop=0), entering, None)
             states = new if states is None else torch.cat([states, new], dim=1)
         inputs, _ = target._place(rows, nodes, padded=False)
         masks = inputs["attention_mask"]
@@ -194,7 +194,7 @@ class Pipeline:
             "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
             target._cache_argument: _Cache(self, rows, slots.to(target.device), width, blocks),
         }
-        block = Plan(start=self.size, stop=2 * self.size)
+        block = LayerRange(start=self.size, stop=2 * self.size)
         return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
 
 

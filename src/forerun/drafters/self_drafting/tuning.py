@@ -194,7 +194,7 @@ class Probe:
         for length, chain in enumerate(chains):
             chain.add_path([root] * length)
         passes = [*(partial(draft, skip) for skip in skips), *(partial(verify, chain) for chain in chains)]
-        whole, *times = _timed(passes, repeats)
+        whole, *times = _time(passes, repeats)
         self._target.truncate([0], [self._target.lengths[0]])
         sublayer = {part: max(0.0, (whole - less) / layers) for part, less in zip(PARTS, times, strict=False)}
         rest = max(0.0, whole - layers * sum(sublayer.values()))
@@ -214,7 +214,7 @@ class Probe:
 
 
 @torch.inference_mode()
-def _timed(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+def _time(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
     """Return the median ms of each, taken in turns after one warm-up."""
     times: list[list[float]] = [[] for _ in runs]
     for lap in range(repeats + 1):

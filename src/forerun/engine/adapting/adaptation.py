@@ -30,7 +30,7 @@ from forerun.drafters.base import Drafter
 from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.engine.adapting import AdaptationStats, AdaptConfig
 from forerun.engine.adapting.drafter import AdaptedDrafter
-from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, Learner, Throttle, Trial, check_plain
+from forerun.engine.adapting.learning import HELD_PIECES, LEAST_HELD, CandidateTrial, Learner, Throttle, check_plain
 from forerun.engine.adapting.replay import Collector, ReplayBuffer
 from forerun.errors import CheckpointError, ForerunError
 from forerun.manifests import TokenizerIdentity
@@ -96,7 +96,7 @@ class Adaptation:
     def start(self, owner: Any) -> None:
         """Start training in a thread, which ends with `close`, with `owner`, or with the process."""
         assert self.background is not None, "around() comes first, with a drafter that can adapt"
-        self._thread = _single_threaded(self.background.run, "forerun-adaptation")
+        self._thread = _start_single_threaded(self.background.run, "forerun-adaptation")
         weakref.finalize(owner, _end, self._ending, self._thread)
 
     def close(self) -> None:
@@ -132,7 +132,7 @@ def _end(ending: threading.Event, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _single_threaded(work: Any, name: str) -> threading.Thread:
+def _start_single_threaded(work: Any, name: str) -> threading.Thread:
     """Start a thread that runs `work` with one intra-op thread of its own; all others keep theirs,
     later ones too.
     """
@@ -168,7 +168,7 @@ class Background:
     snapshots: Snapshots | None
     version: int = 0  # Of the weights that serve; 0: those of the checkpoint that was given
     discarded: int = 0  # Candidates that were not better
-    trial: Trial = field(default_factory=Trial)  # The last one
+    trial: CandidateTrial = field(default_factory=CandidateTrial)  # The last one
     failed: bool = False
 
     def __post_init__(self) -> None:
@@ -222,7 +222,7 @@ class Background:
         self._save_when_taken(trial, measured)
         return True
 
-    def _save_when_taken(self, trial: Trial, measured: float) -> None:
+    def _save_when_taken(self, trial: CandidateTrial, measured: float) -> None:
         """Wait for the engine's next proposal, which takes the offer, then save the weights; what
         was never served is not written.
         """
@@ -381,7 +381,7 @@ class Snapshots:
                 module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         except Exception as error:
             raise CheckpointError(f"{path} cannot be loaded ({type(error).__name__}: {error}); remove it") from error
-        if isinstance(module, Head) and (differs := differing(module.config, self._served.config)):
+        if isinstance(module, Head) and (differs := differing_fields(module.config, self._served.config)):
             self._refuse(path, f"is configured otherwise ({', '.join(differs)}) than the one that is served")
         state: dict[str, Tensor] = module.state_dict()
         return state
@@ -431,7 +431,7 @@ def digest(module: Any) -> str:
     return found.hexdigest()
 
 
-def differing(one: HeadConfig, other: HeadConfig) -> list[str]:
+def differing_fields(one: HeadConfig, other: HeadConfig) -> list[str]:
     """Return the fields in which two heads of one shape draft differently, or ``["kind"]`` for
     heads of two kinds.
     """

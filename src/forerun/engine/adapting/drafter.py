@@ -181,7 +181,7 @@ class Watch:
         if self._after[1] < LOOKS[self._looks]:
             return False
         self._looks += 1
-        worse = fell(self._before, self._after)
+        worse = has_fallen(self._before, self._after)
         if self._looks == len(LOOKS) and not worse:
             self._before = None
         return worse
@@ -200,7 +200,7 @@ class Watch:
         self._before, self._after = before, (0, 0)
 
 
-def fell(before: tuple[int, int], after: tuple[int, int]) -> bool:
+def has_fallen(before: tuple[int, int], after: tuple[int, int]) -> bool:
     """Return whether the second share (count, of) is significantly below the first: two
     proportions, pooled variance.
     """

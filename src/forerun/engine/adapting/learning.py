@@ -30,7 +30,7 @@ from torch import Tensor
 from forerun.drafters.heads.base import Head
 from forerun.drafters.heads.kinds import kind_named
 from forerun.engine.adapting import AdaptConfig
-from forerun.engine.adapting.replay import Piece
+from forerun.engine.adapting.replay import AnswerPiece
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels.attention import NAME as FOLDED
 from forerun.model.layers import is_quantised
@@ -105,7 +105,7 @@ Pause = Callable[[], bool]  # Called between pieces of work; True: give up, some
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trial:
+class CandidateTrial:
     """The comparison of one candidate with the weights that serve."""
 
     served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
@@ -166,7 +166,9 @@ class Learner:
         """Return a copy of the twin's weights."""
         return {name: value.detach().clone() for name, value in self.twin.state_dict().items()}
 
-    def attempt(self, pieces: Sequence[Piece], added: int, held: Sequence[Piece], pause: Pause) -> Trial | None:
+    def attempt(
+        self, pieces: Sequence[AnswerPiece], added: int, held: Sequence[AnswerPiece], pause: Pause
+    ) -> CandidateTrial | None:
         """Train a candidate on `pieces`, oldest first, and compare it on those `held` back; `keep`
         or `discard` must follow. `added` pieces ever came in, and the newer ones go first. Returns
         None if there was no time to finish.
@@ -175,7 +177,9 @@ class Learner:
         if before is None or not self._train(self._chosen(pieces, added), pause):
             return None
         after = self.measured(held, pause)
-        return None if after is None else Trial(served=before[0], candidate=after[0], gain=before[1] - after[1])
+        return (
+            None if after is None else CandidateTrial(served=before[0], candidate=after[0], gain=before[1] - after[1])
+        )
 
     def keep(self) -> None:
         """Accept the candidate, which serves from now on; the rate recovers."""
@@ -195,7 +199,7 @@ class Learner:
         self._served = self._former
         self.discard()
 
-    def measured(self, pieces: Sequence[Piece], pause: Pause) -> tuple[float, float] | None:
+    def measured(self, pieces: Sequence[AnswerPiece], pause: Pause) -> tuple[float, float] | None:
         """Return the expected share of this drafter's drafts that the target keeps, over the
         positions of `pieces`, and the loss there, nats a prediction. The share is the objective's,
         averaged over the depths that it drafts: at temperature 0 how often the likeliest tokens
@@ -217,7 +221,7 @@ class Learner:
         shares = [value / count for value, count in sums.values() if count]
         return (sum(shares) / len(shares), loss / weight) if shares and weight else (math.nan, math.nan)
 
-    def loss(self, piece: Piece) -> LossReport:
+    def loss(self, piece: AnswerPiece) -> LossReport:
         """Return the objective's loss, with gradients, over the positions where a draft was
         rejected and a share of the others.
         """
@@ -226,12 +230,12 @@ class Learner:
         )
         return self._report(piece, counted)
 
-    def _report(self, piece: Piece, counted: npt.NDArray[np.bool_]) -> LossReport:
+    def _report(self, piece: AnswerPiece, counted: npt.NDArray[np.bool_]) -> LossReport:
         objective = self._objective_at(piece.temperature or 1.0)
         with nullcontext() if self.device.type == "cpu" else none_meanwhile():  # it may draw noise, or what it learns
             return objective(piece.batch(counted, self._vocabulary, self.device))
 
-    def _train(self, pieces: Sequence[Piece], pause: Pause) -> bool:
+    def _train(self, pieces: Sequence[AnswerPiece], pause: Pause) -> bool:
         """Train one pass over the pieces. Returns False if it was cut short."""
         size = self.config.batch_pieces
         for start in range(0, len(pieces), size):
@@ -249,7 +253,7 @@ class Learner:
             self._optimizer.zero_grad(set_to_none=True)
         return True
 
-    def _chosen(self, pieces: Sequence[Piece], added: int) -> list[Piece]:
+    def _chosen(self, pieces: Sequence[AnswerPiece], added: int) -> list[AnswerPiece]:
         """Return the pieces of a round, in random order: those that came in since the last one,
         filled up with older ones.
         """

@@ -31,7 +31,7 @@ HELD_SHARE = 0.125  # Of the buffer's bytes, for what is held back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class AnswerPiece:
     """A stretch of one answer: S tokens, and the target's states at all but the last."""
 
     tokens: npt.NDArray[np.int32]  # (S,) context first
@@ -72,7 +72,7 @@ class ReplayBuffer:
 
     def __init__(self, memory_bytes: int) -> None:
         held = int(memory_bytes * HELD_SHARE)
-        self._rings = {True: deque[Piece](), False: deque[Piece]()}
+        self._rings = {True: deque[AnswerPiece](), False: deque[AnswerPiece]()}
         self._limits = {True: held, False: memory_bytes - held}
         self._sizes = {True: 0, False: 0}
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class ReplayBuffer:
         self.positions = 0  # Positions that ever came in, held back ones included
         self.rejected = 0  # Those of them where a draft was rejected
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: AnswerPiece) -> None:
         """Add a piece; the oldest of its kind are dropped."""
         with self._lock:
             ring = self._rings[piece.held]
@@ -92,12 +92,12 @@ class ReplayBuffer:
             self.positions += piece.positions
             self.rejected += int(piece.rejected.sum())
 
-    def training(self) -> list[Piece]:
+    def training(self) -> list[AnswerPiece]:
         """Return the pieces to train on, oldest first."""
         with self._lock:
             return list(self._rings[False])
 
-    def held(self, most: int) -> list[Piece]:
+    def held(self, most: int) -> list[AnswerPiece]:
         """Return the newest held back pieces, at most `most`."""
         with self._lock:
             return list(self._rings[True])[-most:]
@@ -136,14 +136,14 @@ class _Answer:
         self.start, self.noted = self.start + left, [False] * (len(self.noted) - left)
         self.rejected = list(self.noted)
 
-    def piece(self) -> Piece | None:
+    def piece(self) -> AnswerPiece | None:
         """Return the piece that was noted, or None if nothing was. A list that shrank loses its
         end.
         """
         count = max(0, min(len(self.noted), len(self.tokens) - 1 - self.start))
         if not any(self.noted[:count]):
             return None
-        return Piece(
+        return AnswerPiece(
             tokens=np.array(self.tokens[self.start : self.start + count + 1], dtype=np.int32),
             states={boundary: torch.cat(parts)[:count].clone() for boundary, parts in self.states.items()},
             counted=np.array([False, *self.noted[:count]]),

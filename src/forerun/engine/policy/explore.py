@@ -1,9 +1,9 @@
 """The exploration schedule: when something that is off, or was not seen for long, is tried again.
 Sees counts and ratios; no draft, no clock.
 
-One schedule, `Trials`: after `interval` steps, twice as many after each failure up to a limit, and more where a trial
-is dear; a few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little stands
-behind a figure is added to it (`optimism`). Nothing here depends on the value of a draft that is yet to be drawn.
+One schedule, `TrialSchedule`: after `interval` steps, twice as many after each failure up to a limit, and more where a
+trial is dear; a few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little
+stands behind a figure is added to it (`optimism`). Nothing here depends on the value of a draft that is not drawn yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.core.acceptance import Acceptance
 from forerun.engine.policy.settings import SETTINGS
 
 
-class Trials:
+class TrialSchedule:
     """The schedule of trials of one drafter; `first` is the step of the first one."""
 
     def __init__(self, first: int) -> None:
@@ -38,7 +38,7 @@ def few(members: Sequence[int]) -> Sequence[int]:
     return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
 
 
-class PassTrials(Trials):
+class PassTrials(TrialSchedule):
     """The schedule, by the number of rows, for checking whether passes with nodes are still as
     expensive as when they were last seen: what else ran on the machine then may have ended, and
     what is not drafted is not seen.
@@ -60,7 +60,7 @@ class PassTrials(Trials):
         self._ended = math.inf
 
 
-class ModelTrials(Trials):
+class ModelTrials(TrialSchedule):
     """The schedule for trying a drafter with a forward pass although its figures speak against it,
     for a few rows: all learn from these, for the figures of a row start from what all rows showed
     (`Survival`).
@@ -104,7 +104,7 @@ class ModelTrials(Trials):
         self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
 
 
-class LookupTrials(Trials):
+class LookupTrials(TrialSchedule):
     """The schedule for asking a drafter that copies: always if that is cheap or repays itself, else
     on trial, for a few rows.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from forerun.core.acceptance import Acceptance, compared
+from forerun.core.acceptance import Acceptance, compare_draft
 from forerun.core.tree import TokenTree
 from forerun.engine.policy.settings import SETTINGS
 
@@ -58,7 +58,7 @@ class Ranking:
         likely it is, and `estimate` what that is worth: the surest of several is too sure, above
         all where the others hold something else or nothing.
         """
-        joined, survival, holders = _joined(found)
+        joined, survival, holders = _join(found)
         best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
         kept = joined.only(best) if len(best) < joined.size else joined
         return cls.of(kept.seal(), estimate, [0, *(holders[node] for node in best)])
@@ -68,7 +68,7 @@ class Ranking:
         return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
 
 
-def _joined(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
+def _join(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
     """Join trees: returns the tree, the survival of each node, and who proposed it."""
     assert all(tree.prunable for tree in found.values()), "only deterministic nodes may be merged"
     if len(found) == 1:
@@ -130,7 +130,7 @@ class Confidence:
         if own is None:
             own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_node_memory)
         tree, deepest = ranking.tree, 0
-        for node, right in compared(tree.tokens, tree.parents, committed):
+        for node, right in compare_draft(tree.tokens, tree.parents, committed):
             key = ranking.holders[node], min(int(10 * tree.confidence[node]), 9)
             self._shared.learn(key, right)
             own.learn(key, right)

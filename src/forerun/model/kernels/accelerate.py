@@ -27,7 +27,7 @@ from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
 from forerun.model.layers import base_of, cache_argument, device_of
 from forerun.model.padding import current, running
-from forerun.model.sample import drawn
+from forerun.model.sample import draw_tokens
 
 log = logging.getLogger(__name__)
 
@@ -171,13 +171,13 @@ def accelerate(
 
     Args:
         ids: text on which what is replaced is compared with what was there; empty: what the model draws.
-        accepted: what `replaced` said when it was compared before: nothing is compared now.
+        accepted: the result of `list_replaced` when it was compared before: nothing is compared now.
     """
     packed = packing.pack(model)
     folds = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
     text: Tensor | None = None
     if folds and accepted is None:
-        chosen = list(ids) or drawn(model, COMPARED)
+        chosen = list(ids) or draw_tokens(model, COMPARED)
         text = torch.tensor([chosen[:COMPARED]], device=device_of(model.get_input_embeddings()))
         if wrong := attention.refusal(model, text):
             log.debug("attention is not folded: %s", wrong)
@@ -191,12 +191,12 @@ def accelerate(
     return Acceleration(packing=packed, folded_attention=folds, forwards=count, compiled=compiled)
 
 
-def replaced(model: Any) -> list[str]:
+def list_replaced(model: Any) -> list[str]:
     """Return the names of what was compared and replaced in a model."""
-    return [*([attention.NAME] if attention.installed(model) else []), *forwards.installed(model)]
+    return [*([attention.NAME] if attention.is_installed(model) else []), *forwards.list_installed(model)]
 
 
-def undone(model: Any) -> Iterator[str]:
+def undo(model: Any) -> Iterator[str]:
     """Undo `accelerate` piece by piece, the last first, and yield the name of each piece once it is
     removed. A compiled forward goes first, packed weights last.
     """
@@ -206,7 +206,7 @@ def undone(model: Any) -> Iterator[str]:
         yield "the compiled forward"
     if forwards.remove(model):
         yield "our kernels for norms, MLPs and attention"
-    if attention.installed(model):
+    if attention.is_installed(model):
         model.set_attn_implementation("sdpa")
         yield "folded attention"
     if packing.unpack(model):
@@ -217,4 +217,4 @@ def folds(model: Any, base: Any) -> bool:
     """Return whether passes of `model`, through its `base`, run `fold_attention` uncompiled, where
     it sees the running `Pass`.
     """
-    return attention.installed(model) and not isinstance(base.forward, CompiledForward)
+    return attention.is_installed(model) and not isinstance(base.forward, CompiledForward)

@@ -53,7 +53,7 @@ class Replacement(Protocol):
 
 
 @torch.inference_mode()
-def accepted(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor) -> list[Replacement]:
+def accept(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor) -> list[Replacement]:
     """Run a plain pass over `ids` (B, N) and try each replacement on the states that reach its
     module. Returns those that answer as the module does and logs the others at debug level; the
     model is left as it was.
@@ -86,8 +86,8 @@ def accepted(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor)
 
 
 @torch.inference_mode()
-def accepted_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[Replacement]:
-    """Accept replacements as `accepted` does, for modules that no pass over tokens reaches (a
+def accept_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[Replacement]:
+    """Accept replacements as `accept` does, for modules that no pass over tokens reaches (a
     head's); each comes with states to try it on.
     """
     found = list[Replacement]()
@@ -103,7 +103,7 @@ def accepted_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[R
 def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any]) -> str | None:
     """Describe how much the replacement's answer to these states is wrong; None if it is right."""
     expected = replacement.answers(replacement.plain, states, kwargs)
-    moved = replacement.answers(replacement.plain, nudged(states), kwargs)
+    moved = replacement.answers(replacement.plain, nudge(states), kwargs)
     try:
         found = replacement.answers(replacement, states, kwargs)
     except Exception as error:  # whatever a kernel cannot take, the module's own forward can
@@ -114,7 +114,7 @@ def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any])
 
 def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
     """Describe how much values (.., C) are wrong; None if they are right. `moved` are the expected
-    values for `nudged` inputs.
+    values for inputs moved by `nudge`.
     """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         return f"its shape or dtype: {tuple(found.shape)} {found.dtype}"
@@ -152,7 +152,7 @@ def last_place(values: Tensor) -> Tensor:
     return torch.exp2(exponent) * limits.eps
 
 
-def nudged(states: Tensor) -> Tensor:
+def nudge(states: Tensor) -> Tensor:
     """Return the states with every entry moved up or down by one unit in its last place, the same
     way at each call.
     """

@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import acceptance, fused
-from forerun.model.padding import Pass, Paths, current
+from forerun.model.padding import Pass, TreePaths, current
 
 NAME = "forerun_fold"  # Under which transformers knows it
 TRIAL = "forerun_trial"  # The same while it is compared
@@ -106,7 +106,7 @@ def attend(
 
 
 def _apart(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, paths: Paths
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, paths: TreePaths
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn every node into a sequence of its own, of one query, with copies of the keys on its path
     in path order. A library's attention offers no other way to choose the order of the keys.
@@ -154,7 +154,7 @@ def suits(model: Any) -> bool:
     return getattr(model.config, "_attn_implementation", None) == "sdpa"
 
 
-def installed(model: Any) -> bool:
+def is_installed(model: Any) -> bool:
     """Return whether `model` uses `fold_attention`."""
     return getattr(model.config, "_attn_implementation", None) == NAME
 
@@ -183,7 +183,7 @@ def refusal(model: Any, ids: Tensor) -> str | None:
             seen = mask
         elif mask is not None:
             seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
-        moved, _ = sdpa_attention_forward(module, acceptance.nudged(query), key, value, mask, **others)
+        moved, _ = sdpa_attention_forward(module, acceptance.nudge(query), key, value, mask, **others)
         found = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
         if (fault := acceptance.fault(found, right[0], moved)) is not None:
             wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {fault}")
@@ -200,7 +200,7 @@ def refusal(model: Any, ids: Tensor) -> str | None:
 
 
 @contextmanager
-def unfolded(module: Any) -> Iterator[None]:
+def unfold(module: Any) -> Iterator[None]:
     """Make an attention module of a model that uses `fold_attention` run transformers' ``sdpa``
     while open.
     """

@@ -179,7 +179,7 @@ class AttentionForward(_JointForward):
         norms = [module._modules[name] for name in ("q_norm", "k_norm") if name in module._modules]
         return (
             joint is not None
-            and attention.installed(module)
+            and attention.is_installed(module)
             and _takes(joint.packed)
             and depth in fused(joint.packed.device).ROTATED  # type: ignore[union-attr]
             and joint.sizes[1] == joint.sizes[2]
@@ -226,7 +226,7 @@ class AttentionForward(_JointForward):
             and mask is not None
             and self.ops.takes_states(states)
             and self.intact()
-            and attention.installed(self.module)
+            and attention.is_installed(self.module)
             and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
         )
 
@@ -234,7 +234,7 @@ class AttentionForward(_JointForward):
         """Return the attention output of causal rows on a cache of its own, and the keys and values
         written there. The module's own forward attends as it did before attention was folded.
         """
-        with attention.unfolded(self.module) if forward is self.plain else nullcontext():
+        with attention.unfold(self.module) if forward is self.plain else nullcontext():
             return _on_a_cache(self, forward, states, kwargs, lambda found: found[0])
 
 
@@ -315,7 +315,7 @@ class _Inside:
         )
 
 
-class _Run:
+class _LayerRun:
     """Consecutive whole layers that run in one call."""
 
     def __init__(self, layers: Sequence[LayerForward]) -> None:
@@ -366,11 +366,11 @@ class _Run:
         return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths)
 
 
-class _Runs(dict[tuple[int, int], _Run]):
+class _LayerRuns(dict[tuple[int, int], _LayerRun]):
     """The runs that were needed so far, by first layer and end. A copied model makes its own."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> _Runs:
-        return _Runs()
+    def __deepcopy__(self, memo: dict[int, object]) -> _LayerRuns:
+        return _LayerRuns()
 
 
 class LayerForward(_Forward):
@@ -397,7 +397,7 @@ class LayerForward(_Forward):
         self.inside = _Inside.at(
             inside + [(each.module, name) for each in (self.attention, self.mlp) for name in each.PARTS]
         )
-        self.runs = _Runs()  # Of this layer alone
+        self.runs = _LayerRuns()  # Of this layer alone
         self.key = (self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
 
     @classmethod
@@ -429,7 +429,7 @@ class LayerForward(_Forward):
     ) -> Any:
         cache: Any = kwargs.get(self.cache_argument)
         if not self.runs:
-            self.runs[0, 1] = _Run([self])
+            self.runs[0, 1] = _LayerRun([self])
         if not self.runs[0, 1].fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -466,7 +466,7 @@ class ModelForward(_Forward):
         super().__init__(module, module.layers[0].forward.attention.joint.packed)
         self.cache_argument = cache_argument(module)
         self.layers = list(module.layers)
-        self.runs = _Runs()
+        self.runs = _LayerRuns()
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
@@ -526,9 +526,9 @@ class ModelForward(_Forward):
             end, key = end + 1, forward.key
         return end
 
-    def _run(self, start: int, end: int) -> _Run:
+    def _run(self, start: int, end: int) -> _LayerRun:
         if (start, end) not in self.runs:
-            self.runs[start, end] = _Run([layer.forward for layer in self.layers[start:end]])
+            self.runs[start, end] = _LayerRun([layer.forward for layer in self.layers[start:end]])
         return self.runs[start, end]
 
     @torch.inference_mode()
@@ -567,12 +567,14 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
             tokens (a head); norms and MLPs are compared on random states, and no attention gets one.
         accepted: names of modules that were compared before: they alone get one, and nothing is compared.
     """
-    found = _tried(model, ids, accepted, lambda module: next((kind for kind in KINDS if kind.suits(module)), None))
+    found = _install_tried(
+        model, ids, accepted, lambda module: next((kind for kind in KINDS if kind.suits(module)), None)
+    )
     if ids is None and accepted is None:
         return len(found)
     rooms = _Rooms()  # Whole layers, of modules that have faster forwards by now
     one = partial(LayerForward, rooms=rooms)
-    found += _tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None)
+    found += _install_tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None)
     for name, module in model.named_modules():
         if ModelForward.suits(module):
             whole = ModelForward(module)
@@ -582,7 +584,7 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
     return len(found)
 
 
-def _tried(
+def _install_tried(
     model: nn.Module,
     ids: Tensor | None,
     accepted: Collection[str] | None,
@@ -596,15 +598,15 @@ def _tried(
     if accepted is not None:
         found = [replacement for name, replacement in made.items() if name in accepted]
     elif ids is not None:
-        found = acceptance.accepted(model, list(made.values()), ids) if made else []
+        found = acceptance.accept(model, list(made.values()), ids) if made else []
     else:
-        found = acceptance.accepted_alone([(each, each.random_states()) for each in made.values() if each.width])
+        found = acceptance.accept_alone([(each, each.random_states()) for each in made.values() if each.width])
     for replacement in found:
         replacement.module.forward = replacement
     return found
 
 
-def installed(model: nn.Module) -> list[str]:
+def list_installed(model: nn.Module) -> list[str]:
     """Return the names of the modules that have a faster forward."""
     return [name for name, module in model.named_modules() if isinstance(module.__dict__.get("forward"), _Forward)]
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from forerun.caching import cache_root
 from forerun.errors import ArgumentError
-from forerun.model.padding import Paths
+from forerun.model.padding import TreePaths
 from forerun.writing import written
 
 log = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def attend(
     scale: float,
     rows: Tensor | None = None,
     *,
-    paths: Paths | None = None,
+    paths: TreePaths | None = None,
 ) -> Tensor:
     """Compute attention (B, N, heads, D') for tensors that `takes_attention` accepts. A token's
     bits depend only on what it sees and, with `paths`, not on the slots it stands in. Raises
@@ -194,7 +194,7 @@ class Attention:
         scale: float,
         rows: Tensor | None = None,
         *,
-        paths: Paths | None = None,
+        paths: TreePaths | None = None,
     ) -> None:
         """Describe a problem; the arguments are those of `attend`."""
         batch, heads, count, depth = query.shape
@@ -268,7 +268,7 @@ def _attention_part() -> int:
 
 DTYPES = (torch.bfloat16, torch.float32)
 LANES = 16  # Widths are multiples of it
-WIDENED = 1  # The `products.Kind` that takes states in float32
+WIDENED = 1  # The `products.ProductKind` that takes states in float32
 ROTATED = range(32, 513, 32)  # Widths of a head that `rope_and_write` takes
 MOST_TOP = 64  # Ids that `top_ids` finds
 _POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
@@ -577,7 +577,7 @@ class Layers:
     """
 
     def __init__(self, parts: Sequence[LayerParts], kind: int, multiply: int) -> None:
-        """Prepare layers of the same sizes, which multiply in the way `kind` (`products.Kind`) by
+        """Prepare layers of the same sizes, which multiply in the way `kind` (`products.ProductKind`) by
         the function at the address `multiply`.
         """
         self._parts, self._kind = parts, kind

@@ -117,10 +117,10 @@ class PanelWeight(PackedWeight):
         return products.multiply(rows, self.packed, self.bias, sum(self.sizes))
 
     def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return products.packed(*matrices)
+        return products.pack(*matrices)
 
     def matrix(self) -> Tensor:
-        return products.unpacked(self.packed, sum(self.sizes), self.in_features)
+        return products.unpack(self.packed, sum(self.sizes), self.in_features)
 
 
 class JoinedWeight(PackedWeight):
@@ -136,8 +136,8 @@ class JoinedWeight(PackedWeight):
         return self.packed
 
     def exchange(self, contents: Contents) -> Contents:
-        bias = None if self.bias is None or contents.bias is None else overwritten(self.bias, contents.bias)
-        return Contents(packed=overwritten(self.packed, contents.packed), bias=bias)
+        bias = None if self.bias is None or contents.bias is None else overwrite(self.bias, contents.bias)
+        return Contents(packed=overwrite(self.packed, contents.packed), bias=bias)
 
 
 def _below(matrices: Sequence[Tensor]) -> Tensor:
@@ -145,7 +145,7 @@ def _below(matrices: Sequence[Tensor]) -> Tensor:
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
-def overwritten(own: Tensor, value: Tensor) -> Tensor:
+def overwrite(own: Tensor, value: Tensor) -> Tensor:
     """Copy `value` to where recorded passes read `own`, and return the former values."""
     former = own.clone()
     own.copy_(value)
@@ -384,7 +384,7 @@ def exchange(weights: Weights) -> Weights:
                 parameters.append((own, own.data))
                 own.data = value
             else:
-                parameters.append((own, overwritten(own.data, value)))
+                parameters.append((own, overwrite(own.data, value)))
         packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
     return Weights(parameters=tuple(parameters), packed=packed)
 

@@ -34,7 +34,7 @@ _MUCH = 1.1  # Times that bf16 takes of float32's from which on float32 is the f
 _CLEARLY = 0.9  # Another way than the first that a machine has must take at most this much of its time
 
 
-class Kind(IntEnum):
+class ProductKind(IntEnum):
     """The ways of multiplying entries, numbered as in ``product.h``."""
 
     FLOAT32 = 0
@@ -55,10 +55,10 @@ def library() -> ctypes.CDLL | None:
         builds.append(DOT_PRODUCTS)
     if torch.cpu._is_amx_tile_supported():
         builds.append((*DOT_PRODUCTS, *native.AMX))
-    return opened(builds[-1])
+    return open_library(builds[-1])
 
 
-def opened(flags: Sequence[str]) -> ctypes.CDLL | None:
+def open_library(flags: Sequence[str]) -> ctypes.CDLL | None:
     """Load the library as compiled with these flags."""
     found = native.compiled_library("product", flags=flags)
     if found is None:
@@ -86,7 +86,7 @@ def address() -> int:
     return ctypes.cast(found.forerun_product_part, ctypes.c_void_p).value or 0
 
 
-def packed(*matrices: Tensor) -> Tensor:
+def pack(*matrices: Tensor) -> Tensor:
     """Lay out matrices (outputs, depth) below each other in panels: (P, depth, LANES), bf16 (P,
     depth / 2, LANES, 2). Zeros fill up the last panel, and the depth of bf16 to a multiple of
     `STEP`.
@@ -107,13 +107,15 @@ def packed(*matrices: Tensor) -> Tensor:
     return out
 
 
-def unpacked(panels: Tensor, outputs: int, depth: int) -> Tensor:
-    """Undo `packed`, and return the matrix (outputs, depth)."""
+def unpack(panels: Tensor, outputs: int, depth: int) -> Tensor:
+    """Undo `pack`, and return the matrix (outputs, depth)."""
     matrix = panels.transpose(1, 2).flatten(2) if panels.dim() == 4 else panels.transpose(1, 2)
     return matrix.reshape(-1, matrix.shape[-1])[:outputs, :depth]
 
 
-def multiply(rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, kind: Kind | None = None) -> Tensor:
+def multiply(
+    rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, kind: ProductKind | None = None
+) -> Tensor:
     """Multiply (M, depth) by packed weights and add the bias (outputs,): (M, outputs). Raises
     ArgumentError, before anything is read, if shapes or dtypes do not fit.
 
@@ -123,11 +125,11 @@ def multiply(rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int, ki
     found = library()
     assert found is not None, "ready() is asked first"
     kind = kind_of(rows.dtype) if kind is None else kind
-    return _multiplied(found, kind, rows, panels, bias, outputs)
+    return _multiply(found, kind, rows, panels, bias, outputs)
 
 
-def _multiplied(
-    found: ctypes.CDLL, kind: Kind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
+def _multiply(
+    found: ctypes.CDLL, kind: ProductKind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
 ) -> Tensor:
     count, depth = rows.shape
     held = panels.shape[1] * (panels.shape[3] if panels.dim() == 4 else 1)
@@ -154,20 +156,22 @@ def _multiplied(
 
 
 @cache
-def kind_of(dtype: torch.dtype) -> Kind:
+def kind_of(dtype: torch.dtype) -> ProductKind:
     """Return how this machine multiplies in that dtype: the fastest way it has, measured once and
     kept on disk.
     """
     found = library()
     assert found is not None, "ready() is asked first"
     if dtype is torch.float32:
-        return Kind.FLOAT32
-    kinds = [kind for kind in (Kind.TILES, Kind.DOTS, Kind.WIDENED) if found.forerun_product_has(kind)]
+        return ProductKind.FLOAT32
+    kinds = [
+        kind for kind in (ProductKind.TILES, ProductKind.DOTS, ProductKind.WIDENED) if found.forerun_product_has(kind)
+    ]
     among = ", ".join(kind.name for kind in kinds)
-    return Kind[kept_here(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)]
+    return ProductKind[kept_here(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)]
 
 
-def _fastest(found: ctypes.CDLL, kinds: Sequence[Kind]) -> Kind:
+def _fastest(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> ProductKind:
     """Return the kind with the shortest times; a later one only if it is clearly faster."""
     taken = _seconds(found, kinds) if len(kinds) > 1 else {}
     best = kinds[0]
@@ -193,14 +197,14 @@ def _takes_of_float32() -> float:
     assert found is not None, "ready() is asked first"
 
     def ratio() -> float:
-        taken = _seconds(found, (kind, Kind.FLOAT32))
-        return taken[kind] / taken[Kind.FLOAT32]
+        taken = _seconds(found, (kind, ProductKind.FLOAT32))
+        return taken[kind] / taken[ProductKind.FLOAT32]
 
     return float(kept_here(f"few rows in bf16 by {kind.name}, kernels {native.version()}", ratio))
 
 
 @torch.inference_mode()
-def _seconds(found: ctypes.CDLL, kinds: Sequence[Kind]) -> dict[Kind, float]:
+def _seconds(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> dict[ProductKind, float]:
     """Return the time of a few products in each way, the shortest of several runs, added up. The
     ways take turns, so that other work on the machine affects all of them.
     """
@@ -208,13 +212,13 @@ def _seconds(found: ctypes.CDLL, kinds: Sequence[Kind]) -> dict[Kind, float]:
     for count, depth, outputs in _TRIALS:
         given = {}
         for kind in kinds:
-            dtype = torch.float32 if kind is Kind.FLOAT32 else torch.bfloat16
-            given[kind] = torch.ones(count, depth, dtype=dtype), packed(torch.ones(outputs, depth, dtype=dtype))
-        times: dict[Kind, list[float]] = {kind: [] for kind in kinds}
+            dtype = torch.float32 if kind is ProductKind.FLOAT32 else torch.bfloat16
+            given[kind] = torch.ones(count, depth, dtype=dtype), pack(torch.ones(outputs, depth, dtype=dtype))
+        times: dict[ProductKind, list[float]] = {kind: [] for kind in kinds}
         for _ in range(_REPEATS):
             for kind, (rows, panels) in given.items():
                 began = time.perf_counter()
-                _multiplied(found, kind, rows, panels, None, outputs)
+                _multiply(found, kind, rows, panels, None, outputs)
                 times[kind].append(time.perf_counter() - began)
         for kind in kinds:
             total[kind] += min(times[kind])

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.model.kernels.native import Heads
-from forerun.model.padding import Paths
+from forerun.model.padding import TreePaths
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def attend(
     scale: float,
     rows: Tensor | None = None,
     *,
-    paths: Paths | None = None,
+    paths: TreePaths | None = None,
 ) -> Tensor:
     """Compute attention (B, N, heads, D') for tensors that `takes_attention` accepts. Several
     programs share the slots of a sequence, as many as keep the device busy (Flash-Decoding), and

@@ -20,7 +20,7 @@ from torch import Tensor
 from forerun.checkpoints import HeadCheckpoint
 from forerun.drafters.heads.base import Head, HeadConfig
 from forerun.drafters.heads.dflash import DFlashConfig
-from forerun.drafters.heads.kinds import kind_named, named
+from forerun.drafters.heads.kinds import import_named, kind_named
 from forerun.drafters.heads.medusa import MedusaConfig
 from forerun.errors import ArgumentError, choices
 from forerun.training.batch import Objective
@@ -299,7 +299,7 @@ class MtpMode(Mode):
         """
         if not model.name_or_path:
             raise ArgumentError("convert: MTP layers are read from the model's checkpoint; load it by from_pretrained")
-        found: Head = named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
+        found: Head = import_named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
         return found
 
     def settings(self, config: HeadConfig) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
-from forerun.model.layers import base_of, captured, check_boundaries, device_of, layers_of
+from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
 from forerun.model.masks import FULL, AttentionMask, MaskStyle
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.training.batch import FeatureBatch, TokenBatch, working_dtype
@@ -68,7 +68,7 @@ class OnlineFeatures:
             "attention_mask": packed_mask(batch, self._style, working_dtype(device, self.model.dtype)),
             "use_cache": False,
         }
-        with evaluating(self._base), captured(self._layers, frozenset(self.boundaries)) as caught:
+        with evaluating(self._base), capture_states(self._layers, frozenset(self.boundaries)) as caught:
             last = self._run(inputs)
         states = {boundary: caught[boundary].to(device) for boundary in self.boundaries}
         return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last.to(device)})
@@ -210,7 +210,7 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
     """
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
-    # A hook of its own: `captured` is what is under test.
+    # A hook of its own: `capture_states` is under test.
     raw: list[Any] = []
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
     with layers[-1].register_forward_hook(lambda *call: raw.append(call[-1])):

@@ -30,7 +30,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.manifests import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
 from forerun.model.checks import check_directory
-from forerun.model.load import explained, weight_files
+from forerun.model.load import explain_load_error, weight_files
 from forerun.model.names import resolve
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
@@ -496,7 +496,7 @@ def checkpoint_directory(target: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:
-        raise explained(name, error) from error
+        raise explain_load_error(name, error) from error
 
 
 def find_loaded(target: str | Path) -> Path:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.drafters.heads.kinds import HeadKind, named
+from forerun.drafters.heads.kinds import HeadKind, import_named
 from forerun.errors import ArgumentError
 
 OBJECTIVES: dict[str, str] = {
@@ -40,4 +40,4 @@ def objective_for(kind: HeadKind) -> Any:
     found = OBJECTIVES.get(kind.name) or OBJECTIVES.get(kind.stored_as)
     if found is None:
         raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
-    return named(found)
+    return import_named(found)

@@ -15,7 +15,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forerun.model.layers import base_of, captured, layers_of, norm_after_layers
+from forerun.model.layers import base_of, capture_states, layers_of, norm_after_layers
 from forerun.model.support import text_config
 from forerun.training.batch import FeatureBatch, LossReport, Objective
 from forerun.training.chunked_loss import VocabularyLoss
@@ -75,7 +75,10 @@ class LayerSkipObjective(Objective):
         """
         training, last = self.parameters_module().training, len(self._layers)
         exits = self.exits(batch.number) if training else []
-        with self._dropping(len(batch.batch.tokens) if training else 0), captured(self._layers, set(exits)) as states:
+        with (
+            self._dropping(len(batch.batch.tokens) if training else 0),
+            capture_states(self._layers, set(exits)) as states,
+        ):
             final = self.reader.states(batch.batch)
         weights = exit_weights(exits, last, self.settings.exit_scale)
         counts = mark_counted(batch.batch, -1)

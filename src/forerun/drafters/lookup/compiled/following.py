@@ -79,7 +79,7 @@ def start(place: Ints, at: int, matched: int) -> None:
 
 
 @compiled
-def agreed(place: Ints) -> int:
+def count_agreed(place: Ints) -> int:
     """Return how much speaks for the place: recent tokens that agreed, and those since the last
     change.
     """
@@ -87,7 +87,7 @@ def agreed(place: Ints) -> int:
 
 
 @compiled
-def settled(place: Ints) -> bool:
+def is_settled(place: Ints) -> bool:
     """Return whether the last tokens agree, enough of them in a row."""
     return bool(place[FOUND] and place[MATCHED] >= _AGREED)
 

@@ -101,7 +101,7 @@ def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
 
 
 @compiled
-def _copied(text: Ints, place: int, offset: int) -> int:
+def _copied_token(text: Ints, place: int, offset: int) -> int:
     """Return the token at `offset` from a place; a copy that reaches the end of the text goes on
     with itself.
     """
@@ -109,7 +109,7 @@ def _copied(text: Ints, place: int, offset: int) -> int:
 
 
 @compiled
-def _voted(text: Ints, places: Ints, length: int, kept: Ints) -> int:
+def _vote(text: Ints, places: Ints, length: int, kept: Ints) -> int:
     """Fill `kept` with the places whose next token is the most frequent, of equals the first; then
     again among these, for `length` tokens. Returns how many are left.
     """
@@ -120,14 +120,14 @@ def _voted(text: Ints, places: Ints, length: int, kept: Ints) -> int:
             break
         best, most = 0, 0
         for one in range(size):
-            votes, token = 0, _copied(text, kept[one], offset)
+            votes, token = 0, _copied_token(text, kept[one], offset)
             for other in range(size):
-                votes += _copied(text, kept[other], offset) == token
+                votes += _copied_token(text, kept[other], offset) == token
             if votes > most:
                 best, most = token, votes
         left = 0
         for one in range(size):
-            if _copied(text, kept[one], offset) == best:
+            if _copied_token(text, kept[one], offset) == best:
                 kept[left], left = kept[one], left + 1
         size = left
     return size
@@ -138,7 +138,7 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
     """Keep one place for each continuation, the most frequent first, and return their number."""
     waiting, voters, size, chosen = places.copy(), np.empty(len(places), np.int32), len(places), 0
     while size > 0:
-        voted = _voted(text, waiting[:size], length, voters)
+        voted = _vote(text, waiting[:size], length, voters)
         places[chosen], chosen = voters[0], chosen + 1
         left = 0
         for one in range(size):
@@ -149,7 +149,7 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
 
 
 @compiled
-def _preferred(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> Ints:
+def _prefer(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> Ints:
     """Return the places of one n-gram, as `_find` left them, to copy `length` tokens from, in their
     order.
     """
@@ -173,7 +173,7 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
     seen, known = np.empty(sizes * wanted, np.int32), 0
     for matched in range(choice.longest, choice.shortest - 1, -1):
         which = matched - choice.shortest
-        for place in _preferred(text, choice, length, found[which], met[which]):
+        for place in _prefer(text, choice, length, found[which], met[which]):
             if branches == choice.branches or size == len(nodes):
                 return size, expected, first
             if (seen[:known] == place).any():
@@ -209,7 +209,7 @@ def _place(text: Ints, choice: Choice) -> int:
     only = Choice(choice.match, choice.hits, 1, choice.length, choice.longest, choice.longest, choice.least, True)
     found, met = np.empty((1, 1 if choice.match != MOST_FREQUENT else _SCANNED), np.int32), np.zeros(1, np.int32)
     _find(text, only, found, met)
-    places = _preferred(text, choice, choice.length, found[0], met[0])
+    places = _prefer(text, choice, choice.length, found[0], met[0])
     return places[0] if len(places) else NONE
 
 
@@ -240,7 +240,7 @@ def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> i
     """
     text, counts, follower = text_of(batch, row), counts_of(batch, row), follower_of(batch.followers, row)
     made = room_of(batch, row, min(nodes, choice.branches * length))
-    if choice.follows and choice.branches == 1 and following.settled(follower.place):
+    if choice.follows and choice.branches == 1 and following.is_settled(follower.place):
         size, _ = following.draft(follower, text, counts, made, choice.least, True)
         return size
     size, expected, place = draft(text, choice, length, counts, made)

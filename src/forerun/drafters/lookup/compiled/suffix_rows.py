@@ -29,7 +29,7 @@ from forerun.drafters.lookup.compiled.batch import (
 )
 from forerun.drafters.lookup.compiled.drafts import NONE, REQUEST, STORE, Ints, compiled
 from forerun.drafters.lookup.compiled.following import FOUND, PLACE, follower_of
-from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, Limits, Match, automaton_at
+from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, SuffixLimits, SuffixMatch, automaton_at
 
 GENERATIONS = 2  # Most automata of a store
 # Columns of a store, which has a row for each
@@ -108,17 +108,17 @@ def _source(batch: Batch, row: int, place: Ints) -> Arrays:
 
 
 @compiled
-def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, Match]:
+def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, SuffixMatch]:
     """Return the longest match of the row's end, and the automaton that it is in: the row's own for
     source 0, else the store's.
     """
-    known, kind, (state, matched) = text, REQUEST, suffixes.repeated(text)
+    known, kind, (state, matched) = text, REQUEST, suffixes.longest_repeat(text)
     if source > 0:
         cursor = _cursor(batch, row, source - 1)
         kind, state, matched = STORE, cursor[_STATE], cursor[_MATCHED]
         if matched > 0:
             known = automaton_at(_store_of(batch, row)[source - 1, ADDRESS])
-    return known, Match(kind, state, matched)
+    return known, SuffixMatch(kind, state, matched)
 
 
 @compiled
@@ -180,13 +180,13 @@ def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> i
         known, match = _match(batch, row, text, source)
         length = _length(options, match.matched, most)
         if length > 0:
-            limits = Limits(length, options.nodes > 0, options.least)
+            limits = SuffixLimits(length, options.nodes > 0, options.least)
             spare = spare_of(batch, min(nodes, options.nodes) if options.nodes > 0 else length)
             size, gain = suffixes.draft(known, match, limits, counts, spare)
             if gain > expected:
                 best, expected = size, gain
                 keep(made, spare, size)
-    length = _length(options, following.agreed(follower.place), most)
+    length = _length(options, following.count_agreed(follower.place), most)
     if length > 0:
         followed, spare = _source(batch, row, follower.place), spare_of(batch, length)
         tokens = followed.tokens[: followed.head[SIZE]]

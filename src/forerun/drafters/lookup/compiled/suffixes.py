@@ -149,7 +149,7 @@ def token_of(text: Arrays, state: int) -> int:
 
 
 @compiled
-def counted(text: Arrays, state: int) -> bool:
+def is_counted(text: Arrays, state: int) -> bool:
     """Return whether it is known how often the state's strings go on with each token."""
     return state == ROOT or bool(text.states[text.states[state, LINK], LENGTH] + 2 <= text.head[DEPTH])
 
@@ -210,7 +210,7 @@ def extend(text: Arrays, new: Ints) -> None:
 
 
 @compiled
-def repeated(text: Arrays) -> tuple[int, int]:
+def longest_repeat(text: Arrays) -> tuple[int, int]:
     """Return state and length of the longest suffix of the text that also occurs in it before its
     end.
     """
@@ -261,7 +261,7 @@ def _tally(text: Arrays, token: int) -> None:
         state = states[state, LINK]
     states[ROOT, COUNT] += 1
     if token != SEPARATOR:
-        _elect(text, before if counted(text, before) else states[before, LINK], after)
+        _elect(text, before if is_counted(text, before) else states[before, LINK], after)
 
 
 @compiled
@@ -308,7 +308,7 @@ def _mark_ends(text: Arrays) -> None:
 
 @compiled
 def occurrences(text: Arrays, state: int) -> int:
-    """Return how often the strings of a `counted` state occur and something follows; the ends must
+    """Return how often the strings of a state that `is_counted` occur and something follows; the ends must
     be marked.
     """
     return int(text.states[state, COUNT] - int(text.states[state, MARK] == text.head[SIZE]))
@@ -329,7 +329,7 @@ def _share(text: Arrays, state: int, token: int) -> float:
     for place in range(size - 1, -1, -1):
         shorter = asked[place]
         following = step(text, shorter, token)
-        if counted(text, shorter):
+        if is_counted(text, shorter):
             total, count = occurrences(text, shorter), text.states[following, COUNT]
         else:
             total, count = 1, int(following == text.states[shorter, BEST])
@@ -339,7 +339,7 @@ def _share(text: Arrays, state: int, token: int) -> float:
 
 @compiled
 def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
-    """Fill `found` with the states after the next tokens of a `counted` state, the most frequent
+    """Fill `found` with the states after the next tokens of a state that `is_counted`, the most frequent
     first, and return their number. Of equals the one that BEST prefers comes first, then the first
     that occurred, then the last that came up.
     """
@@ -365,7 +365,7 @@ def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
     return size
 
 
-class Match(NamedTuple):
+class SuffixMatch(NamedTuple):
     """A match that a draft is copied from."""
 
     source: int  # One of SOURCES, by its place
@@ -373,7 +373,7 @@ class Match(NamedTuple):
     matched: int  # Tokens before it that are the same here and there
 
 
-class Limits(NamedTuple):
+class SuffixLimits(NamedTuple):
     """Limits of a draft besides the room for its nodes."""
 
     depth: int  # Tokens of a path
@@ -382,7 +382,7 @@ class Limits(NamedTuple):
 
 
 @compiled
-def draft(text: Arrays, match: Match, limits: Limits, counts: Floats, made: Draft) -> tuple[int, float]:
+def draft(text: Arrays, match: SuffixMatch, limits: SuffixLimits, counts: Floats, made: Draft) -> tuple[int, float]:
     """Fill `made` with the nodes of largest estimated survival below a match, as many as there is
     room for. Returns the number of nodes, the root included, and the sum of their survival.
     """
@@ -400,7 +400,7 @@ def draft(text: Arrays, match: Match, limits: Limits, counts: Floats, made: Draf
                 state = text.states[state, LINK]
                 matched = text.states[state, LENGTH]
             if text.states[state, BEST] != NONE and matched > 0:
-                sure = counted(text, state)
+                sure = is_counted(text, state)
                 total = occurrences(text, state) if sure else 1
                 for place in range(min(_WIDTH, _ways(text, state, limits.wide and sure, found))):
                     following = found[place]
