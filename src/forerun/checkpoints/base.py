@@ -36,7 +36,7 @@ class HeadCheckpoint:
     """The tensors by the names of the kind's module, on the CPU, each in the dtype it was stored
     in.
     """
-    notes: tuple[str, ...] = ()  # What a reader could not know for certain, as sentences for the user
+    notes: tuple[str, ...] = ()  # Doubts of the reader, as sentences for the user
 
     def __post_init__(self) -> None:
         check_tensors(self.config, self.tensors)
@@ -126,7 +126,7 @@ class StoredFiles:
 
     directory: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]  # Of all shards, under the names on disk
+    tensors: Mapping[str, Tensor]  # Tensors of all shards, under the names on disk
 
 
 class Format:
@@ -267,5 +267,5 @@ def some(names: list[str], most: int = 6) -> str:
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
         return False
-    # As bytes: a NaN equals itself, and 0.0 is not -0.0.
+    # Compare as bytes: a NaN equals itself, and 0.0 is not -0.0.
     return torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))

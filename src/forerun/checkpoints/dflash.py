@@ -42,7 +42,7 @@ SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_to
 """Keys of DFlash 2 that stand at the top or in `NESTED`."""
 DOMINO = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 """Keys of Domino, named as the fields of its configuration."""
-LEAST = {"pure_draft_prefix_len": 0}  # Where a file leaves it out
+LEAST = {"pure_draft_prefix_len": 0}  # Values if a file leaves the key out
 OWN: dict[type[DFlashConfig], tuple[str, ...]] = {DominoConfig: DOMINO, DFlash2Config: SELECTOR}
 MODELOPT = {"confidence_proj.": "confidence_head.proj."} | {
     f"{name}.": f"markov_head.{name}." for name in ("markov_w1", "markov_w2", "gate_proj", "joint_proj")

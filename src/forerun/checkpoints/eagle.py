@@ -301,7 +301,7 @@ def _read_rope(keys: Keys) -> dict[str, Any]:
     theta = float(rope.pop("rope_theta", None) or theta)
     kind = rope.pop("type", None)
     rope = {"rope_type": rope.pop("rope_type", kind or "default"), **rope}
-    if rope["rope_type"] == "mrope":  # Of text all three positions are the same, as transformers reads it, too
+    if rope["rope_type"] == "mrope":  # All three positions are the same for text, as transformers reads it, too
         rope["rope_type"] = "default"
     if rope["rope_type"] not in ROPE_KINDS:
         raise CheckpointError(f"rope_type is {rope['rope_type']!r}; expected {', '.join(ROPE_KINDS)}")

@@ -37,8 +37,8 @@ class Finding:
     engine: str
     severity: Severity
     what: str
-    why: str  # What the engine does with it
-    remedy: str = ""  # What to do; empty if nothing needs to be done
+    why: str  # The engine's treatment of it
+    remedy: str = ""  # Advice; empty if nothing needs to be done
 
 
 def worst(findings: Sequence[Finding], engine: str) -> Severity:
@@ -74,7 +74,7 @@ class Destination:
 
     title: str
     format_name: str | None = None  # None: the format in which heads of the kind are written
-    engine: str | None = None  # Whose findings count; None: nobody's
+    engine: str | None = None  # Engine whose findings count; None: nobody's
     command: Callable[[Launch], str]
     counting: str  # How this engine counts the tokens of a step
     files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
@@ -181,7 +181,7 @@ class Exported:
 
     directory: Path
     format_name: str
-    findings: tuple[Finding, ...]  # What this engine does with the head; empty for ``hf``
+    findings: tuple[Finding, ...]  # The engine's findings about the head; empty for ``hf``
     command: str
     notes: tuple[str, ...]
 

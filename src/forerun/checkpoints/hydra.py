@@ -25,7 +25,7 @@ HEADS, LAYERS, ARCHITECTURE = "hydra_num_heads", "hydra_num_layers", "hydra_head
 TARGET = "base_model_name_or_path"
 OURS = (HEADS, LAYERS, ARCHITECTURE, TARGET, "grounded_heads", "hidden_state_offset")
 MLP, PREFIX_MLP = "mlp", "prefix-mlp"
-PREFIX = "prefix_embeding_layer."  # So it is written there
+PREFIX = "prefix_embeding_layer."  # The prefix as it is spelled there
 UNREAD = re.compile(re.escape(PREFIX) + r"(embed_tokens\.weight|.*rotary_emb\.inv_freq)")
 """Matches tensors that Hydra's code stores and never reads, or recomputes."""
 BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
@@ -68,7 +68,7 @@ class HydraFormat(Format):
             "vocab_size": output.shape[0],
             "intermediate_size": output.shape[1] if gate is None else gate.shape[0],
             "num_hidden_layers": int(kind == PREFIX_MLP),
-            "num_attention_heads": 1,  # Where there is no layer
+            "num_attention_heads": 1,  # Used if there is no layer
         }
         shape = Keys(
             {**sizes, **{name: value for name, value in config.items() if value is not None and name not in OURS}}

@@ -16,7 +16,7 @@ from forerun.errors import CheckpointError
 from forerun.head_keys import Keys
 
 EXIT = "exit_layer"
-ARCHITECTURE = "LlamaForCausalLM"  # So the published files say, although it is none
+ARCHITECTURE = "LlamaForCausalLM"  # Named so in the published files, although it is none
 
 
 class KangarooFormat(Format):

@@ -32,12 +32,12 @@ class ModelOptFormat(Format):
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        # Those that ModelOpt no longer uses are null, those of a head of another kind are refused by `Keys.rest`.
+        # Keys that ModelOpt no longer uses are null; those of a head of another kind are refused by `Keys.rest`.
         nested = {name: value for name, value in config[NESTED].items() if value != LAYER_NORMS.get(name)}
         return read_flat({**config, NESTED: nested}, tensors, num_layers)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        # Like ModelOpt, without ``t2d``.
+        # Written without ``t2d``, as ModelOpt does.
         if checkpoint.config.generation != 3:
             raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")
         keys = write_flat(checkpoint)

@@ -28,7 +28,7 @@ from forerun.writing import written_folder
 
 TOKENS = 8  # Per step in the launch lines: what the public recipe trains for
 YAML = "trtllm.yaml"
-HEAD_KEY = "draft_vocab_size"  # Of heads alone
+HEAD_KEY = "draft_vocab_size"  # A key of heads alone
 KEPT = (".json", ".safetensors", ".txt", ".model", ".jinja")  # Suffixes of what a model's directory is made of
 
 

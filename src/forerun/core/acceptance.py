@@ -14,7 +14,7 @@ from typing import NamedTuple
 from forerun.types import Drawn
 
 _NOTHING = (0.0, 0.0)
-BINS, _RANKS = 10, 4  # Of probabilities and shares; of siblings
+BINS, _RANKS = 10, 4  # Bins of probabilities and shares; ranks of siblings that are told apart
 COPIED = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
 """Prior acceptance of a copied token after 0, 1, ... 8 matching tokens, then from 9, 16 and 32
 matching tokens on.
@@ -26,7 +26,7 @@ class Evidence(NamedTuple):
     """A node's evidence before it is verified: the key that it is counted under, and a prior."""
 
     key: Hashable  # Nodes of the same key are accepted equally often
-    prior: float  # In 0..1, the first guess that the node is accepted if its parent is
+    prior: float  # First guess, in 0..1, that the node is accepted if its parent is
 
 
 class Acceptance:
@@ -73,7 +73,7 @@ class Proposal:
     acceptance: Acceptance  # Said how likely the nodes are accepted, and is told what became of them
     tokens: Sequence[int]  # (N,) of each node, the root first; may go on to grow
     parents: Sequence[int]  # (N,) by node id, -1 of the root
-    evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; what has none was not submitted
+    evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; a node without any was not submitted
 
     def learn(self, text: Sequence[int]) -> None:
         """Compare the draft with the tokens that followed its root, and count each decided node."""
@@ -106,7 +106,7 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
     """
     given = drawn is Drawn.DETERMINISTIC
     key = given, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
-    # A given token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
+    # A deterministic token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
     return Evidence(key, prob if given else (0.4 + 0.6 * prob) * 0.4**rank)
 
 

@@ -54,8 +54,8 @@ class ResidualsInput:
     tree: TokenTree
     sampler: Sampler
     rng: Rng
-    reads: Reads  # What its rule asks for
-    edits: Edits | None  # What its parameters do to the raw logits
+    reads: Reads  # Numbers that its rule asks for
+    edits: Edits | None  # Changes that its parameters make to the raw logits
     draft_probs: bool = False  # Whether each node's probability under what it was drawn from is wanted
 
 
@@ -312,7 +312,7 @@ class _Plan:
     """
     filters: bool  # Whether a row has a top-k, top-p or min-p
     greedy: bool  # Whether a row is at temperature 0
-    entropy: bool  # What is wanted beside the residuals
+    entropy: bool  # Numbers that are wanted besides the residuals
     draft_prob: bool
     probs: bool
     top: int

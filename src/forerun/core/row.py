@@ -14,7 +14,7 @@ from forerun.types import CommittedTokens
 class Row:
     """One running sequence as the step sees it."""
 
-    cache_row: int  # Of the target
+    cache_row: int  # Row in the target's cache
     tokens: list[int]  # Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`.
     prompt_length: int
     sampler: Sampler
@@ -23,7 +23,7 @@ class Row:
     room: int  # Tokens that may still be emitted, at least 1
     rule: str | None = None  # A rule asked for by name; None takes the best one for what its drafter may draft
     traced: bool = False  # Whether each node's probabilities are wanted in the `StepTrace`
-    prediction: Sequence[int] = ()  # What the client expects as the answer, token ids
+    prediction: Sequence[int] = ()  # Token ids that the client expects as the answer
     cache_salt: str | None = None  # Isolation domain: what is kept of the text serves rows of the same domain only
     adapt: bool = True  # Whether online adaptation may learn from it
     steps: int = 0  # Steps done so far

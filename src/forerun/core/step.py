@@ -27,8 +27,8 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace,
 class Verified(NamedTuple):
     """The result of verifying one row's tree."""
 
-    verdict: Verdict  # Of a row that failed it keeps nothing, and its token means nothing
-    tokens: list[int]  # What the row goes on with: those on the accepted path and the next one
+    verdict: Verdict  # The verdict; for a row that failed it accepts nothing, and its token is meaningless
+    tokens: list[int]  # Tokens that the row gains: those on the accepted path and the next one
     rule: str
     nodes: tuple[TracedNode, ...] = ()  # For the trace, where one is wanted
     logprobs: Logprobs | None = None  # One entry per emitted token where the request asked for log-probabilities

@@ -56,7 +56,7 @@ class TokenTree:
         V is at most the target's vocabulary.
         """
         self.masses: dict[int, float] = {}  # node -> the sum of its `draft_probs`, where known; see `masses_of`
-        self.resume: Resume | None = None  # What the first nodes have already run through in this step
+        self.resume: Resume | None = None  # Layers that the first nodes have already run through in this step
         self._twins: dict[tuple[int, int], int] | None = {}
 
     @classmethod

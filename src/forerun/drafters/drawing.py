@@ -158,7 +158,7 @@ class Shape:
 
 
 PUBLISHED: dict[str, tuple[int, ...]] = {
-    # Medusa's and Hydra's sparse tree of 63 nodes: for heads of Vicuna 7B, by their accuracies on Alpaca.
+    # Medusa's and Hydra's sparse tree of 63 nodes, made for heads of Vicuna 7B by their accuracies on Alpaca.
     "mc_sim_7b_63": (
         *(10, 10, 7, 3, 2, 1, 1, 1, 1, 1, 1),
         *(10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1, *[0] * 10, 2),
@@ -186,7 +186,7 @@ class Grower:
     """The draw settings of one row."""
 
     draw: Draw  # Never AUTO
-    sampler: Sampler  # Of the request, so that draft and target distributions see the same processors
+    sampler: Sampler  # The request's sampler, so that draft and target distributions see the same processors
     rng: Rng
     output: Sequence[int]  # The row's output so far, root included; may be empty where `sampler.neutral`
 
@@ -375,7 +375,7 @@ class Draws:
     """
 
     shape: Shape
-    draw: Draw  # Of the rows above temperature 0; never AUTO. The others take the likeliest tokens
+    draw: Draw  # Draw of the rows above temperature 0; never AUTO. The others take the likeliest tokens
     greedy: bool  # Whether there are rows at temperature 0
     filters: bool  # Whether a row asks for top-k, top-p or min-p
     one_by_one: Sequence[SamplingParams]  # (B,) whose distributions are filtered one by one, on the host; else empty

@@ -335,14 +335,14 @@ class _DeferredRow:
 
 # --- what may be submitted --------------------------------------------------------------------------------------------
 
-_ROUNDING = 1e-4  # By how much a confidence, a quotient of probabilities in float32, may exceed 1
+_ROUNDING = 1e-4  # Excess over 1 that a confidence, a quotient of probabilities in float32, may have
 
 
 class Checked(NamedTuple):
     """The result of checking one row's tree."""
 
-    tree: TokenTree  # What of it may be submitted, read-only
-    error: InvalidDraftError | None = None  # What was wrong with the rest
+    tree: TokenTree  # The nodes that may be submitted, read-only
+    error: InvalidDraftError | None = None  # The error of the others
 
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:

@@ -121,7 +121,7 @@ class FixedTree:
         self, tree: TokenTree, grown: Grown, at: int, row: _GrownRow, nodes: int, acceptance: Acceptance
     ) -> Submitted:
         tokens, parents = [tree.tokens[0], *row.tokens], self.shape.parents
-        # Further ones were not run for this row, which may stand at the end of the model's context.
+        # Nodes behind these were not run for this row, which may stand at the end of the model's context.
         submitted = Submitted(tokens=tokens, parents=parents, run=min(grown.run, nodes), acceptance=acceptance)
         ids = {0: 0}
         for node in range(1, nodes + 1):
@@ -320,7 +320,7 @@ class _GrownRow(NamedTuple):
     drawn: list[int]
     confidence: list[float]
     valid: list[bool]
-    masses: list[float]  # By parent, of what its sampled children were drawn from; empty where all are deterministic
+    masses: list[float]  # Masses, by parent, of the distributions of sampled children; empty if all are deterministic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -260,7 +260,7 @@ class _Handover:
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # What was last given something
+        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that was last given something
         self._done = threading.Event()  # With that: whoever it woke has a place in the loop before the next task
         self._done.set()
 

@@ -41,13 +41,13 @@ class Request:
     params: SamplingParams  # Resolved: no None where there is a neutral value
     speculative: SpeculativeConfig | None
     trace: bool
-    priority: int = 0  # Of a client's waiting requests the one with the lowest comes first
-    client: str | None = None  # Whose request it is, where rows are to be shared fairly among clients
-    user: str | None = None  # Of the client, where its rows are to be shared fairly among its users
+    priority: int = 0  # The lowest of a client's waiting requests comes first
+    client: str | None = None  # Client of the request, if rows are to be shared fairly among clients
+    user: str | None = None  # User of the client, if its rows are to be shared fairly among its users
     arrived: int = 0  # Prompt tokens that the engine had read when it came
     timeout_s: float | None = None  # Time from queueing to the end, seconds
     answers: list[Completion] = field(default_factory=list)
-    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of what has been read of it
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Log-probabilities of the part read so far
     queued_at: float | None = None  # Or when it arrived, where it waited before that; `time.perf_counter`
     first_token_at: float | None = None
     last_token_at: float | None = None
@@ -126,7 +126,7 @@ class Completion:
     order: int = 0  # Rises with every answer that is queued
     preemptions: int = 0  # Times that it had to give its row back
     introduced: bool = False  # Its drafter has been shown what it holds
-    failed: bool = False  # What its row holds is of no use to others
+    failed: bool = False  # The row's content is of no use to others
 
     def append(self, emitted: Emitted) -> StreamChunk:
         """Append one step's tokens, up to the first that ends the answer. If the row failed in the

@@ -169,7 +169,7 @@ class Engine:
         requires = self.drafting.requires(answer.drafter)
         lacking = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
         text = Prefill(answers=[answer], tokens=lacking, requires=requires)
-        # Who wants to see the whole prompt scored or timed, or to hand its hidden states on, reads all of it.
+        # A request that scores or times the whole prompt, or hands its hidden states on, reads all of it.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
         found = self._take(() if whole else text.tokens, answer, needs_drafter=bool(requires))
         answer.row.cache_row, text.done, text.known = found.row, found.shared, found.known
@@ -358,7 +358,7 @@ BLOCK = 16
 prompt would tell, token by token, how far a guess at another one is right.
 """
 _FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
-CachedText = tuple[Sequence[int], str | None]  # What a row's slots hold, and the isolation domain of that
+CachedText = tuple[Sequence[int], str | None]  # The content of a row's slots, and its isolation domain
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -62,7 +62,7 @@ class Nominal:
     running make milliseconds of it.
     """
 
-    slope: float = 0.04  # What each node adds, in passes over one
+    slope: float = 0.04  # Cost of each further node, in passes over one
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         return 1.0 + self.slope * (nodes * rows - 1)
@@ -79,7 +79,7 @@ class CostModel:
     """Times ``pass_times_ms[context][rows][nodes]`` by index into the three grids; in nodes they
     never fall.
     """
-    drafts: dict[str, DraftCost] = field(default_factory=dict)  # What drafters cost, by `SpeculativeConfig.key`
+    drafts: dict[str, DraftCost] = field(default_factory=dict)  # Costs of drafters, by `SpeculativeConfig.key`
     stairs: bool = True
     """True: passes are padded up to the next measured size. False: they are not, and costs between
     sizes are interpolated.
@@ -195,13 +195,13 @@ class Correction:
         self._latest: deque[float] = deque(maxlen=SETTINGS.pace_window)  # The pace by each of the latest figures
         self._seen: dict[tuple[int, int], deque[tuple[int, float]]] = {}
         self._own: dict[tuple[int, int], float] = {}  # Median of the ratios kept of a size, the pace taken out
-        self._sizes = defaultdict[int, list[int]](list)  # By rows: plain, 0, and those not new; rising
-        self._tried = dict[int, tuple[int, int]]()  # By rows: the latest with nodes, and the count then
+        self._sizes = defaultdict[int, list[int]](list)  # By rows: 0 (plain), and sizes that are not new; rising
+        self._tried = dict[int, tuple[int, int]]()  # Latest size with nodes by number of rows, and the count then
         self._family = dict[bool, float]()  # Median of the own ones of plain passes, and of all others
         self._count = 0
         self._pace = 1.0
-        self.steps = 0  # Of decoding, whether or not they have a figure
-        self._latest_step = dict[tuple[int, int], int]()  # In which a size was seen
+        self.steps = 0  # Decoding steps, whether or not they have a figure
+        self._latest_step = dict[tuple[int, int], int]()  # Step in which each size was last seen
 
     def add(self, size: tuple[int, int], seen: float, predicted: float) -> None:
         """Record one measured time."""
@@ -209,7 +209,7 @@ class Correction:
         ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
         if size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
             for old in [one for one in self._seen if one[1] == rows and not self._fresh(one)]:
-                self.forget(old)  # What was seen then was slow by accident: nothing is quick by accident
+                self.forget(old)  # Those times were slow by accident: nothing is quick by accident
             if not self._seen:
                 self._latest.clear()
         figures, new = self._seen.setdefault(size, deque(maxlen=SETTINGS.window)), SETTINGS.new
@@ -263,10 +263,10 @@ class Correction:
         rows tell, or in a trial none.
         """
         sizes = [one for one in self._sizes[rows] if self._fresh((one, rows))] if trial else self._sizes[rows]
-        if not any(sizes[-1:]):  # Those that are new are all that there are
+        if not any(sizes[-1:]):  # All sizes are new
             tried, count = self._tried.get(rows, (0, 0))
             sizes = [*sizes, tried] if tried and count >= self._count - SETTINGS.doubted else sizes
-        if not sizes or (nodes > 0 and sizes[-1] == 0):  # Else a pass with nodes is to plain ones as predicted
+        if not sizes or (nodes > 0 and sizes[-1] == 0):  # A pass with nodes is to plain ones as predicted
             return (
                 (not trial and self._family.get(nodes == 0)) or self._own.get((0, rows)) or self._family.get(True, 1.0)
             )

@@ -28,7 +28,7 @@ from forerun.types import Boundary, SamplingParams, SpeculationStats
 
 log = logging.getLogger(__name__)
 
-_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Of a request for which a drafter may sample if it ever does
+_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Samples if any request does
 _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
 
@@ -241,7 +241,7 @@ class NewSequence:
 
     row: Row
     known: int  # First tokens that the drafter holds already
-    length: int  # Of the text as far as it has been read, tokens
+    length: int  # Tokens of the text that have been read
     states: Mapping[Boundary, Tensor]
     """Hidden states (M, H) of the tokens before each of those that are new; M is one less if no
     token is known.

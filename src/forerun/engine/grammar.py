@@ -38,7 +38,7 @@ from forerun.types import StructuredOutputs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MAX_CHARACTERS = {"json": 200_000, "regex": 20_000, "grammar": 200_000}  # Of a text, by its kind
+MAX_CHARACTERS = {"json": 200_000, "regex": 20_000, "grammar": 200_000}  # Most characters of a text, by its kind
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARACTERS = 4096
 

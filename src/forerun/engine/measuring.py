@@ -41,7 +41,7 @@ line between them.
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown of a row count before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
-Grid = Mapping[str, tuple[int, ...]]  # What is measured: ``nodes``, ``rows`` and ``contexts``, rising
+Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
 
 
 def load_or_measure(

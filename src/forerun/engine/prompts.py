@@ -350,7 +350,7 @@ def _arguments(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
-_TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # In the templates that have arguments as text: DeepSeek's
+_TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # In templates that take arguments as text: DeepSeek's
 
 
 def template_messages(

@@ -196,7 +196,7 @@ class PassTimes:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=33)  # Of decoding, s
+        self._steps: deque[float] = deque(maxlen=33)  # Times of decoding steps, s
         self._passes: deque[tuple[int, float]] = deque(maxlen=9)  # Over prompts: tokens, s
 
     def add_step(self, seconds: float) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from forerun.errors import ArgumentError, CheckpointError
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
-_ALSO = {"float", "half", "float64", "double"}  # What torch calls so, too
+_ALSO = {"float", "half", "float64", "double"}  # Other names that torch accepts
 
 
 def check(name: str | Path, dtype: str) -> None:

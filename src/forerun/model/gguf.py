@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 CACHE = "gguf"  # Folder below `cache_root`
 MAGIC = b"GGUF"
-FORM = 2  # Of what is kept; another number makes everything anew
+FORM = 2  # Version of the kept checkpoints; another number converts everything anew
 _VERSIONS = (2, 3)
 _SAMPLE = 2**20  # Bytes of a file's beginning that tell it from others, with its size and time
 _LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
@@ -75,7 +75,7 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 """Layer counts of the two published Gemmas whose queries are scaled by hidden size / heads instead
 of the head size. No file states it; llama.cpp, too, goes by the number of layers.
 """
-_ROPE_FACTORS = "rope_freqs.weight"  # What each frequency is divided by; not a weight of the model
+_ROPE_FACTORS = "rope_freqs.weight"  # Divisors of the frequencies; not a weight of the model
 _NO_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
 """Matches tensors that a model computes itself."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -152,7 +152,7 @@ class _Stored(NamedTuple):
     """The place of a tensor in the file, and how it is stored."""
 
     name: str
-    shape: tuple[int, ...]  # As torch has it: the last dimension lies together
+    shape: tuple[int, ...]  # Shape in torch's order: the last dimension is contiguous
     type: int
     offset: int  # From the beginning of all tensors of its file, bytes
 
@@ -162,12 +162,12 @@ class _Header:
     """Everything in a GGUF file but its tensors."""
 
     path: Path
-    metadata: Mapping[str, Any]  # Of long lists, and lists of strings, the number of entries
+    metadata: Mapping[str, Any]  # Metadata; of long lists, and lists of strings, only the number of entries
     short: tuple[tuple[int, int], ...]  # From where to where entries lie that are no such list
     tensors: tuple[_Stored, ...]
     table: tuple[int, int]  # From where to where the tensors' entries lie
-    start: int  # Where the tensors begin
-    more: tuple[_Header, ...] = ()  # Of the parts behind this one
+    start: int  # Offset at which the tensors begin
+    more: tuple[_Header, ...] = ()  # Headers of the parts behind this one
 
     @property
     def everything(self) -> list[_Stored]:

@@ -112,7 +112,7 @@ class LoadOptions:
 
     dtype: Any = "auto"  # torch dtype or its name; "auto": see `resolved_dtype`
     device: Any = None  # None: the accelerator that torch finds (CUDA, XPU, MPS, ...), else the CPU
-    device_map: Any = None  # Where each module goes (several GPUs, CPU or disk offload); excludes `device`
+    device_map: Any = None  # Placement of each module (several GPUs, CPU or disk offload); excludes `device`
     tp_plan: Any = None  # "auto" under torchrun: tensor parallel
     adapter: str | Path | None = None  # Directory or hub id of a PEFT adapter
     revision: str | None = None
@@ -155,7 +155,7 @@ def read_config(name: str | Path, options: LoadOptions) -> Any:
         directory = _local(name, options)
         config = AutoConfig.from_pretrained(name, **options.hub)
         if directory is not None and (directory / "generation_config.json").is_file():
-            # Once more when the model is loaded, but there transformers takes a broken file for a missing one.
+            # It is read again when the model is loaded, but there transformers takes a broken file for a missing one.
             GenerationConfig.from_pretrained(directory)
     except Exception as error:
         raise explain_load_error(name, error) from error

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 _TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken*")
 """Name patterns of the files that tokenizers consist of."""
-_PROJECTOR = "mmproj"  # In the names of files that stand beside a multimodal model's own
+_PROJECTOR = "mmproj"  # Part of the names of files that stand beside a multimodal model's own
 
 
 def resolve(name: str | Path, dtype: Any = None) -> str | Path:

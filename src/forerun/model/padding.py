@@ -103,7 +103,7 @@ class Pass:
     paths: TreePaths | None = None  # None: every token counts the keys that it sees in the order of their slots
     exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
-    cache: Any = None  # Of a compiled pass, whose graph holds none
+    cache: Any = None  # Cache of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache
     _repeated: tuple[Tensor, int, Tensor] | None = None
 

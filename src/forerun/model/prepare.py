@@ -34,7 +34,7 @@ SCORED_NODES = 16  # Nodes a row whose logits and float32 probabilities the plan
 _GIB = 2**30
 DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
 HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
-LEAST_SLOTS = 512  # Where memory is short and nobody asked for a number, slots are lowered to this, not further
+LEAST_SLOTS = 512  # If memory is short and nobody asked for a number, slots are lowered to this, not further
 _SMALL = 2**30  # Bytes of weights below which loading shows no progress
 
 
@@ -53,7 +53,7 @@ def prepare(
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
-    # By default only what was loaded here: on one device, not quantised, without an adapter's layers.
+    # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
     faster_now = partial(_accelerate, model, options, named) if faster else None
@@ -111,7 +111,7 @@ class _Sizes(NamedTuple):
     """The sizes that memory is planned for."""
 
     rows: int
-    slots: int | None  # Of a row; None: nobody asked for a number
+    slots: int | None  # Slots of a row; None: nobody asked for a number
     reserve: int  # Bytes to leave free
     reserve_per_slot: int  # The same, for each slot of a row
 

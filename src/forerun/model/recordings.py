@@ -22,7 +22,7 @@ from torch import Tensor
 _log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
-Work = Callable[..., Any]  # Of tensors on one device, to tensors there; neither reads nor copies a value on the host
+Work = Callable[..., Any]  # Maps tensors on one device to tensors there; neither reads nor copies a value on the host
 Record = Callable[[Work, tuple[Tensor, ...]], Work]
 """Maps (work, inputs like those that it will be given) to the same work, recorded; its result lives
 until the next call.

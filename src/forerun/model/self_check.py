@@ -70,9 +70,9 @@ class PlainReference:
     """The results of plain forwards over the check's sequences."""
 
     size: int  # The size that the second prompt passes; 0: all up to `_NEAR`
-    prefixes: tuple[list[int], ...]  # By row: prompt and root
-    nodes: tuple[list[int], ...]  # By row: tokens of the tree
-    later: tuple[list[int], ...]  # By row: the root of the second step and the chain behind it
+    prefixes: tuple[list[int], ...]  # Prompt and root, by row
+    nodes: tuple[list[int], ...]  # Tokens of the tree, by row
+    later: tuple[list[int], ...]  # Root of the second step and the chain behind it, by row
     start: int  # Position of the first of the S logits
     kept: Tensor  # (2, S, V) logits along prompt, kept path, second step
     dropped: Tensor  # (2, S, V) logits along prompt and the other path
@@ -90,7 +90,7 @@ class Expected:
 
     sizes: dict[int, str]  # Tokens -> the keys of the configuration that name them, those within the context
     near: PlainReference
-    far: list[PlainReference]  # By size, rising
+    far: list[PlainReference]  # References past each size, rising
     unchecked: int | None  # The first size whose check would take too long, or would not fit the context
 
     @property

@@ -25,7 +25,7 @@ changes.
 """
 _NO_SIZE = re.compile(r"expert|moe|group|layer|head|num_|_num|feed_forward|ffn|multiple_of|conv|mamba|ssm|norm|logits")
 """Matches those of these keys that mean something else after all."""
-_ELSEWHERE = re.compile(r"vision|audio|image|quant")  # In its path: it is not about a text's tokens
+_ELSEWHERE = re.compile(r"vision|audio|image|quant")  # Matches parts of a key's path that are not about a text's tokens
 _PICKED, _UNIT = re.compile(r"top_?k"), re.compile(r"block|compress|stride|chunk")
 """Match keys of a count of blocks, and of a block's size: together they make a number of tokens."""
 

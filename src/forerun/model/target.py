@@ -55,23 +55,23 @@ class Target:
         self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
-        self.buckets = Buckets() if buckets is None else buckets  # What passes are padded to; may be replaced
+        self.buckets = Buckets() if buckets is None else buckets  # Sizes that passes are padded to; may be replaced
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
         self.writes: list[int] = [0] * rows  # Passes that have written to the row
         self.head = layers.OutputHead(model)
-        self.dtype: torch.dtype = model.dtype  # Of hidden states and masks
+        self.dtype: torch.dtype = model.dtype  # Dtype of hidden states and masks
         self._base = layers.base_of(model)
         self._turn = layers.turn_of(self._base)
         self._cache_argument = layers.cache_argument(self._base)
         name, self._layers = layers.layers_of(self._base, self.num_layers)
         self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = layers.device_of(self._embedding)  # Where token ids go in
+        self.device = layers.device_of(self._embedding)  # Device that token ids go to
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
         self._style = masks.MaskStyle.of(self.config)
-        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # Of scoring
-        self.verifying = Recordings.on(self.device)  # Of what rules ask about its logits: each holds copies of them
+        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # For scoring
+        self.verifying = Recordings.on(self.device)  # For rules' questions about its logits: each holds copies of them
         self.verifying.most = VERIFYING
         self._ran: dict[int, int] = {}
 

@@ -38,11 +38,11 @@ class CascadeConfig:
     """Options of `cascade`."""
 
     model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
-    inner: Spec = "ngram"  # What drafts for the draft model: a name or ``{"method": name, ...}``; also a `cascade`
+    inner: Spec = "ngram"  # Drafter of the draft model: a name or ``{"method": name, ...}``; also a `cascade`
     num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
     tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
     inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
-    dtype: str = "auto"  # Of the draft model's weights: ``auto`` is what the checkpoint says
+    dtype: str = "auto"  # Dtype of the draft model's weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         options_of("cascade", self.inner)
@@ -148,7 +148,7 @@ class CascadeDrafter(Drafter):
             cache_row=row_id,
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
-            # At temperature 0 one that also tells how probable each token was.
+            # At temperature 0 the sampler also tells how probable each token was.
             sampler=with_params(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
@@ -229,7 +229,7 @@ class CascadeDrafter(Drafter):
             end = tree.size
             graft(tree, tail, end, since=end)
             for node in range(end + 1, tree.size + 1):
-                # Kept apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
+                # Counted apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
                 evidence = submitted.evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
                 tree.confidence[node] = submitted.acceptance.estimate(*evidence)
 
@@ -249,9 +249,9 @@ class _CascadeRow:
 class InnerRow(Row):
     """A sequence whose next tokens an inner level drafts."""
 
-    outer: Rng  # Of the outer level's step
+    outer: Rng  # Random numbers of the outer level's step
     begun: int  # Committed tokens when the draft began
-    probs: dict[int, Tensor] = field(default_factory=dict)  # By place in the chain: (V,) its token was drawn from it
+    probs: dict[int, Tensor] = field(default_factory=dict)  # Distribution (V,) of each index of the chain
     drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
     certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
 

@@ -39,7 +39,7 @@ class MergeDrafter(Composed):
         context, most = self.for_members(context), self.config.nodes
         nodes = [own if most is None else min(own, most) for own in budget.nodes]
         drafts = [member.propose(context, replace(budget, nodes=nodes)) for member in self.members]
-        # The member whose trees go in whole: the first that sampled, else the first whose nodes were begun.
+        # The member whose trees go in whole is the first that sampled, else the first whose nodes were begun.
         sampled = (member for member, trees in enumerate(drafts) if any(tree.sampled for tree in trees))
         begun = (member for member, trees in enumerate(drafts) if any(tree.resume is not None for tree in trees))
         lead, joined = next(sampled, next(begun, 0)), []

@@ -42,9 +42,9 @@ class DraftModelConfig(TreeOptions):
 
     model: Any  # Directory, hub id, ``demo-draft``, or a loaded transformers model
     num_speculative_tokens: int = 5  # Length of the chain, tokens; a tree's depth is that of `shape`
-    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
+    dtype: str = "auto"  # Dtype of the weights: ``auto`` is what the checkpoint says
     stop: str = "never"  # Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`
-    stop_threshold: float | None = None  # Of `stop`; None takes the rule's default
+    stop_threshold: float | None = None  # Threshold of `stop`; None takes the rule's default
 
     def __post_init__(self) -> None:
         self.check("draft_model")

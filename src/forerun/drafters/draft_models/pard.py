@@ -29,7 +29,7 @@ from forerun.model.inputs import Nodes
 from forerun.model.support import text_config
 from forerun.types import Budget, DraftKind
 
-KEY, TYPE_KEY = "pard_token", "spd_type"  # In ``config.json``; the second one is "pard" and read by nobody
+KEY, TYPE_KEY = "pard_token", "spd_type"  # Keys in ``config.json``; the second one is "pard" and read by nobody
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class PardConfig(DraftModelConfig):
     """Options of `pard`."""
 
     num_speculative_tokens: int = 8  # Most tokens on one path; public models were trained for 8 (PARD-2: 16)
-    nodes: int = 32  # Of the tree of the likeliest paths, root not counted; `shape` or `tree` drafts another one
+    nodes: int = 32  # Nodes of the tree of the likeliest paths, root not counted; `shape` or `tree` drafts another one
 
     def __post_init__(self) -> None:
         self.check("pard")

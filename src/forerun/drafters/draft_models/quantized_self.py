@@ -33,7 +33,7 @@ _LARGEST = 127
 class QuantizedSelfConfig(TreeOptions):
     """Options of `quantized_self`."""
 
-    bits: int = 8  # Of a weight: 8, or 4 on a CPU
+    bits: int = 8  # Bits of a weight: 8, or 4 on a CPU
 
     def __post_init__(self) -> None:
         self.check_tree("quantized_self")
@@ -150,7 +150,7 @@ class Int8Linear(_Rounded):
         self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         largest = weight.detach().float().abs().amax(1, keepdim=True)
         scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
-        # By the scale as it is stored: its own rounding then costs nothing more.
+        # Divide by the scale as it is stored: its own rounding then costs nothing more.
         whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
         return whole.to(torch.int8), scales.squeeze(1)
 

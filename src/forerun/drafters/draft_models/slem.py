@@ -32,7 +32,7 @@ from forerun.drafters.vocabulary import tokenizers
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn
 
-_WORDS = 4  # So many times the look-behind a word is searched for; a text without spaces is taken up at any token
+_WORDS = 4  # Multiple of the look-behind in which a word is searched for; without spaces any token will do
 _ROOM = 2  # The draft model's cache holds so many times the target's tokens; a row that needs more drafts nothing
 
 
@@ -45,7 +45,7 @@ class SlemConfig:
     target_tokenizer: Any = None  # The target's; None takes the engine's
     num_speculative_tokens: int = 8  # Most tokens that the draft model writes in a step, and most of the target's
     look_behind: int = 10  # Tokens before the border that are tokenised again with the text behind it, on both sides
-    dtype: str = "auto"  # Of the weights: ``auto`` is what the checkpoint says
+    dtype: str = "auto"  # Dtype of the weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
         check_least("slem", self, num_speculative_tokens=1, look_behind=1)
@@ -167,11 +167,11 @@ class SlemDrafter(Drafter):
         for node, span in enumerate(spans[:most]):
             if span.id >= self._vocabulary or span.id == unknown:
                 return
-            prob = 1.0  # Of the drafted tokens that begin in it, together
+            prob = 1.0  # Joint probability of the drafted tokens that begin in it
             while drafted < len(text.probs) and starts[drafted] < span.end:
                 prob *= text.probs[drafted]
                 drafted += 1
-            # The last token may go on: with the text that follows the target might read a longer one there.
+            # The last token is left out if the target might read a longer one there with the text that follows.
             last = span.end == length and not text.ended
             text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
@@ -213,9 +213,9 @@ class _Written:
     row: _SlemRow
     tokens: Sequence[int]  # The target's, committed
     ids: list[int]  # The draft model's, committed text first
-    acceptance: Acceptance  # Of the row's domain
+    acceptance: Acceptance  # Estimates of the row's domain
     pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
-    probs: list[float] = field(default_factory=list)  # Of each drafted token
+    probs: list[float] = field(default_factory=list)  # Probability of each drafted token
     last: int = 0  # The drafted token that came last
     ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
 
@@ -225,7 +225,7 @@ class TextAlignment:
     """One row's text in draft tokens, tokenised again near its end whenever it has grown."""
 
     encoder: SpanEncoder  # The draft model's
-    shown: Sequence[bytes]  # Of each target token id what the draft model is shown (`render_for`)
+    shown: Sequence[bytes]  # Bytes that the draft model is shown for each target token id (`render_for`)
     look_behind: int  # Tokens before the new text that are tokenised again with it
     opening: Sequence[int] = ()
     silent: int | None = None  # A target token that is not shown at the very beginning
@@ -244,7 +244,7 @@ class TextAlignment:
             if token < len(self.shown) and (index or token != self.silent):
                 self.data += self.shown[token]
             self._marks.append(len(self.data))
-        # Tokens from a little before the new text on; farther back until old and new tokens meet.
+        # Tokenise from a little before the new text on, and from farther back until old and new tokens meet.
         back = self.look_behind
         while self.covered < len(self.data):
             start = max(0, len(self.ids) - back)

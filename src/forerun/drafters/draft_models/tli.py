@@ -191,7 +191,7 @@ class PrunedHead(OutputHead):
             kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
         packed = isinstance(output, PackedLinear) and packable(kept)
         self._model._modules[name] = PackedLinear(kept, PackedWeight.of([kept])) if packed else kept
-        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Of the rows that were copied
+        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Bytes of the rows that were copied
 
 
 @torch.inference_mode()

@@ -22,7 +22,7 @@ _SENTENCEPIECE = ({"type": "Metaspace", "replacement": "\u2581"}, {"type": "Byte
 """The notation of tokenizers that are no `tokenizers` object; all of transformers' own are
 sentencepiece's.
 """
-_ANCHORS = ("\n", "a", ".")  # What may stand before a piece so that it is no beginning of a text
+_ANCHORS = ("\n", "a", ".")  # Texts to put before a piece so that it does not begin a text
 
 
 class TokenBytes:
@@ -245,7 +245,7 @@ class SpanEncoder:
             ends = [max(0, end - shift) for end in accumulate(len(self.token_bytes.of(token)) for token in ids)]
             return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
         if not fast:
-            # Nobody says where the tokens stand: one that covers all is in the way of every border.
+            # Nothing tells the tokens' places: one span that covers all makes every border lie inside it.
             return [Span(token, 0, len(data)) for token in ids]
         bytes_before = [0, *accumulate(len(character.encode()) for character in text)]
         spans = zip(ids, made["offset_mapping"], strict=True)

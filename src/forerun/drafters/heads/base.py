@@ -32,7 +32,7 @@ class HeadConfig:
     """
 
     target_hidden_size: int
-    vocab_size: int  # Of the target
+    vocab_size: int  # The target's
     draft_vocab_size: int  # Tokens that the head can propose; the same as `vocab_size` where it is not reduced
     boundaries: tuple[Boundary, ...]
     """Layer boundaries at which the target's hidden states are read: after this many layers, or
@@ -255,7 +255,7 @@ class Above:
     """The tokens drafted above the nodes of one depth of a block, and the state they left."""
 
     tokens: Tensor  # (B, F) int64, the target's ids: those right above
-    depth: int  # Of the nodes, from 0: below the root
+    depth: int  # Depth of the nodes, from 0: below the root
     memory: Tensor | None  # (B, F, M) of the path, as the last depth left it; None at depth 0
     embed: Callable[[Tensor], Tensor]
     """Embeds token ids (..) -> (.., H), by the head's own table or the target's."""

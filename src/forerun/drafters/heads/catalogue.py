@@ -22,7 +22,7 @@ class KnownHead:
     target: str  # Name of the target without its owner, as the report writes it
     model: str  # Hub id
     publisher: str
-    collection: str  # Where it is reported: SpecBundle, a paper, a project
+    collection: str  # Source of the report: SpecBundle, a paper, a project
     format: str | None = None
     """The file format: eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash,
     transformers (a whole draft model), or pickle, which is never opened; None where it is not
@@ -31,7 +31,7 @@ class KnownHead:
     boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
     acceptance_length: float | None = None  # Mean acceptance length as reported, under `conditions` alone
     conditions: str = ""
-    url: str = ""  # Where the id was found
+    url: str = ""  # Page that names the id
 
     @property
     def loadable(self) -> bool:

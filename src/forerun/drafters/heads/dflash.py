@@ -32,8 +32,8 @@ class DFlashConfig(DecoderConfig):
     """True: the root's own position predicts the token after it (DSpark). False: each mask predicts
     its own token.
     """
-    is_causal: bool = False  # Places of a block see none behind them, in any layer
-    causal_windows: bool = False  # In layers with a sliding window they do not (speculators)
+    is_causal: bool = False  # Positions of a block see none behind them, in any layer
+    causal_windows: bool = False  # As `is_causal`, but only in layers with a sliding window (speculators)
     num_hidden_layers: int = 5
     qk_norm: bool = True
     own_lm_head: bool = False

@@ -26,7 +26,7 @@ class DominoConfig(DFlashConfig):
 
     sample_from_anchor: bool = True
     emb_dim: int = 256  # Width of the layer between both states and the logits
-    gru_hidden_dim: int = 1024  # Of the recurrent network's state
+    gru_hidden_dim: int = 1024  # Size of the recurrent network's state
     pure_draft_prefix_len: int = 1  # First depths that are not corrected
 
     @property

@@ -29,7 +29,7 @@ class HydraConfig(DecoderConfig):
 
     LEAST: ClassVar[Mapping[str, int]] = {**DecoderConfig.LEAST, "num_hidden_layers": 0}
 
-    num_hidden_layers: int = 1  # Of the prefix: 1 is Hydra++, 0 Hydra
+    num_hidden_layers: int = 1  # Layers of the prefix: 1 is Hydra++, 0 Hydra
     num_heads: int = 4  # Tokens drafted beyond the target's own, each by an output head of its own
     num_layers: int = 4  # Residual blocks before each output head; those after the first share their weights
     own_lm_head: bool = False

@@ -149,7 +149,7 @@ class KangarooDrafter(HeadDrafter):
     def stopped(self, children: Children) -> list[bool]:
         if not self.config.exit_below:
             return []
-        # Of a sampled node it is the figure of what it was drawn from, whatever was drawn.
+        # The figure of a sampled node is that of the distribution it was drawn from, whatever was drawn.
         surest: list[float] = children.confidence.flatten(1).amax(1).tolist()
         return [sure < self.config.exit_below for sure in surest]
 

@@ -29,8 +29,8 @@ the reverse.
 class HeadKind:
     """One line of the registry."""
 
-    name: str  # What ``forerun train`` takes; of a head the drafter's name, too
-    title: str  # As papers write it
+    name: str  # Name for ``forerun train``; of a head the drafter's name, too
+    title: str  # Name in papers
     summary: str
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`

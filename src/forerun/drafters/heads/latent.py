@@ -19,7 +19,7 @@ from forerun.drafters.heads.base import Angles, Attend, check_types
 from forerun.drafters.heads.layers import DecoderConfig, HeadAttention, RMSNorm, rotate
 from forerun.errors import ArgumentError
 
-LATENT_EPS = 1e-6  # Of the norms inside, in DeepSeek's own layers, whatever the other norms have
+LATENT_EPS = 1e-6  # Epsilon of the norms inside, in DeepSeek's own layers, whatever the other norms have
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

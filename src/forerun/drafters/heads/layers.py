@@ -42,7 +42,7 @@ class DecoderConfig(HeadConfig):
     num_hidden_layers: int = 1
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: Mapping[str, Any] | None = None  # As in transformers (``rope_type`` and its parameters), no theta
+    rope_scaling: Mapping[str, Any] | None = None  # As transformers has it (``rope_type``, its parameters), no theta
     max_position_embeddings: int = 2048  # Most positions of a sequence
     hidden_act: str = "silu"
     sliding_window: int | None = None  # Positions that a layer looks back, itself included; None: to the beginning
@@ -327,7 +327,7 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
 
     def __init__(self, config: DecoderConfig) -> None:
         rope = {"rope_type": "default", **(config.rope_scaling or {}), "rope_theta": config.rope_theta}
-        # One head of its size: a Llama's hidden size must be a multiple of its heads, a GLM's 4,096 is not one of 96.
+        # It is declared as one head of its size: a Llama's hidden size must be a multiple of its heads, a GLM's is not.
         size = dict.fromkeys(("hidden_size", "head_dim"), config.rotary_dim)
         heads = {"num_attention_heads": 1, "num_key_value_heads": 1}
         longest = config.max_position_embeddings

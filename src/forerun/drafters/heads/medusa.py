@@ -110,7 +110,7 @@ class MedusaDrafterConfig(HeadDrafterConfig):
     `nodes` paths are drafted.
     """
 
-    draw: str = "deterministic"  # As of the others; by default the likeliest paths are taken at any temperature
+    draw: str = "deterministic"  # By default the likeliest paths are taken at any temperature
 
 
 class MedusaDrafter(BestFirstDrafter):

@@ -21,7 +21,7 @@ from forerun.drafters.heads.layers import rms_norm
 from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN
 
-EPS = 1e-6  # Of the norms: no file says another
+EPS = 1e-6  # Epsilon of the norms: no file says another
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

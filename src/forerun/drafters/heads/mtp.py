@@ -37,7 +37,7 @@ class MtpConfig(DecoderConfig):
     own_lm_head: bool = False
     experts: ExpertsConfig | None = None  # None: a dense feed-forward part
     latent: LatentConfig | None = None  # None: ordinary attention
-    partial_rotary_factor: float = 1.0  # Of a head's dimensions, the first so many are rotated
+    partial_rotary_factor: float = 1.0  # Share of a head's dimensions, from the first on, that is rotated
 
     @property
     def kind(self) -> str:

@@ -54,14 +54,14 @@ class HeadRunner:
     head: Head
     acceptance: Tensor | None = None
     """(B, F) acceptance estimate of a token drawn from the latest level, if the head gives one."""
-    _frontier: Any = None  # Where the trees that are being drafted have come to
+    _frontier: Any = None  # Last level of the trees that are being drafted
 
     def __init__(self, head: Head, target: Target, rows: int, slots: int, run: int = 0) -> None:
         self.head, self.target = head, target
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
         self._dtype = weight.dtype
-        self.device: torch.device = weight.device  # Of the head; kept, because to ask a packed weight for it unpacks it
+        self.device: torch.device = weight.device  # Kept, because to ask a packed weight for its device unpacks it
         self._features = torch.zeros(rows, head.feature_size, device=self.device, dtype=self._dtype)
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
@@ -293,7 +293,7 @@ class SequentialRunner(AttendingRunner):
     def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._outputs = self._features.new_zeros(rows, head.output_size)
-        # Of every entry, where a layer reads what another one made of the entry before; the last slot is of padding.
+        # Features of every entry, if a layer reads what another made of the entry before; the last slot is for padding.
         kept = slots + 1 if any(head.unseen) else 0
         self._chain = self._features.new_zeros(rows, kept, head.feature_size)
 
@@ -406,8 +406,8 @@ class BlockRunner(AttendingRunner):
     def __init__(self, head: BlockHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
-        self._outputs = self._features.new_zeros(rows, head.feature_size)  # Of the roots' entries, where they are read
-        self._places = 0  # Of the block at hand
+        self._outputs = self._features.new_zeros(rows, head.feature_size)  # Roots' outputs, if they are read
+        self._places = 0  # Tokens of the current block
 
     def _behind(self, run: int) -> int:
         return self.head.places or max(1, run)
@@ -480,15 +480,15 @@ class AdapterRunner(AttendingRunner):
     """
 
     head: AdapterHead
-    shape: Shape | None = None  # Of the trees to come; None: it differs by row, and parents are read on the host
+    shape: Shape | None = None  # Shape of the trees to come; None: it differs by row, and parents are read on the host
     _frontier: _Exited | None
 
     def __init__(self, head: AdapterHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._plan = LayerRange(stop=head.config.boundaries[0])
         self._roots = [0] * rows
-        self.rows: Sequence[int] = ()  # Of the latest trees
-        self.ran: list[Tensor] = []  # Of these (B, F, H) at the boundary, level by level, the root first
+        self.rows: Sequence[int] = ()  # Rows of the latest trees
+        self.ran: list[Tensor] = []  # Their states (B, F, H) at the boundary, level by level, the root first
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         super().ingest(rows, tokens, hidden_states)
@@ -517,7 +517,7 @@ class AdapterRunner(AttendingRunner):
         start, depth = 1 + last.ids.shape[1], last.depth + 1
         ids, target, fits = torch.cat([last.ids, tokens], dim=1), self.target, list[int]()
         for row, count in zip(self.rows, last.fits, strict=True):
-            # What is behind the row's slots or the context is never submitted, and not run.
+            # A node behind the row's slots or the context is never submitted, and not run.
             held = target.lengths[row] + 1
             room = min(ids.shape[1], target.slots - held)
             fits.append(room if count == start - 1 and held + depth <= target.max_length else count)

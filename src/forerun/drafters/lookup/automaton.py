@@ -80,7 +80,7 @@ class OutputStore:
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
         self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
         self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
-        self._outputs = 0  # In the younger one
+        self._outputs = 0  # Outputs in the younger generation
 
     @property
     def held(self) -> int:

@@ -34,7 +34,7 @@ from forerun.drafters.lookup.compiled.following import FOLLOWER, NOWHERE, REPLAC
 from forerun.types import Budget
 
 A = TypeVar("A", bound=NDArray[Any])
-D = TypeVar("D")  # What is known of an isolation domain
+D = TypeVar("D")  # State of an isolation domain
 
 
 class IndexedText:
@@ -81,7 +81,7 @@ class LookupDrafter(Drafter, Generic[D]):
         )
         self._where = whereabouts(self.batch)
         self._domains = domains
-        self._texts: dict[int, IndexedText] = {}  # By row, as are the domains; the batch has addresses of both
+        self._texts: dict[int, IndexedText] = {}  # Texts by row; the batch has addresses of these and of the domains
         self._domain: dict[int, D] = {}
 
     # --- what a method says -------------------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class Datastore:
                 raise DataError(f"{path} holds {found:,} bytes where {expected:,} were written; {KIND.remedy}")
         if manifest.places == 0:
             raise DataError(f"the datastore in {folder} is empty; {KIND.remedy}")
-        # Plain arrays: indexing a `np.memmap` costs several times more.
+        # Plain arrays are used: indexing a `np.memmap` costs several times more.
         tokens, places = (np.asarray(np.memmap(folder / name, dtype=ITEM, mode="r")) for name in (TOKENS, SUFFIXES))
         return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
 
@@ -133,13 +133,13 @@ class StoredFile:
 class Manifest:
     """The contents of ``manifest.json``."""
 
-    tokenizer: TokenizerIdentity  # Whose token ids these are
+    tokenizer: TokenizerIdentity  # Tokenizer of these token ids
     documents: int
-    tokens: int  # Of all documents, separators not counted
+    tokens: int  # Tokens of all documents, separators not counted
     places: int  # Entries of ``suffixes.bin``
     largest_token: int  # The largest token id that occurs
     sorted_tokens: int  # Longest match that the order allows, tokens
-    files: Mapping[str, StoredFile]  # By file name
+    files: Mapping[str, StoredFile]  # Files by name
     sources: tuple[Mapping[str, Any], ...] = ()  # Name and sha256 of each data file
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:

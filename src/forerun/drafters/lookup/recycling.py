@@ -40,7 +40,7 @@ _TENSOR = "successors"
 _MOST = 80  # Nodes of the paper's tree
 _SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
 _PAIRS = 2**15  # Entries of the table of pairs: 1.3 MB for 8 successors
-_BYTES = 128 * 2**20  # Of the matrices of all isolation domains together; the shared one comes on top
+_BYTES = 128 * 2**20  # Most bytes of the matrices of all isolation domains together, besides the shared one
 WEIGHT = 32.0  # Observations that the measured rate is worth
 Where = tuple[bool, bool]  # Whether successors are those of a pair, and whether they stand below the root
 _MEASURED: Mapping[Where, tuple[float, ...]] = {
@@ -82,7 +82,7 @@ class _DomainMemory:
 
     matrix: SuccessorMatrix
     pairs: PairTable
-    acceptance: Acceptance  # By (`Where`, rank)
+    acceptance: Acceptance  # Estimates by (`Where`, rank)
 
     def successors(self, before: int, token: int) -> tuple[bool, list[int]]:
         """Return whether both tokens are known as a pair, and the successors of the pair, else
@@ -111,9 +111,9 @@ class RecyclingDrafter(Drafter):
         if config.top_k > size:
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        # Absolute: it is written late, wherever the process is then.
+        # The path is made absolute: the file is written late, wherever the process is then.
         path = None if config.path is None else Path(config.path).expanduser().absolute()
-        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Of requests without a salt
+        self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Matrix of requests without a salt
         self._first = None if path is None else self.matrix.successors.copy()
         self._nodes = config.nodes or _MOST
         if config.nodes is None and setup.pass_ms is not None:
@@ -146,7 +146,7 @@ class RecyclingDrafter(Drafter):
             memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
             if drafted is not None:
                 drafted.learn(tokens[len(tokens) - fresh :])
-            # Where the target scored a token for this drafter, its own successors are known already.
+            # If the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
                 memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))

@@ -23,7 +23,7 @@ from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget
 
 _LOW = 2**32 - 1
-_FEW = 24  # So many continuations are merged faster in plain Python than by arrays
+_FEW = 24  # Fewer continuations than this are merged faster in plain Python than by arrays
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ from forerun.drafters.lookup.compiled.suffix_rows import Options
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
 
-_FULL_STORES = 4  # What the stores of all isolation domains may hold together, in full ones
+_FULL_STORES = 4  # Size of all isolation domains' stores together, in full stores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

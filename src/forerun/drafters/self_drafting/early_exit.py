@@ -73,7 +73,7 @@ class EarlyExitDrafter(SelfDrafter):
         self.config = config
         self._head = None if config.head is None else ExitHead(Path(config.head), setup.target)
         self._rows: Sequence[int] = ()
-        self._states: list[Tensor] = []  # Of the running proposal: (A, F, H) at the exit by level, for the rows `_rows`
+        self._states: list[Tensor] = []  # Of this proposal: (A, F, H) at the exit by level, for the rows `_rows`
 
     def memory_bytes(self) -> int:
         return 0 if self._head is None else self._head.nbytes()
@@ -107,7 +107,7 @@ def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, 
     """
     rows = [row for row, _, _ in drafts]
     kept = [[node for node in submitted.evidence if node < states.shape[1]] for _, _, submitted in drafts]
-    # Where a distribution had too few tokens for all children, the nodes behind the gap have moved up.
+    # If a distribution had too few tokens for all children, the nodes behind the gap have moved up.
     renumber(target, rows, kept)
     size = max(map(len, kept)) + 1
     [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)

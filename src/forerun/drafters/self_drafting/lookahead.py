@@ -23,7 +23,7 @@ from forerun.types import Budget, Drawn
 
 Gram = tuple[int, ...]
 _PRIOR = (0.25, 0.45, 0.6, 0.7)  # First guess that a guess's token 1, 2, ... is right if those before it were
-_PRIOR_DECAY = 0.6  # By how much that falls from one sibling to the next older one
+_PRIOR_DECAY = 0.6  # Factor by which that falls from one sibling to the next older one
 _POOLS = 16  # Isolation domains whose shared pools are kept: a full one takes some 6 MB
 
 

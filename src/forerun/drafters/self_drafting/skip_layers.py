@@ -31,7 +31,7 @@ BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
 _MEMORY = 8  # Windows after which the best set's older counts fade
 SEARCHES = ("swift",)
-_FIRST_THRESHOLD = (0.8, 0.5)  # Where an adapted threshold begins: greedy, sampled (Draft & Verify)
+_FIRST_THRESHOLD = (0.8, 0.5)  # Initial adapted threshold: greedy, sampled (Draft & Verify)
 _RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
 
 
@@ -74,7 +74,7 @@ class SkipLayersDrafter(SelfDrafter):
     def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
         super().__init__(config.fixed_tree(), setup.target)
         self.config, layers = config, setup.target.num_layers
-        self.search: OnlineSearch | None = None  # What SWIFT knows; None where the set is given
+        self.search: OnlineSearch | None = None  # State of SWIFT's search; None if the set is given
         self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
         if config.search is not None:
             self.search = OnlineSearch(layers, config)
@@ -84,7 +84,7 @@ class SkipLayersDrafter(SelfDrafter):
         else:
             self.skip = parse(config.skip or (), layers)
         self._thresholds: dict[int, Threshold] = {}
-        # One token with these left out: a model that cannot do this is refused now, not when it drafts.
+        # Run one token with these left out: a model that cannot do this is refused now, not when it drafts.
         tried = frozenset(self.search.space.allowed) if self.search else self.skip
         row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
         self.target.run([row], [TokenTree(0)], LayerRange(stop=layers, skip=tried))
@@ -243,7 +243,7 @@ class Threshold:
     falls again.
     """
 
-    value: float  # In 0..1
+    value: float  # Threshold in 0..1
     acceptance: float  # Running accepted / drafted, 0..1
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:

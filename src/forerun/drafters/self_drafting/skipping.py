@@ -71,7 +71,7 @@ def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
 Floats = NDArray[np.floating[Any]]
 
 NOISE = 1e-2  # Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)
-_LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Of the exponential, as a share of the number of entries
+_LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Length scales of the exponential, as a share of the number of entries
 _ADDITIVE = (0.0, 0.5, 0.9)
 
 
@@ -106,7 +106,7 @@ def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Fl
 _KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued
 _POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
 _REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
-_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Of the sub-layers, skipped at even distances in the first trials
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Shares of the sub-layers that the first trials skip, at even distances
 _RANDOM_STARTS = 3
 
 

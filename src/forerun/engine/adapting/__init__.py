@@ -32,9 +32,9 @@ class AdaptConfig:
     """Directory in which accepted weights are kept, and from which a later start continues; None:
     they end with the process.
     """
-    learning_rate: float = 1.0e-4  # Of AdamW, per step. A worse candidate halves it, those kept let it recover
+    learning_rate: float = 1.0e-4  # AdamW's, per step. A worse candidate halves it, accepted ones let it recover
     memory_bytes: int = 256 * 2**20  # Most bytes of collected states, oldest dropped; weights, optimizer on top
-    accepted_share: float = 0.3  # Of the positions where no draft was rejected, the share that is trained on
+    accepted_share: float = 0.3  # Share that is trained on of the positions where no draft was rejected
     held_every: int = 8  # One of so many answers is held back: not trained on, candidates are compared on it
     round_pieces: int = 32  # Pieces of answers, of at most `PIECE` positions, that a candidate is trained on
     fresh_pieces: int = 8  # New pieces that must have come in before a candidate is trained
@@ -99,18 +99,18 @@ class AdaptationStats:
     """Figures of online adaptation since the start of the process."""
 
     examples: int  # Positions collected
-    rejected_examples: int  # Those of them where a draft was rejected
-    stored_bytes: int  # Of collected positions in memory
+    rejected_examples: int  # Positions where a draft was rejected
+    stored_bytes: int  # Bytes of collected positions in memory
     updates: int  # Steps of the optimizer
     swaps: int  # Candidates that came to serve
     discarded: int  # Candidates that were not better than what serves
     rollbacks: int
-    version: int  # Of the weights that serve; 0 are those of the checkpoint that was given
+    version: int  # Version of the weights that serve; 0 are those of the checkpoint that was given
     expected_acceptance: float
     """Expected acceptance of the weights that served when the last candidate was compared, on held
     back positions; 0 before the first.
     """
-    candidate_acceptance: float  # Of that candidate, on the same
+    candidate_acceptance: float  # The same figure of that candidate
     acceptance: float  # Share of verified drafted tokens that were accepted, since the last swap, over the last 2000
     share: float  # Seconds of work per second of wall time
     running: bool  # False once an error has ended it

@@ -166,7 +166,7 @@ class Background:
     throttle: Throttle
     ending: threading.Event  # Set to end; `run` then returns within one piece of work
     snapshots: Snapshots | None
-    version: int = 0  # Of the weights that serve; 0: those of the checkpoint that was given
+    version: int = 0  # Version of the weights that serve; 0: those of the checkpoint that was given
     discarded: int = 0  # Candidates that were not better
     trial: CandidateTrial = field(default_factory=CandidateTrial)  # The last one
     failed: bool = False

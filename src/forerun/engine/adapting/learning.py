@@ -109,8 +109,8 @@ class CandidateTrial:
     """The comparison of one candidate with the weights that serve."""
 
     served: float = 0.0  # Expected acceptance of the weights that serve, float32, on the held back pieces
-    candidate: float = 0.0  # Of the candidate, on the same
-    gain: float = 0.0  # By how much its loss there is lower, nats a prediction
+    candidate: float = 0.0  # The same figure of the candidate
+    gain: float = 0.0  # Decrease of its loss there, nats a prediction
 
     @property
     def better(self) -> bool:

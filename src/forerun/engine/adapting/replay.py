@@ -27,7 +27,7 @@ from forerun.types import Boundary, Source, Verdict
 
 PIECE = 64  # Most positions of a piece
 CONTEXT = 192  # Most tokens before a piece's first position that are kept with it
-HELD_SHARE = 0.125  # Of the buffer's bytes, for what is held back
+HELD_SHARE = 0.125  # Share of the buffer's bytes for what is held back
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class AnswerPiece:
     states: Mapping[Boundary, Tensor]  # (S - 1, H) after each token; zeros where nobody reads them
     counted: npt.NDArray[np.bool_]  # (S,) a step that drafted said what the token is
     rejected: npt.NDArray[np.bool_]  # (S,) of these, a draft was rejected there
-    temperature: float  # Of the request; 0: it took the likeliest tokens
+    temperature: float  # Temperature of the request; 0: it took the likeliest tokens
     held: bool  # Held back for comparing candidates; never trained on
 
     @property
@@ -78,7 +78,7 @@ class ReplayBuffer:
         self._lock = threading.Lock()
         self.added = 0  # Pieces to train on that ever came in
         self.positions = 0  # Positions that ever came in, held back ones included
-        self.rejected = 0  # Those of them where a draft was rejected
+        self.rejected = 0  # Positions at which a draft was rejected
 
     def add(self, piece: AnswerPiece) -> None:
         """Add a piece; the oldest of its kind are dropped."""
@@ -114,7 +114,7 @@ class _Answer:
     known.
     """
 
-    tokens: Sequence[int]  # As far as they are known
+    tokens: Sequence[int]  # Tokens known so far
     held: bool
     temperature: float
     start: int = 0

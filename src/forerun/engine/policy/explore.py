@@ -68,7 +68,7 @@ class ModelTrials(TrialSchedule):
 
     def __init__(self) -> None:
         super().__init__(first=SETTINGS.interval)
-        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0  # Of the trial that goes on
+        self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0  # Figures of the current trial
         self.off = False  # It raised: it drafts on trial alone until a trial passes
 
     @property

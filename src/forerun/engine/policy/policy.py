@@ -60,11 +60,11 @@ class Offer:
 
     arm: int
     depth: int
-    ms: float  # Of its proposal, for all rows together
-    bids: Mapping[int, Bid]  # By row; only those that it may draft for
+    ms: float  # Time of its proposal, for all rows together
+    bids: Mapping[int, Bid]  # Bids by row, only for those that it may draft for
     doubted: bool = False  # Its figures speak against it: where it drafts, little is known of it
     tried: Container[int] = ()  # Rows that it may draft for on trial
-    unread: Mapping[int, int] = field(default_factory=dict)  # By row, tokens that its drafter has yet to read
+    unread: Mapping[int, int] = field(default_factory=dict)  # Tokens that its drafter has yet to read, by row
 
 
 def best_depth(
@@ -174,12 +174,12 @@ class Arm:
     """One drafter and its running figures."""
 
     name: str
-    key: str  # Of its configuration: costs are kept under it
+    key: str  # Key of its configuration: costs are kept under it
     drafter: Deferred
     copies: bool  # Asked before anybody is chosen, because a proposal costs no forward pass
     limit: int  # Most tokens on one path
     needs_prediction: bool = False  # Not asked for rows that brought none
-    confidence: Confidence = field(default_factory=Confidence)  # Of its deterministic trees, if it costs a forward pass
+    confidence: Confidence = field(default_factory=Confidence)  # Its calibration, if it costs a forward pass
     lookup_trials: LookupTrials = field(default_factory=LookupTrials)
     survival: Survival = field(default_factory=Survival)
     trials: ModelTrials = field(default_factory=ModelTrials)
@@ -201,7 +201,7 @@ class _Lookup(NamedTuple):
 
     arm: int
     trees: Mapping[int, TokenTree]
-    ms: float  # What asking took
+    ms: float  # Time that asking took
     stands_for: float  # Rows that each row stands for that it was asked for
 
 
@@ -217,7 +217,7 @@ class _StepPlan:
     context: int  # Longest text, tokens
     awaited: bool  # Others wait for their first token
     trial: bool  # Passes with nodes are weighed as if they had never been dear
-    times: Times  # By size of the pass: the step without drafting, ms
+    times: Times  # Time of the step without drafting, ms, by size of the pass
     goodput: float  # Tokens per ms of the whole step that decoding yields of late
     lookups: list[_Lookup] = field(default_factory=list)
     merged: dict[int, Ranking] = field(default_factory=dict)  # The trees of all that copy as one
@@ -226,7 +226,7 @@ class _StepPlan:
     taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
     ranked: dict[int, Ranking] = field(default_factory=dict)  # Deterministic trees that are proposed, by row
     pruned: Container[int] = ()  # Rows that lost nodes after they were drafted
-    counts: Sequence[int] = ()  # By row of the step: nodes that the target scores
+    counts: Sequence[int] = ()  # Nodes that the target scores, by row of the step
 
     def of(self, arm: int) -> list[int]:
         """Return the rows that an arm drafts for."""
@@ -271,14 +271,14 @@ class Policy:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.arms, self.costs, self.measure = list(arms), costs, measure
-        self.agreement = Confidence()  # What the merged trees of those that copy are worth, by who holds a node
+        self.agreement = Confidence()  # Calibration of the merged trees of copying drafters, by who holds a node
         self.steps = 0
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's
         forward pass.
         """
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
-        self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # By the rows of a step
+        self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # Trials by the number of rows in a step
         self._rests = 0  # The step from which models are asked for their offers again
         self._nodes, self._chains, self._clock = nodes, chains, clock
         self._plan: _StepPlan | None = None
@@ -326,7 +326,7 @@ class Policy:
             times=times,
             goodput=self.goodput() * batch / times[0],
         )
-        # Now and then nobody is asked, so that what everything is held against is seen.
+        # Now and then nobody is asked, so that plain decoding, to which everything is compared, is seen.
         if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
             self._ask(plan)
             models = [index for index, arm in enumerate(self.arms) if not arm.copies and self.steps >= self._rests]
@@ -542,7 +542,7 @@ class Policy:
         plan, self._plan = self._plan, None
         if plan is None:
             return
-        # What the text went on with tells of every deterministic node whether it was right, submitted or not.
+        # The committed text shows for every deterministic node whether it was right, submitted or not.
         for member, ranking in plan.merged.items():
             self.agreement.learn(plan.rows[member].cache_row, ranking, emitted[member].tokens)
         for arm in self.arms:

@@ -88,7 +88,7 @@ class PolicySettings:
     cheap: float = 0.01  # Share of a plain step that asking a copying drafter may always take. Chosen.
     least_taken: int = 8
     """Nodes that a row is at least thought to take of copies, which are asked for twice what was taken of late."""
-    taken_memory: float = 0.95  # What a step leaves of the most nodes that a row took of late. Simulated.
+    taken_memory: float = 0.95  # Decay per step of the most nodes that a row took. Simulated.
     returns: float = 1.25
     """Times over that reading a text must repay itself: at 1.0 it paid on average before it paid for one row more (35
     ms gained for 48 ms of reading at 16 rows)."""
@@ -129,4 +129,4 @@ class PolicySettings:
     """Plain passes that a level of a drafter with a model is at least assumed to cost, until it was seen. Chosen."""
 
 
-SETTINGS = PolicySettings()  # Those in use
+SETTINGS = PolicySettings()  # The constants in use

@@ -42,7 +42,7 @@ class _Forward:
         self.module = module
         self.plain = module.forward
         self.device, self.dtype = weight.device, weight.dtype
-        self.width = 0  # Of its states, where it can be tried on nothing but states
+        self.width = 0  # Width of the states, if the forward can be tried on states alone
 
     def random_states(self) -> Tensor:
         """Return normally distributed states (1, 24, width), the same at each call."""
@@ -397,7 +397,7 @@ class LayerForward(_Forward):
         self.inside = _Inside.at(
             inside + [(each.module, name) for each in (self.attention, self.mlp) for name in each.PARTS]
         )
-        self.runs = _LayerRuns()  # Of this layer alone
+        self.runs = _LayerRuns()  # Runs of this layer alone
         self.key = (self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
 
     @classmethod

@@ -435,7 +435,7 @@ class Heads:
     """The division of a layer's joint projection into heads."""
 
     queries: int
-    keys: int  # As many as values
+    keys: int  # Heads of keys, as many as of values
     depth: int  # D, even to 32
     query_norm: HeadNorm | None = None
     key_norm: HeadNorm | None = None

@@ -36,7 +36,7 @@ _NAMES = itertools.count()
 class Contents(NamedTuple):
     """The values of a `PackedWeight`."""
 
-    packed: Tensor  # In the layout of the object; never written to
+    packed: Tensor  # Weights in the layout of the object; never written to
     bias: Tensor | None
 
 
@@ -292,7 +292,7 @@ def _linears(parent: nn.Module, names: Sequence[str]) -> list[Any]:
 
 def _packable(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
     """Yield modules with the names of those of their children that one packed weight will hold."""
-    # Not the inside of an adapter, which reads its base layer's weight.
+    # Skip the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
         children, merged = parent._modules, set[str]()
         for names in GROUPS:
@@ -340,7 +340,7 @@ def packed_bytes(model: nn.Module) -> int:
 class Weights:
     """A whole set of weights in the form in which one model holds them."""
 
-    parameters: tuple[tuple[nn.Parameter, Tensor], ...]  # What is exchanged, and its values
+    parameters: tuple[tuple[nn.Parameter, Tensor], ...]  # Parameters that are exchanged, and their values
     packed: tuple[tuple[PackedWeight, Contents], ...]
 
     def nbytes(self) -> int:

@@ -23,7 +23,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 LANES = 1  # Widths are multiples of it
 ROTATED = DEPTHS = (16, 32, 64, 128, 256)  # Widths of a head that `rope_and_write` and `attend` take
 MOST_ROWS = 512  # Queries of a group in one sequence: with more, torch's attention is as fast
-_SLOTS = 64  # Of the cache, that a program takes at a time
+_SLOTS = 64  # Cache slots that a program takes at a time
 _SHARE = 256  # Slots of a program that follows a path
 _WAVES = 2  # Programs for each multiprocessor
 

@@ -38,9 +38,9 @@ DRAFTED = 5  # Nodes of its last draft, the root included, until the text goes o
 COLUMNS = 6
 
 
-# Rows of what is done for B rows of a batch, an array (WORK, B): each reads on, then drafts
+# Rows of an array (WORK, B), the work for B rows of a batch: each reads on, then drafts
 ROW = 0  # Which it is
-START, END = 1, 2  # What its text goes on with, of the tokens that are given
+START, END = 1, 2  # Span of the given tokens by which its text grows
 NODES, DEPTH = 3, 4  # Most nodes of a draft, and tokens on a path of it; 0: none is made
 WORK = 5
 
@@ -51,7 +51,7 @@ class Batch(NamedTuple):
     rows: Longs  # (R, at least COLUMNS)
     nodes: Ints  # (R, N, NODE_COLUMNS), the last draft of each
     confidence: Floats  # (R, N)
-    followers: Followers  # Where each row stands in the text that it copies with changes
+    followers: Followers  # The place of each row in the text that it copies with changes
     spare: Draft  # Room for a draft that is compared with a better one
     vocabulary: int  # Drafts end before what is no token of it
 

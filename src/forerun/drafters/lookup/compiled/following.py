@@ -33,7 +33,7 @@ KNOWN = 9  # Replacements ever remembered
 DUE = 10  # How many tokens of a replacement that is being made again are to come; these are the last of _DUE
 _DUE = 11
 
-_REACH = 16  # So many tokens of the text are searched for in so many of the source, from where the texts parted
+_REACH = 16  # After a change as many tokens of the text are searched for in as many of the source
 _AGREED = 4  # Tokens in a row that agree end a change
 _LONGEST = 8  # Tokens, before and after, of a replacement that is remembered
 _TRUST = 16

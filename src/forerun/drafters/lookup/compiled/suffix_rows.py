@@ -33,7 +33,7 @@ from forerun.drafters.lookup.compiled.suffixes import ROOT, SIZE, Arrays, Suffix
 
 GENERATIONS = 2  # Most automata of a store
 # Columns of a store, which has a row for each
-NUMBER, ADDRESS = 0, 1  # Of the automaton, which no other has; 0: there is none. And where it is
+NUMBER, ADDRESS = 0, 1  # The automaton's unique number, 0 if there is none, and its address
 STORE_COLUMNS = 2
 # Further columns of a batch's rows
 STORED = batches.COLUMNS  # Address of the domain's store
@@ -55,7 +55,7 @@ class Options(NamedTuple):
     offset: float
     least: float  # Probability of a path
     shortest: int  # Match, tokens
-    nodes: int  # Of a tree of several continuations; 0: chains
+    nodes: int  # Nodes of a tree of several continuations; 0: chains
     follows: bool
 
 

@@ -378,7 +378,7 @@ class SuffixLimits(NamedTuple):
 
     depth: int  # Tokens of a path
     wide: bool  # Up to _WIDTH ways on from a node instead of one
-    least: float  # What the shares along a path multiply to
+    least: float  # Least product of the shares along a path
 
 
 @compiled
