@@ -171,7 +171,7 @@ class SlemDrafter(Drafter):
             while drafted < len(text.probs) and starts[drafted] < span.end:
                 prob *= text.probs[drafted]
                 drafted += 1
-            # The last token is left out if the target might read a longer one there with the text that follows.
+            # The last token is less certain: with the text that follows, the target might read a longer one there.
             last = span.end == length and not text.ended
             text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
