@@ -12,6 +12,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FILES = sorted(path for folder in ("src/forerun", "benchmarks/suite") for path in (ROOT / folder).rglob("*.py"))
 MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 700, 80, 6
+PACKAGE = [path for path in FILES if path.is_relative_to(ROOT / "src/forerun")]
+RIDDLES = re.compile(r"(Of|What|Whether|As|Where|Whose|The same)\b")
+"""How a docstring begins that is no sentence, or none that stands alone."""
+MOST_RIDDLES = 0.004  # Share of the docstrings of the package that may begin so
+SHARED_NAMES = frozenset(
+    """
+    Answer Block Draft Drawn Engine Load LoadOptions Measured Plan Prediction Prompt Question Recorder Run Speculation
+    Text Trained Trial Verdict Writer
+    """.split()  # noqa: SIM905 - as a literal it would have a line for each
+)
+"""Class names that several modules of the package still define; no other may."""
 LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
 
@@ -45,6 +56,17 @@ def public(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple[str, ast.AS
                 yield from public(node.body, f"{node.name}.")
 
 
+def docstrings(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of a module, its classes and functions, and of attributes and constants, which follow their value."""
+    for node in ast.walk(tree):
+        body = node.body if isinstance(node, (ast.Module, ast.ClassDef, *Function.__args__)) else []
+        for before, statement in zip([None, *body], body, strict=False):
+            documented = before is None or isinstance(before, (ast.Assign, ast.AnnAssign))
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if documented and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value.strip()
+
+
 def test_there_is_something_to_measure() -> None:
     assert len(FILES) > 20
 
@@ -52,6 +74,23 @@ def test_there_is_something_to_measure() -> None:
 def test_function_lengths() -> None:
     lengths = {f"{path.name}:{function.name}": length(function) for path in FILES for function in functions(path)}
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION}
+
+
+def test_the_first_sentence_of_a_docstring_stands_alone() -> None:
+    found = [(path.name, text) for path in PACKAGE for text in docstrings(tree_of(path))]
+    riddles = [f"{name}: {text[:60]}" for name, text in found if RIDDLES.match(text)]
+    assert len(found) > 3000
+    assert len(riddles) <= MOST_RIDDLES * len(found), riddles
+
+
+def test_a_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in PACKAGE:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: places for name, places in homes.items() if len(places) > 1 and name not in SHARED_NAMES}
+    assert not shared, "a class name means one thing in the whole package: put the room's noun before it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

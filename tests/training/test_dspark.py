@@ -82,14 +82,14 @@ def test_a_fresh_head_is_a_dflash_head() -> None:
 def test_sampled_nodes_are_as_sure_as_the_head_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deterministic ones as the distribution says: which token is the likeliest is known there."""
     made, seen = head(), list[tuple[Children, Children]]()
-    plain = Children.surer
+    plain = Children.with_acceptance
 
     def noted(children: Children, acceptance: Tensor | None) -> Children:
         assert acceptance is not None and acceptance.shape == children.tokens.shape[:2]
         seen.append((children, plain(children, acceptance)))
         return seen[-1][1]
 
-    monkeypatch.setattr(Children, "surer", noted)
+    monkeypatch.setattr(Children, "with_acceptance", noted)
     torch.nn.init.zeros_(made.confidence_head["proj"].weight)
     torch.nn.init.constant_(made.confidence_head["proj"].bias, -1.0)
     config = {"method": "dspark", "model": made, "adaptive": False}

@@ -55,7 +55,7 @@ UNFILLED = "makes room for it, and nothing in the file fills it"
 
 
 def adapt_head(head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
-    """Change a head for an engine, see `Engines.adapted`."""
+    """Change a head for an engine, see `Engines.adapt`."""
     config = head.config
     if engine == "sglang" and config.generation == 1 and not config.fc_bias:
         # Its EAGLE-1 has a bias whatever the file says. It is not announced: "bias" means the attention's there.
@@ -618,7 +618,7 @@ class EagleEngines(Engines):
 
     destinations = DESTINATIONS
 
-    def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
+    def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return adapt_head(head, engine)
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:

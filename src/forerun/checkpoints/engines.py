@@ -87,7 +87,7 @@ class Engines:
 
     destinations: ClassVar[Mapping[str, Destination]] = {}
 
-    def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
+    def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         """Return the head as `engine` wants it, and the keys of ``config.json`` that it needs;
         None: the head as it is.
         """
@@ -218,7 +218,7 @@ def export_head(
             f"{destination.title} would not serve this head as it was trained. {listed}. "
             "To write it nevertheless: --force (force=True)"
         )
-    head, overrides = engines.adapted(head, destination.engine)
+    head, overrides = engines.adapt(head, destination.engine)
     launch = Launch(head=head, target=target, directory=directory)
     if destination.write is not None:
         destination.write(launch)

@@ -23,7 +23,7 @@ class PEagleEngines(EagleEngines):
     these.
     """
 
-    def adapted(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
+    def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return head, {}
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:

@@ -150,7 +150,7 @@ class Sequences:
             )
             self.drafters: list[Guarded] = [arm.drafter for arm in self._policy.arms]
         else:
-            self.drafters = [Guarded.built(parsed.method, parsed.drafter_options, setup)]
+            self.drafters = [Guarded.build(parsed.method, parsed.drafter_options, setup)]
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
         self._known = KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known

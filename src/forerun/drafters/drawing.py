@@ -174,7 +174,7 @@ class DraftVocabulary:
     token_ids: Tensor  # (V',) int64, the target's id of each entry
     size: int  # V, of the target
 
-    def spread(self, logits: Tensor) -> Tensor:
+    def to_target_vocab(self, logits: Tensor) -> Tensor:
         """Widen logits (.., V') -> (.., V): tokens that the drafter lacks are impossible."""
         wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
         wide[..., self.token_ids] = logits
@@ -205,7 +205,7 @@ class Children:
         """Return `valid` as a tensor, also where it is all True."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
-    def surer(self, acceptance: Tensor | None) -> Children:
+    def with_acceptance(self, acceptance: Tensor | None) -> Children:
         """Replace the confidence of drawn children by `acceptance` (B, F), that of a token drawn
         below each parent.
         """
@@ -310,7 +310,7 @@ class HostDraws:
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
         """Draw the children of a level, as `Draws.children` does."""
         if vocabulary is not None:
-            logits = vocabulary.spread(logits)
+            logits = vocabulary.to_target_vocab(logits)
         blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         none = _pack_children([_top(blank, self.shape.widths[depth])], None)
         found = [
@@ -441,7 +441,7 @@ class Draws:
         """
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
-        wide = logits if vocabulary is None else vocabulary.spread(logits)
+        wide = logits if vocabulary is None else vocabulary.to_target_vocab(logits)
         values = self._processed(self.processing, wide, depth, ids)
         none = values.amax(-1, keepdim=True) == -torch.inf
         children = self._children(torch.where(none, 0.0, values), depth, None)
@@ -461,7 +461,7 @@ class Draws:
         count = self.shape.widths[depth]
         if not self.numbers:
             return likeliest(logits, count, vocabulary)
-        drawn = self._drawn(logits if vocabulary is None else vocabulary.spread(logits), depth, count)
+        drawn = self._drawn(logits if vocabulary is None else vocabulary.to_target_vocab(logits), depth, count)
         if not self.greedy:
             return drawn
         given = likeliest(logits, count, vocabulary)

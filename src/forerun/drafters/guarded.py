@@ -65,7 +65,7 @@ class Guarded(Drafter):
         self.remembers = self._told("remembers", _FLAG, otherwise=False)
 
     @classmethod
-    def built(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
+    def build(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
         """Build a registered drafter with these options; errors as `forerun.drafters.build`."""
         return cls(build(method, options, setup), method, setup, **own)
 

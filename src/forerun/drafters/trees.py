@@ -76,7 +76,7 @@ class FixedTree:
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
             children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
-            children = children.surer(acceptance())
+            children = children.with_acceptance(acceptance())
             levels.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, levels[-1].tokens.flatten(1)], dim=1)
             if ids.shape[1] >= nodes or (enough is not None and enough(depth, levels[-1])):

@@ -468,7 +468,7 @@ class PrefixCache:
         lent = copied.get(source, 0)
         row = best
         if shared[best] < max(1, lent):
-            row = min(self._free, key=lambda row: (*self._spread((*running, row)), self._free[row].used, row))
+            row = min(self._free, key=lambda row: (*self._row_span((*running, row)), self._free[row].used, row))
         length = shared[best] if row == best and shared[best] >= lent else 0
         kept = self._free.pop(row)
         self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
@@ -479,7 +479,7 @@ class PrefixCache:
         known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
 
-    def _spread(self, rows: Sequence[int]) -> tuple[int, int]:
+    def _row_span(self, rows: Sequence[int]) -> tuple[int, int]:
         """Return how far apart busy rows lie; and, where passes are recorded, how many rows these
         run, which is all up to the last, in powers of two: up to `_FEW` cost no more than one.
         """

@@ -83,7 +83,7 @@ class DrafterPool:
             )
             drafters = [(arm.name, arm.drafter) for arm in policy.arms]
             return _Active(config=config, drafters=drafters, policy=policy, depth=depth)
-        drafter = Guarded.built(config.method, config.drafter_options, self._setup)
+        drafter = Guarded.build(config.method, config.drafter_options, self._setup)
         depth = drafter.depth or depth
         return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 

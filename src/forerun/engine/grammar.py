@@ -239,7 +239,7 @@ class GrammarCompiler:
 
     def _compile(self, kind: str, text: str) -> Any:
         check(kind, text)
-        if why := self._trials.tried(kind, text):
+        if why := self._trials.refusal(kind, text):
             raise ArgumentError(f"structured outputs: the {kind} {why}")
         return compile_grammar(self._tokenizer, kind, text)
 
@@ -308,7 +308,7 @@ class GrammarTrials:
         self._process: subprocess.Popen[str] | None = None
         self._over: Callable[[], object] = lambda: None
 
-    def tried(self, kind: str, text: str) -> str:
+    def refusal(self, kind: str, text: str) -> str:
         """Return why a grammar is refused; empty if it is not."""
         answer = _ask(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
         if answer is not None:

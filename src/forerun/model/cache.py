@@ -130,7 +130,9 @@ class SlotCache:
         for store, new in zip(stores, (keys, values), strict=True):
             store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
 
-    def opened(self, layer_idx: int, shape: tuple[int, int], *, like: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    def stores_for(
+        self, layer_idx: int, shape: tuple[int, int], *, like: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return what a layer that writes the cache itself needs: the stores of keys and values
         (rows, slots + 1, heads, dim), allocated for the `shape` (heads, dim) with the dtype and
         device of `like`, and (M,) int64, where each token goes.

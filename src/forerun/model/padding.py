@@ -107,7 +107,7 @@ class Pass:
     attended: int = 0  # Layers of a compiled pass that used the cache
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
-    def repeated(self, mask: Tensor, times: int) -> Tensor:
+    def repeat(self, mask: Tensor, times: int) -> Tensor:
         """Repeat a mask (B, 1, N, W) -> (B, 1, times * N, W), once for all layers, which share it."""
         if times == 1:
             return mask

@@ -101,7 +101,7 @@ def test_copies_are_joined_path_by_path() -> None:
     """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
     first = given((5, 0, 0.6), (6, 1, 0.5))
     second = given((9, 0, 0.1), (5, 0, 0.8), (7, 2, 0.5), (6, 2, 0.25))
-    ranking = Ranking.merged({0: first, 2: second}, 8, surest)
+    ranking = Ranking.merge({0: first, 2: second}, 8, surest)
     tree = ranking.tree
     paths = {node: tuple(tree.tokens[step] for step in tree.path(node)) for node in range(1, tree.size + 1)}
     alive = {paths[node]: ranking.survival[node] for node in paths}
@@ -118,23 +118,23 @@ def test_what_a_joined_node_is_worth_depends_on_who_holds_it() -> None:
     trees = {0: given((5, 0, 0.6), (6, 1, 0.5)), 1: given((9, 0, 0.6), (5, 0, 0.5), (8, 1, 0.9))}
     agreement = Confidence()
     for _ in range(200):
-        agreement.learn(0, Ranking.merged(trees, 8, surest), [5, 7])
-    ranking = Ranking.merged(trees, 8, agreement.of(3))
+        agreement.learn(0, Ranking.merge(trees, 8, surest), [5, 7])
+    ranking = Ranking.merge(trees, 8, agreement.of(3))
     named = zip(ranking.tree.tokens, ranking.holders, ranking.survival, strict=True)
     alive = {(token, holders): survival for token, holders, survival in named}
     assert alive[5, 0b11] > 0.9
     assert alive[9, 0b10] < 0.1 and alive[8, 0b10] < alive[9, 0b10]
     assert alive[6, 0b01] < 0.1
-    stated = Ranking.merged(trees, 8, surest).tree
+    stated = Ranking.merge(trees, 8, surest).tree
     assert (stated.tokens, stated.parents) == (ranking.tree.tokens, ranking.tree.parents)
     assert stated.confidence == ranking.tree.confidence, "what is learned from stays what was stated"
 
 
 def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
     first, second = given((1, 0, 0.3), (2, 1, 0.9)), given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1))
-    tree = Ranking.merged({0: first, 1: second}, 3, surest).tree
+    tree = Ranking.merge({0: first, 1: second}, 3, surest).tree
     assert (tree.tokens, tree.parents) == ((0, 1, 3, 4), (-1, 0, 0, 2))
-    alone = Ranking.merged({1: second}, 8, surest)
+    alone = Ranking.merge({1: second}, 8, surest)
     of_it = Ranking.of(given((3, 0, 0.6), (4, 1, 0.9), (5, 2, 0.1)), surest)
     assert list(alone.tree.tokens) == of_it.tree.tokens, "one tree stays what it is"
     assert list(alone.tree.parents) == of_it.tree.parents
@@ -143,7 +143,7 @@ def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> N
 
 def test_what_is_joined_or_pruned_begins_with_the_same_root() -> None:
     first, second = given((1, 0, 0.3), root=7), given((3, 0, 0.6), (4, 1, 0.9), root=7)
-    ranking = Ranking.merged({0: first, 1: second}, 2, surest)
+    ranking = Ranking.merge({0: first, 1: second}, 2, surest)
     assert ranking.tree.tokens == (7, 3, 4) and ranking.holders == (0, 0b10, 0b10)
     assert prune([first, ranking.tree], {1: (1,)})[1].tokens == (7, 3)
 
@@ -151,7 +151,7 @@ def test_what_is_joined_or_pruned_begins_with_the_same_root() -> None:
 def test_who_holds_what_of_a_merged_tree() -> None:
     """By this what copies save is shared out: both hold the first node, one the second, and only the best two count."""
     found = {0: given((5, 0, 0.6), (6, 1, 0.5)), 3: given((5, 0, 0.5), (7, 1, 0.1))}
-    ranking = Ranking.merged(found, 8, surest)
+    ranking = Ranking.merge(found, 8, surest)
     assert ranking.held(0, 2) == pytest.approx(0.6 + 0.3) and ranking.held(3, 2) == pytest.approx(0.6)
     assert ranking.held(0, 0) == 0.0
 
@@ -172,7 +172,7 @@ def test_a_sampled_node_cannot_be_pruned() -> None:
         with pytest.raises(AssertionError, match="only deterministic nodes"):
             prune(trees, {row: ()})
         with pytest.raises(AssertionError, match="only deterministic nodes"):
-            Ranking.merged({0: trees[row]}, 8, surest)
+            Ranking.merge({0: trees[row]}, 8, surest)
 
 
 def test_pruning_one_row_leaves_the_others_and_their_draft_probs() -> None:

@@ -62,7 +62,7 @@ class CascadeDrafter(Drafter):
         check_vocabulary(setup, config.model, self.model.vocab_size)
         self.model.speak(setup.target.vocab_size)
         inner = replace(setup, target=self.model, slots=slots)
-        self._inner = Guarded.built(*options_of("member", config.inner), inner)
+        self._inner = Guarded.build(*options_of("member", config.inner), inner)
         self._estimates = PerDomain(Acceptance)
         self._rows = defaultdict[int, _CascadeRow](_CascadeRow)
 

@@ -59,7 +59,7 @@ class Composed(Drafter):
 
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
         self.config = config
-        self.members = [Guarded.built(*options_of("member", spec), setup) for spec in config.drafters]
+        self.members = [Guarded.build(*options_of("member", spec), setup) for spec in config.drafters]
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Return the kind of trees: which member drafts a row, and what stands beside its nodes, is

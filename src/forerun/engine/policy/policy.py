@@ -404,7 +404,7 @@ class Policy:
             own = {found.arm: found.trees[index] for found in plan.lookups if index in found.trees}
             if own:
                 estimate = self.agreement.of(row.cache_row)
-                ranking = plan.merged[index] = Ranking.merged(own, self._nodes, estimate, chain=self._chains)
+                ranking = plan.merged[index] = Ranking.merge(own, self._nodes, estimate, chain=self._chains)
                 paying = self._paying(ranking, plan)
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
@@ -670,7 +670,7 @@ def policy_for(
 
 
 def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
-    drafter = Deferred.built(config.method, config.drafter_options, setup, reproducible=reproducible)
+    drafter = Deferred.build(config.method, config.drafter_options, setup, reproducible=reproducible)
     own = getattr(drafter.drafter, "config", None)
     shape = getattr(own, "shape", None)
     named = len(shape) if shape else getattr(own, "num_speculative_tokens", None)

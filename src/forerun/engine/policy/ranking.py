@@ -52,7 +52,7 @@ class Ranking:
         return cls(tree=tree, survival=tuple(survival), holders=tuple(bits), order=tuple(order), worth=tuple(worth))
 
     @classmethod
-    def merged(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
+    def merge(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
         """Merge trees of one row, by who proposed them, into one of at most `most` nodes, or its
         best path (`chain`). Asserts as `of` does. The surest of those that hold a path says how
         likely it is, and `estimate` what that is worth: the surest of several is too sure, above

@@ -100,7 +100,7 @@ def attend(
     rows = query.reshape(batch, key.shape[1], groups * count, depth)
     if copies > 1:
         rows = torch.cat([rows] * copies, dim=2)
-    mask = this.repeated(mask, groups * copies)
+    mask = this.repeat(mask, groups * copies)
     seen = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling)
     return seen[:, :, : groups * count].reshape(batch, heads, count, value.shape[-1]).transpose(1, 2)
 

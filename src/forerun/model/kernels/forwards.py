@@ -204,7 +204,7 @@ class AttentionForward(_JointForward):
             )
         heads, layer = self.heads, module.layer_idx
         states = self.joint.apply(hidden_states)
-        stores, places = cache.opened(layer, (heads.keys, heads.depth), like=states)
+        stores, places = cache.stores_for(layer, (heads.keys, heads.depth), like=states)
         assert position_embeddings is not None and attention_mask is not None
         query = self.ops.rope_and_write(states, position_embeddings, heads, stores, places)
         return module.o_proj(self.attend(query, cache, attention_mask)), None
@@ -333,7 +333,7 @@ class _LayerRun:
     def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache) -> Tensor:
         """Run the layers on states (B, N, width) that fit."""
         heads = self.first.attention.heads
-        opened = [cache.opened(number, (heads.keys, heads.depth), like=states) for number in self.numbers]
+        opened = [cache.stores_for(number, (heads.keys, heads.depth), like=states) for number in self.numbers]
         stores, places = [pair for pair, _ in opened], opened[0][1]
         tokens = states.shape[:-1].numel()
         room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
