@@ -271,7 +271,7 @@ def root_distributions(
             sampler=Sampler(params, prompt),
             seed=index,
             stop_ids=frozenset(),
-            room=_ROOM,
+            tokens_left=_ROOM,
         )
         for index, prompt in enumerate(prompts)
     ]

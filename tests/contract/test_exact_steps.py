@@ -431,7 +431,7 @@ def test_a_cut_at_max_tokens_that_comes_late(monkeypatch: Patch) -> None:
     check = Completion._check_end
 
     def counted(self: Completion, token: int, piece: str, length: int) -> None:
-        self.row.room += length == 3
+        self.row.tokens_left += length == 3
         check(self, token, piece, length)
 
     monkeypatch.setattr(Completion, "_check_end", counted)

@@ -76,7 +76,7 @@ def stepped(target: Target, drafter: Drafter | None, seed: int = 0) -> tuple[lis
             sampler=Sampler(PARAMS, [7, 8, 9 + index]),
             seed=seed + index,
             stop_ids=frozenset(),
-            room=20,
+            tokens_left=20,
         )
         for index in range(3)
     ]

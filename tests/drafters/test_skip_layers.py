@@ -210,7 +210,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
             sampler=Sampler(SamplingParams(temperature=0.0, top_k=0), [1]),
             seed=0,
             stop_ids=frozenset(),
-            room=9,
+            tokens_left=9,
         )
         for row in range(2)
     ]

@@ -67,7 +67,7 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
 
 
 def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    monkeypatch.setattr("forerun.model.target.PIECE", 7)
+    monkeypatch.setattr("forerun.model.target.PREFILL_CHUNK", 7)
     chunks = [random_tokens(count, count) for count in (3, 25, 14)]
     scored = target.prefill([2, 0, 1], chunks, boundaries=frozenset({2, -1}), all_logits=True)
     assert target.lengths == [25, 14, 3]

@@ -12,7 +12,7 @@ from forerun.model import target as target_model
 
 @pytest.mark.parametrize("lengths", [(11,), (11, 9), (3, 11), (4, 8)])
 def test_pieces_do_not_show(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_model, "PIECE", 4)
+    monkeypatch.setattr(target_model, "PREFILL_CHUNK", 4)
     target = Target.load(model(), rows=2, slots=32, self_check=False)
     texts = [[(3 * row + 5 * place) % 12 for place in range(length)] for row, length in enumerate(lengths)]
     logits = target.prefill(list(range(len(texts))), texts).logits

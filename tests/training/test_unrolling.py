@@ -134,7 +134,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
     seen = features(text[:-1], made.config.boundaries)
     found = []
     for piece in (512, 5):
-        monkeypatch.setattr("forerun.drafters.heads.runner.PIECE", piece)
+        monkeypatch.setattr("forerun.drafters.heads.runner.PREFILL_CHUNK", piece)
         runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
         found.append(runner.unroll([0], 0, lambda logits: logits))

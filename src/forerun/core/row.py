@@ -20,7 +20,7 @@ class Row:
     sampler: Sampler
     seed: int
     stop_ids: frozenset[int]  # Token ids that end the answer
-    room: int  # Tokens that may still be emitted, at least 1
+    tokens_left: int  # Tokens that may still be emitted, at least 1
     rule: str | None = None  # A rule asked for by name; None takes the best one for what its drafter may draft
     traced: bool = False  # Whether each node's probabilities are wanted in the `StepTrace`
     prediction: Sequence[int] = ()  # Token ids that the client expects as the answer

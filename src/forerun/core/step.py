@@ -41,7 +41,7 @@ class Group:
     name: str
     drafter: Drafter  # `Guarded`, or around one that is, wherever a failure shall not end the step
     members: Sequence[int]  # Indices into the step's rows
-    depths: Sequence[int]  # Per member, most tokens to draft on one path; the row's room limits it further
+    depths: Sequence[int]  # Per member, most tokens to draft on one path; `Row.tokens_left` limits it further
     nodes: int  # Most drafted nodes per row
     listeners: Sequence[int] = ()  # Rows that the drafter is shown the tokens of although it does not draft for them
     trees: Sequence[TokenTree] | None = None  # The members' proposal, where it was made before the step
@@ -170,7 +170,9 @@ def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool =
     """
     trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
-        depths = [min(depth, rows[index].room - 1) for index, depth in zip(group.members, group.depths, strict=True)]
+        depths = [
+            min(depth, rows[index].tokens_left - 1) for index, depth in zip(group.members, group.depths, strict=True)
+        ]
         if max(depths, default=0) <= 0:
             continue
         budget = Budget(nodes=[group.nodes if depth > 0 else 0 for depth in depths], depth=depths)
@@ -230,15 +232,15 @@ def _teach(
         watched = everyone if group.drafter.watches else members
         if watched:
             chosen = [verdicts[index] for index in watched]
-            context = _lesson(rows, watched, group.drafter, verdicts, hidden_states)
+            context = _learning_context(rows, watched, group.drafter, verdicts, hidden_states)
             group.drafter.observe(context, chosen, scores.of(watched))
         if len(everyone) > len(watched):
-            context = _lesson(rows, everyone, group.drafter, verdicts, hidden_states)
+            context = _learning_context(rows, everyone, group.drafter, verdicts, hidden_states)
         if everyone:
             group.drafter.extend(context)
 
 
-def _lesson(
+def _learning_context(
     rows: Sequence[Row],
     members: Sequence[int],
     drafter: Drafter,

@@ -247,7 +247,7 @@ class Sequences:
             trees = self.drafters[0].propose(context, Budget(nodes=tuple(limits), depth=tuple(limits)))
         else:
             for row in rows:
-                row.room = max(1, self._slots - len(row.tokens))
+                row.tokens_left = max(1, self._slots - len(row.tokens))
             trees = self._policy.admit(propose_trees(rows, self._policy.plan(rows, range(len(rows)), limits)))
         if self._chains:
             trees = [tree if max(tree.depths) == tree.size else tree.only(tree.best_path()) for tree in trees]
@@ -318,7 +318,7 @@ def _row(place: int, tokens: int) -> Row:
         sampler=_GREEDY,
         seed=0,
         stop_ids=frozenset(),
-        room=1,
+        tokens_left=1,
     )
 
 

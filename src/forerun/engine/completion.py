@@ -231,14 +231,14 @@ class Completion:
     def _check_end(self, token: int, piece: str, length: int) -> None:
         """Set `finish_reason` if the token that made the answer `length` long ends it."""
         params = self.request.params
-        self.row.room -= 1
+        self.row.tokens_left -= 1
         stop = self.text.add(piece, search=length >= params.min_tokens)
         if token in self.row.stop_ids:
             self.finish_reason = "stop"
             self.stop_reason = token if token in (params.stop_token_ids or ()) else None
         elif stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
-        elif self.row.room <= 0:
+        elif self.row.tokens_left <= 0:
             self.finish_reason = "length"
         if self.finish_reason is not None and stop is None:
             self.text.add(self.detokenizer.flush())

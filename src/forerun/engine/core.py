@@ -31,7 +31,7 @@ from forerun.engine.scheduling import (
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.model.recordings import FREE, bucket
-from forerun.model.target import PIECE
+from forerun.model.target import PREFILL_CHUNK
 from forerun.types import StreamChunk
 
 
@@ -77,7 +77,7 @@ class Engine:
         """
         request.queued_at = request.queued_at or time.perf_counter()
         most = self.scheduling.kv_cache_tokens
-        needed = max(len(answer.row.tokens) + answer.row.room for answer in request.answers)
+        needed = max(len(answer.row.tokens) + answer.row.tokens_left for answer in request.answers)
         if most is not None and needed > most:
             raise ArgumentError(
                 f"prompt and answer need up to {needed} tokens, the cache may hold {most}; lower max_tokens, shorten "
@@ -250,7 +250,7 @@ class Engine:
         """Return the tokens that an answer's row may hold after the next step."""
         row, config = answer.row, answer.request.speculative
         asked = config.num_speculative_tokens if config is not None else None
-        return len(row.tokens) + min(row.room, 1 + self.drafting.depth(answer.drafter, asked))
+        return len(row.tokens) + min(row.tokens_left, 1 + self.drafting.depth(answer.drafter, asked))
 
     def _drop_prefixes(self) -> None:
         most = self.scheduling.kv_cache_tokens
@@ -277,8 +277,8 @@ class Engine:
         self._unshown += [text for text in texts if text.finished or not text.shared]
         finished = ((index, text) for index, text in enumerate(texts) if text.finished)
         beginning = [(index, answer) for index, text in finished for answer in text.answers if not answer.tokens]
-        ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.room]
-        beginning = [(index, answer) for index, answer in beginning if answer.row.room]
+        ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.tokens_left]
+        beginning = [(index, answer) for index, answer in beginning if answer.row.tokens_left]
         if not beginning:
             return ended
         rows, indices = [answer.row for _, answer in beginning], [index for index, _ in beginning]
@@ -290,7 +290,7 @@ class Engine:
         if self.scheduling.max_num_batched_tokens is not None:
             return self.scheduling.max_num_batched_tokens
         # An accelerator runs some hundred tokens in about the time of a few: shorter passes would gain nothing.
-        return self._times.tokens(beside=beside) if self.target.device.type == "cpu" else PIECE
+        return self._times.tokens(beside=beside) if self.target.device.type == "cpu" else PREFILL_CHUNK
 
     def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
         self._introduce()

@@ -32,7 +32,7 @@ from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, about, nearest
 from forerun.model import Buckets, Target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
-from forerun.model.target import PIECE
+from forerun.model.target import PREFILL_CHUNK
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LLM:
         device: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 8,
-        max_num_batched_tokens: int | None = PIECE,
+        max_num_batched_tokens: int | None = PREFILL_CHUNK,
         enable_prefix_caching: bool = True,
         kv_cache_tokens: int | None = None,
         seed: int | None = None,
@@ -122,7 +122,9 @@ class LLM:
                 raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         scheduling = Scheduling(
-            max_num_batched_tokens=PIECE if reproducible and max_num_batched_tokens is None else max_num_batched_tokens,
+            max_num_batched_tokens=PREFILL_CHUNK
+            if reproducible and max_num_batched_tokens is None
+            else max_num_batched_tokens,
             whole_chunks=reproducible,
             enable_prefix_caching=enable_prefix_caching and not reproducible,
             kv_cache_tokens=kv_cache_tokens,

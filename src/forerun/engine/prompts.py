@@ -120,7 +120,9 @@ class PromptReader:
                 sampler=sampler,
                 seed=seed + index,
                 stop_ids=stop_ids,
-                room=min(self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens),
+                tokens_left=min(
+                    self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens
+                ),
                 rule=rule,
                 traced=request.trace,
                 prediction=prediction,

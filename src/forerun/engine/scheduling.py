@@ -21,7 +21,7 @@ from forerun.core.scores import logprobs_of
 from forerun.engine.completion import Completion, Request
 from forerun.errors import ArgumentError, Isolation
 from forerun.model import Scored, Target
-from forerun.model.target import PIECE
+from forerun.model.target import PREFILL_CHUNK
 from forerun.types import Boundary, TokenLogprob
 
 CUT = 8  # Prompts are cut at multiples of so many tokens, or of the limit where it is less
@@ -37,7 +37,7 @@ takes less than two beside a stream: of SmolLM2-135M in bfloat16 on two cores 24
 class Scheduling:
     """Limits of an engine. The names are vLLM's where it has one."""
 
-    max_num_batched_tokens: int | None = PIECE
+    max_num_batched_tokens: int | None = PREFILL_CHUNK
     """Most prompt tokens of a pass; such a pass and a decoding step take turns. None: on a CPU, where every token of a
     pass costs, as many as `MAX_GAP` allows by what passes take, else 512."""
     whole_chunks: bool = False
@@ -167,7 +167,7 @@ class PrefillQueue:
         """Return the prompt's next tokens, `left` at most, or up to the first place where it may be
         cut.
         """
-        unit, done = min(PIECE if self._limits.whole_chunks else CUT, budget), prefill.done
+        unit, done = min(PREFILL_CHUNK if self._limits.whole_chunks else CUT, budget), prefill.done
         end = done + left
         return prefill.tokens[done : end if end >= len(prefill.tokens) else max(end // unit, done // unit + 1) * unit]
 
@@ -217,7 +217,7 @@ class PassTimes:
         step = median(self._steps)
         each = median(max(seconds - step, 0.0) / tokens for tokens, seconds in self._passes)
         room = (MAX_GAP - beside - 1) * step
-        most = PIECE if room >= PIECE * each else int(room / each)
+        most = PREFILL_CHUNK if room >= PREFILL_CHUNK * each else int(room / each)
         return max(CUT, most // CUT * CUT)
 
 

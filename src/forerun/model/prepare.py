@@ -76,7 +76,7 @@ def prepare(
     return target
 
 
-def judge(cls: type[Any], model: Any, tokenizer: Any) -> None:
+def refuse_unservable(cls: type[Any], model: Any, tokenizer: Any) -> None:
     """Refuse a model that was loaded for training, by the same errors as where it is served."""
     prove_model(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
 

@@ -60,20 +60,20 @@ def draw_tokens(model: Any, count: int) -> list[int]:
     many as the context has, and none whose embedding is not finite.
     """
     config, embedding = text_config(model), model.get_input_embeddings()
-    device, coins = device_of(embedding), torch.Generator().manual_seed(0)
+    device, generator = device_of(embedding), torch.Generator().manual_seed(0)
     count = min(count, most_positions(config))
     begins = getattr(config, "bos_token_id", None)
-    ids = torch.randint(config.vocab_size, (1, count), generator=coins)
+    ids = torch.randint(config.vocab_size, (1, count), generator=generator)
     ids[0, 0] = begins if isinstance(begins, int) and 0 <= begins < config.vocab_size else 0
-    luck = (
-        -torch.empty(count - 1, config.vocab_size).exponential_(generator=coins).log()
-    )  # Gumbel: the largest sum wins
+    gumbel = (
+        -torch.empty(count - 1, config.vocab_size).exponential_(generator=generator).log()
+    )  # Gumbel noise: the largest sum wins
     weight = getattr(embedding, "weight", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
-        luck[:, ~weight[: config.vocab_size].isfinite().all(-1).cpu()] = -torch.inf
+        gumbel[:, ~weight[: config.vocab_size].isfinite().all(-1).cpu()] = -torch.inf
     for _ in range(ROUNDS):
         with refusing(model, plainly=True):
             logits = model(input_ids=ids.to(device), use_cache=False).logits[0, :-1, : config.vocab_size]
-        ids[0, 1:] = (logits.float().cpu().nan_to_num(nan=0.0) + luck).argmax(-1)
+        ids[0, 1:] = (logits.float().cpu().nan_to_num(nan=0.0) + gumbel).argmax(-1)
     found: list[int] = ids[0].tolist()
     return found

@@ -30,7 +30,7 @@ from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
 ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
-PIECE = 512  # Most prompt tokens of a row in one pass
+PREFILL_CHUNK = 512  # Most prompt tokens of a row in one pass
 VERIFYING = 16  # Recordings of what rules ask that are kept
 SHORT = 16  # Most tokens of a row that are appended by a recorded pass: what a draft model lacks of a step, say
 
@@ -141,9 +141,9 @@ class Target:
         wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
         gathered: dict[Boundary, Tensor] = {}
         last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
-        for start in range(0, max(counts), PIECE):
+        for start in range(0, max(counts), PREFILL_CHUNK):
             active = [index for index, count in enumerate(counts) if count > start]
-            pieces = [list(tokens[index][start : start + PIECE]) for index in active]
+            pieces = [list(tokens[index][start : start + PREFILL_CHUNK]) for index in active]
             some, nodes = [rows[index] for index in active], Nodes.of_prompt(pieces)
             with self._turn, attention_kernels(self.device):
                 flat = self._flat(nodes, padded=False)

@@ -147,7 +147,7 @@ def try_drafter(
             sampler=Sampler(params, prompt),
             seed=(params.seed or 0) + index,
             stop_ids=stop_ids,
-            room=most,
+            tokens_left=most,
             rule=rule,
             traced=drafter is not None,
         )
@@ -155,10 +155,10 @@ def try_drafter(
             boundaries = drafter.requires if drafter is not None else frozenset()
             scored = target.prefill([row_id], [row.tokens], boundaries=boundaries)
             first_tokens([row], scored.logits)
-            row.room -= 1
+            row.tokens_left -= 1
             if drafter is not None:
                 drafter.extend(context_for([row], [0], [len(row.tokens)], scored.hidden_states))
-            while row.room > 0 and row.tokens[-1] not in stop_ids and time.perf_counter() < deadline:
+            while row.tokens_left > 0 and row.tokens[-1] not in stop_ids and time.perf_counter() < deadline:
                 done.append(_step(target, drafter, name, row, next(turns)))
         finally:
             target.truncate([row_id], [0])
@@ -172,7 +172,7 @@ def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: i
     if drafter is not None:
         groups = [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
     [emitted] = step(target, [row], groups)
-    row.room -= len(emitted.tokens)
+    row.tokens_left -= len(emitted.tokens)
     return TrialStep(
         drafted=emitted.drafted,
         depth=emitted.depth if emitted.drafted else 0,

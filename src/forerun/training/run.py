@@ -28,7 +28,7 @@ from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
-from forerun.model.prepare import available_bytes, judge
+from forerun.model.prepare import available_bytes, refuse_unservable
 from forerun.model.support import text_config
 from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import AnswerWriter
@@ -392,7 +392,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
         model = _load_tensor_parallel(path, dtype, parallel) if spread == "tp" else _load_sharded(path, dtype, parallel)
     tokenizer = load_tokenizer(path, None)
     if parallel.world == 1 or spread == "none":
-        parallel.on_first(lambda: judge(Target, model, tokenizer))
+        parallel.on_first(lambda: refuse_unservable(Target, model, tokenizer))
     return model.requires_grad_(False), tokenizer
 
 

@@ -179,7 +179,7 @@ class World:
             sampler=None,  # type: ignore[arg-type]
             seed=0,
             stop_ids=frozenset(),
-            room=room,
+            tokens_left=room,
         )
 
     def renew(self, index: int, prompt: int = 5, room: int = 10**9) -> None:
@@ -249,7 +249,7 @@ class World:
             accepted += 1
         tokens = [truth(len(row.tokens) + place) for place in range(accepted + 1)]
         row.commit(tokens)
-        row.room -= len(tokens)
+        row.tokens_left -= len(tokens)
         trace = StepTrace(
             step=self.count,
             position=0,

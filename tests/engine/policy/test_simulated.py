@@ -157,7 +157,7 @@ def test_a_text_is_read_where_that_repays_itself(reading_ms: float, read: bool) 
     world = World(spec, measure=True)
     for _ in range(40):
         world.renew(0, prompt=300, room=40)
-        while world.rows[0].room > 0:
+        while world.rows[0].tokens_left > 0:
             world.run(1)
         if len(world.steps.tokens) < 100:
             begun = world.drafters[0].read
@@ -176,7 +176,7 @@ def test_a_text_is_not_read_where_copies_yield_more() -> None:
         world = World(*specs, measure=True)
         for _ in range(60):
             world.renew(0, prompt=300, room=60)
-            while world.rows[0].room > 0:
+            while world.rows[0].tokens_left > 0:
                 world.run(1)
         read.append(world.drafters[0].read)
     assert read[0] > 40 * 300 and read[1] < 20 * 300
@@ -189,7 +189,7 @@ def test_texts_are_read_again_now_and_then_where_that_did_not_pay() -> None:
     world = World(good, rows=4, measure=True)
     for _ in range(3500):
         for index, row in enumerate(world.rows):
-            if row.room <= 0 or row.prompt_length < 300:
+            if row.tokens_left <= 0 or row.prompt_length < 300:
                 world.renew(index, prompt=300, room=60)
         world.run(1)
     before, after = world.steps.rate(400, turn), world.steps.rate(turn + 600)

@@ -152,7 +152,7 @@ class CascadeDrafter(Drafter):
             sampler=with_params(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
-            room=room,
+            tokens_left=room,
             rule=None if greedy else "sample_walk",
             outer=context.rng[index],
             begun=len(tokens),
@@ -186,15 +186,15 @@ class CascadeDrafter(Drafter):
         """
         running = list(rows)
         while running:
-            members, depths, most = range(len(running)), [row.room for row in running], self.config.inner_nodes
+            members, depths, most = range(len(running)), [row.tokens_left for row in running], self.config.inner_nodes
             group = Group(name=self._inner.method, drafter=self._inner, members=members, depths=depths, nodes=most)
             for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
-                row.room -= len(emitted.tokens)
+                row.tokens_left -= len(emitted.tokens)
                 if row.error is not None:
                     row.end()
                 elif row.sampler.greedy:
                     row.certainty += [math.exp(chosen.logprob) for chosen, _ in emitted.logprobs or ()]
-            running = [row for row in running if row.room > 0 and row.error is None]
+            running = [row for row in running if row.tokens_left > 0 and row.error is None]
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
         """Add the chain to the tree, each sampled token with the distribution that it was drawn

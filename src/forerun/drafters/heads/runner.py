@@ -39,7 +39,7 @@ from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.types import Boundary
 
-PIECE = 512  # Most entries of a row in one pass over a prompt
+PREFILL_CHUNK = 512  # Most entries of a row in one pass over a prompt
 _COMMITTED = 64  # Most entries that a recorded pass takes: what a step commits, no prompts
 Tree = TypeVar("Tree")
 Passed = TypeVar("Passed")
@@ -195,9 +195,9 @@ class AttendingRunner(HeadRunner):
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
-        for start in range(0, max(counts), PIECE):
+        for start in range(0, max(counts), PREFILL_CHUNK):
             active = [index for index, count in enumerate(counts) if count > start]
-            pieces = [list(tokens[index][start : start + PIECE]) for index in active]
+            pieces = [list(tokens[index][start : start + PREFILL_CHUNK]) for index in active]
             size = max(map(len, pieces))
             states = [rows_of(hidden_states[b], active)[:, start : start + size] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)

@@ -209,7 +209,7 @@ class Probe:
             sampler=sampler,
             seed=row,
             stop_ids=frozenset(),
-            room=room,
+            tokens_left=room,
         )
 
 

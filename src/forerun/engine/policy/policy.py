@@ -315,7 +315,9 @@ class Policy:
         context = max(len(row.tokens) for row in own.values())
         trial = self.measure and self._pass_trials[batch].due(self.steps)
         times = self.costs.times(batch, context, self._nodes, trial=trial)
-        limits = {index: min(max(0, rows[index].room - 1), depth) for index, depth in zip(members, depths, strict=True)}
+        limits = {
+            index: min(max(0, rows[index].tokens_left - 1), depth) for index, depth in zip(members, depths, strict=True)
+        }
         plan = self._plan = _StepPlan(
             rows=own,
             limits=limits,
@@ -532,7 +534,7 @@ class Policy:
         if plan.awaited and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
             return False
         unaided = self.goodput("unaided")
-        per_ms, steps = unaided / plan.times[0], arm.used * row.room / max(1.0 + accepted, unaided)
+        per_ms, steps = unaided / plan.times[0], arm.used * row.tokens_left / max(1.0 + accepted, unaided)
         return steps * (accepted - per_ms * row_ms) > SETTINGS.returns * per_ms * reading
 
     # --- after the step -----------------------------------------------------------------------------------------------

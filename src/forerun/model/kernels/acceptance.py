@@ -27,7 +27,7 @@ another order.
 """
 
 
-LEAN = 1 / 32
+MOST_BIAS = 1 / 32
 """The largest mean difference in one direction, as a share of the most that one value may differ
 by. Sound forwards have 0.006 units in 16 bits and 0.2 in float32; a norm of weights around 40 that
 forgets its 1 + has 3 in bf16.
@@ -122,8 +122,8 @@ def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
     differs = units(found, expected, moved)
     if not (worst := float(differs.abs().max())) <= most:
         return f"{worst:.3g} units of rounding, {most} are allowed"
-    if not (lean := float(differs.mean().abs())) <= most * LEAN:
-        return f"{lean:.3g} units of rounding in the mean, always in one direction, {most * LEAN:g} are allowed"
+    if not (bias := float(differs.mean().abs())) <= most * MOST_BIAS:
+        return f"{bias:.3g} units of rounding in the mean, always in one direction, {most * MOST_BIAS:g} are allowed"
     return None
 
 

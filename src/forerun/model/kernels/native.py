@@ -42,7 +42,7 @@ AVX512 += ("-mfma",)
 FLAGS: tuple[str, ...] = (*AVX512, "-mavx512bf16")
 AMX = ("-mamx-tile", "-mamx-bf16")
 FLOAT32 = "-DFLOAT32_ELEMENTS"
-_PATIENCE_S = 300.0  # A compiler takes seconds, on a busy machine minutes
+_COMPILE_TIMEOUT_S = 300.0  # A compiler takes seconds, on a busy machine minutes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _ONE_BUILDS = threading.Lock()
 Loader = Callable[[str], ctypes.CDLL]
@@ -110,7 +110,7 @@ def _open(path: Path, loader: Loader) -> ctypes.CDLL:
 
 def _compile(name: str, to: Path, flags: Sequence[str]) -> None:
     command = [_compiler(), *flags, str(FOLDER / f"{name}.c"), "-lm", "-o", str(to)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE_S)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S)
     to.chmod(stat.S_IRUSR | stat.S_IXUSR)  # whatever the umask says
 
 
@@ -233,9 +233,9 @@ class Attention:
         """Return the offsets, in entries, from these addresses to its own keys and values."""
         return (self._problem.key - key) // self.out.itemsize, (self._problem.value - value) // self.out.itemsize
 
-    def _refuse(self, judge: Callable[[Any], int] | None) -> None:
-        """Raise ArgumentError if `judge` rejects the problem, or there is no `judge`."""
-        if judge is not None and not judge(ctypes.byref(self._problem)):
+    def _refuse(self, check: Callable[[Any], int] | None) -> None:
+        """Raise ArgumentError if `check` rejects the problem, or there is no `check`."""
+        if check is not None and not check(ctypes.byref(self._problem)):
             return
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in self.tensors[:4] if tensor is not None)
         rows, paths = self.tensors[4], self._paths
