@@ -121,10 +121,9 @@ class LLM:
                 known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
                 raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
+        most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         scheduling = Scheduling(
-            max_num_batched_tokens=PREFILL_CHUNK
-            if reproducible and max_num_batched_tokens is None
-            else max_num_batched_tokens,
+            max_num_batched_tokens=most_batched,
             whole_chunks=reproducible,
             enable_prefix_caching=enable_prefix_caching and not reproducible,
             kv_cache_tokens=kv_cache_tokens,

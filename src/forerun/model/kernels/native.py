@@ -326,9 +326,7 @@ class _Pass(ctypes.Structure):
 
 @cache
 def fused_kernels(dtype: torch.dtype = torch.bfloat16) -> ctypes.CDLL | None:
-    """Return the library compiled for values of that dtype, or None where this machine cannot have
-    it.
-    """
+    """Return the library compiled for values of that dtype; None where this machine has none."""
     flags = None
     if dtype is torch.float32 or not torch.cpu._is_avx512_bf16_supported():
         if dtype not in DTYPES or not torch.cpu._is_avx512_supported():
@@ -353,9 +351,7 @@ def ready(_device: torch.device, dtype: torch.dtype = torch.bfloat16) -> bool:
 
 
 def takes_states(states: Tensor) -> bool:
-    """Return whether the functions below take these values: contiguous, on a fitting CPU, without a
-    gradient.
-    """
+    """Return whether the functions below take these values: contiguous, on a CPU, no gradient."""
     return (
         states.dtype in DTYPES
         and states.is_contiguous()
@@ -549,9 +545,7 @@ class LayerParts:
 
 
 class LayerRoom:
-    """Scratch buffers between the steps of layers of these sizes, for a pass of at most so many
-    tokens.
-    """
+    """Scratch buffers between the steps of such layers, for passes of at most so many tokens."""
 
     def __init__(self, sizes: tuple[int, int, int, int, int], tokens: int, dtype: torch.dtype, kind: int) -> None:
         width, inner, queries, keys, depth = sizes
@@ -691,9 +685,7 @@ class Layers:
 
 @cache
 def _run_layers(dtype: torch.dtype) -> Any:
-    """Return the function that runs whole layers. It releases the interpreter's lock, for a pass
-    takes long.
-    """
+    """Return the function that runs whole layers; it releases the interpreter's lock."""
     found = fused_kernels(dtype)
     assert found is not None, "takes_states() is asked first"
     kind = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
