@@ -16,12 +16,7 @@ PACKAGE = [path for path in FILES if path.is_relative_to(ROOT / "src/forerun")]
 RIDDLES = re.compile(r"(Of|What|Whether|As|Where|Whose|The same)\b")
 """How a docstring begins that is no sentence, or none that stands alone."""
 MOST_RIDDLES = 0.004  # Share of the docstrings of the package that may begin so
-SHARED_NAMES = frozenset(
-    """
-    Answer Block Draft Drawn Engine Load LoadOptions Measured Plan Prediction Prompt Question Recorder Run Speculation
-    Text Trained Trial Verdict Writer
-    """.split()  # noqa: SIM905 - as a literal it would have a line for each
-)
+SHARED_NAMES = {"Plan"}
 """Class names that several modules of the package still define; no other may."""
 LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
