@@ -23,7 +23,7 @@ from forerun.model.inputs import Nodes
 from forerun.model.kernels import accelerate, attention, forwards, packing
 from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
 from forerun.model.kernels.native import HeadNorm, Heads
-from forerun.model.padding import Paths
+from forerun.model.padding import TreePaths
 from model_kernels.conftest import COMMON
 
 INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
@@ -202,14 +202,14 @@ def test_along_its_path_a_node_has_the_bits_of_plain_decoding(
     mask[..., :length] = 0
     mask[0, 0, :, length : length + count][nodes.sees[0].to(DEVICE)] = 0
     lengths = torch.tensor([length], device=DEVICE)
-    found = triton_ops.attend(query, key, value, mask, 0.2, paths=Paths(lengths, nodes.paths.to(DEVICE)))
+    found = triton_ops.attend(query, key, value, mask, 0.2, paths=TreePaths(lengths, nodes.paths.to(DEVICE)))
     near(found, triton_ops.attend(query, key, value, mask, 0.2))
     for node in range(count):
         own = [one for one in nodes.paths[0, node].tolist() if one >= 0]
         slots = [*range(length), *(length + one for one in own)]
         seen = torch.zeros(1, 1, 1, len(slots)).to(DEVICE, dtype)
         committed = torch.tensor([len(slots) - 1], device=DEVICE)
-        root = Paths(committed, torch.zeros(1, 1, 1, dtype=torch.int32, device=DEVICE))
+        root = TreePaths(committed, torch.zeros(1, 1, 1, dtype=torch.int32, device=DEVICE))
         asked = query[:, :, node : node + 1]
         plain = triton_ops.attend(asked, key[:, :, slots], value[:, :, slots], seen, 0.2, paths=root)
         assert torch.equal(plain[0, 0], found[0, node]), node
