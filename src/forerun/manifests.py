@@ -65,7 +65,7 @@ def _unseal(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
 class ManifestKind:
     """A `ManifestKind` describes one kind of directory and writes and reads its manifest."""
 
-    format: str  # What the manifest calls itself
+    format: str  # Name of the format in the manifest
     version: int
     what: str  # For people: a datastore
     remedy: str  # How such a directory is made

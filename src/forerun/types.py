@@ -72,7 +72,7 @@ class Source(StrEnum):
 class Verdict:
     """A `Verdict` says what a rule accepted of one row's tree."""
 
-    path: tuple[int, ...]  # Accepted node ids from the root's child downwards; empty if nothing was kept
+    path: tuple[int, ...]  # Accepted node ids from the root's child downwards; empty if nothing was accepted
     next_token: int
     kind: Source  # RECOVERED after a rejection, BONUS when the path ended at a leaf, TARGET when nothing was drafted
 
@@ -101,7 +101,7 @@ class TracedNode:
 
     token: int
     parent: int  # Node id; 0 is the root
-    draft_prob: float | None  # Of a sampled node under what it was drawn from, of a deterministic one its confidence
+    draft_prob: float | None  # A sampled node's under its draft distribution, a deterministic one's confidence
     target_prob: float | None  # Under the target's processed distribution; None where no rule asked for that
     accepted: bool
     probe: bool = False  # Scored for the drafter's own use, never accepted
@@ -137,7 +137,7 @@ class SpeculationStats:
     vLLM's.
     """
 
-    num_tokens: int = 0  # Of the answers, each one's first, which the pass over its prompt gave, included
+    num_tokens: int = 0  # Tokens of the answers, each one's first included, which the pass over its prompt gave
     num_prompt_passes: int = 0  # Passes that gave a first token: one an answer, in however many pieces it was read
     num_spec_steps: int = 0  # Target passes in which something was drafted
     num_plain_steps: int = 0  # Target passes without a draft, the prompt's not counted
@@ -218,7 +218,7 @@ class OutputToken:
     """An `OutputToken` is one token of an answer."""
 
     id: int
-    text: str  # What this token added to the text; empty while a character is incomplete
+    text: str  # Text that this token added; empty while a character is incomplete
     source: Source
     step: int  # Index of the engine step that committed it, counted per request
     logprob: TokenLogprob | None = None
@@ -264,8 +264,8 @@ class StreamChunk:
     tokens: list[OutputToken]
     trace: StepTrace | None  # Filled where the request asked for it; None for the first token
     finish_reason: str | None
-    stop_reason: int | str | None = None  # As in `CompletionOutput`, on the last chunk of an answer
+    stop_reason: int | str | None = None  # See `CompletionOutput`; on the last chunk of an answer
     prompt_token_ids: list[int] | None = None  # On the first chunk of an answer, like the next, where asked for
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request
-    error: Exception | None = None  # What ended the request before its time; other requests are not concerned
+    error: Exception | None = None  # The error that ended the request; other requests are not concerned

@@ -24,8 +24,8 @@ class Figure(NamedTuple):
 
     key: str  # In the load's record
     words: str
-    column: str = ""  # Of the terminal's table, times in ms and as medians; empty: it is not there
-    of_parts: bool = False  # Whether the page shows it of each category
+    column: str = ""  # Column of the terminal's table, times in ms and as medians; empty: none
+    of_parts: bool = False  # True where the page shows it for each category
     better: int = 0  # `HIGHER` or `LOWER`, where `worse` compares it
 
 

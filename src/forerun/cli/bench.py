@@ -136,7 +136,7 @@ def bench(
     about |= {"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size}
     about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
     about |= {"sampling": dict(asking.sampling), "goodput": limits}
-    about = as_json.loads(as_json.dumps(about))  # As a file has it: lists, no tuples
+    about = as_json.loads(as_json.dumps(about))  # The form of a file: lists, no tuples
     record = _begin_record(out, about)
     for difference in _differences(older or {}, about):
         console.warn(f"{compare} was measured with another {difference}")

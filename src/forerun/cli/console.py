@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-LINE_EVERY_S = 60.0  # Of progress, at most, where stderr is no terminal
+LINE_EVERY_S = 60.0  # Least time between lines of progress, where stderr is no terminal
 
 
 def out() -> Console:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHIPPED = "demo"  # The name of the demo model
 QUESTION_TEMPERATURES = (0.0, 0.8)
-QUESTION_TOKENS = 96  # Of an answer to a real question, at most
+QUESTION_TOKENS = 96  # Most tokens of an answer to a real question
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """This drafter is the default for the demo model.
 
@@ -42,7 +42,7 @@ DEFAULT_PROMPT = "rename-10"
 DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
-SHOWN_LINES, CHANGED_LINES = 6, 24  # Of a file; of what an edit changed
+SHOWN_LINES, CHANGED_LINES = 6, 24  # Lines shown of a file, and of what an edit changed
 ARMS = ("plain", "speculative")
 
 

@@ -37,7 +37,7 @@ def heads(target: str | None = None, /, *, json: Json = False) -> int:
             table.add_row("", Text(head.target, "bold"))
         before = head.target
         length = "" if head.acceptance_length is None else f"{head.acceptance_length:.2f}"
-        # What cannot be passed on is shown paler: a pickle, a kind that forerun does not have.
+        # Heads that cannot be loaded (a pickle, an unknown kind) are shown paler.
         table.add_row(head.drafter, Text(head.model, "" if head.loadable else "dim"), length)
     console.out().print(table)
     console.out().print(Text("accepted: mean acceptance length, as reported; by whom, on what: --json", "dim"))

@@ -41,8 +41,8 @@ class TrainedDrafter:
     name: str
     kind: HeadKind
     model: str  # Folder or shipped name
-    parameters: int  # Of its checkpoint
-    seconds: float | None = None  # Of training, evaluation left out; None: nothing says
+    parameters: int  # Parameters of its checkpoint
+    seconds: float | None = None  # Time of training, evaluation left out; None: unknown
     max_depth: int | None = None  # Most tokens on one path; None: any
 
     @property

@@ -385,7 +385,7 @@ class Shown:
         drafter = measured.name if measured else None
         self.verdict = decide(self.plan, load, drafter=drafter, text=asked.text, uncosted=uncosted)
         self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
-        self.batches = "verifying" not in uncosted  # Whether it is known what a batch costs
+        self.batches = "verifying" not in uncosted  # True where the cost of a batch is known
         self.asked_k = asked.k
         wanted = ranks if self.costed else None
         self.tree = None if wanted is None else plan_tree(load, wanted, nodes=asked.tree_nodes, depth=depth)

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from forerun.certify.reference import Difference
     from forerun.types import OutputToken, RequestOutput, SamplingParams
 
-ASKED_CHARACTERS = 360  # Of a question, as far as it is shown
-WARM_UP_TOKENS = 32  # Of an answer before the first one that counts
+ASKED_CHARACTERS = 360  # Characters of a question that are shown
+WARM_UP_TOKENS = 32  # Tokens of the warm-up's answers
 ARMS = ("plain", "speculative")
 _RUNS = itertools.count()
 
@@ -38,7 +38,7 @@ class ArmRun:
     token_ids: list[int]
     text: str
     seconds: float  # From the question to the last token, reading the prompt included
-    passes: int  # Of the target, the prompt's included
+    passes: int  # Passes of the target, the prompt's included
 
     @classmethod
     def of(cls, output: RequestOutput) -> ArmRun:

@@ -84,7 +84,7 @@ class Edit:
     """
 
     name: str  # Its kind and a number, for example ``"rename-3"``
-    request: str  # What is asked, and the function
+    request: str  # The instruction, and the function
     answer: str  # The function as it shall be: made by a script and checked with `ast`
 
     @property

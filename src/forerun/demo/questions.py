@@ -10,7 +10,7 @@ class Question:
     """A `Question` is one question to a chat model, as a user would put it."""
 
     name: str  # For example ``"edit"``
-    title: str  # What it is, in a few words
+    title: str  # The kind of question, in a few words
     text: str
 
     @property

@@ -58,7 +58,7 @@ class ScalePlan:
     head_factor: int
     layers: int
     intermediate_size: int
-    parameters: int  # Of the scale model, embeddings counted once if tied
+    parameters: int  # Parameters of the scale model, embeddings counted once if tied
 
 
 class ScaledModel:
@@ -252,7 +252,7 @@ def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dt
             norm = weights[f"{origin or 'model.layers.0.'}{name}.weight"]
             yield f"{prefix}{name}.weight", _norm(norm, hidden, norm_factor, dtype)
         for name, shape in shapes.items():
-            # What writes to the residual stream is padded with zeros, what only meets zeros with noise.
+            # Matrices that write to the residual stream are padded with zeros, the others with noise.
             writes = name in ("self_attn.o_proj", "mlp.down_proj")
             padding = torch.zeros(shape, dtype=dtype) if writes else _noise(shape, dtype, prefix + name)
             yield (

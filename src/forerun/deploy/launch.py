@@ -77,8 +77,8 @@ class Counterpart:
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)  # Always given
     options: Mapping[str, str] = field(default_factory=dict)  # Our option -> the engine's
-    model: bool = True  # Whether a model or head must be named
-    note: str = ""  # What differs there
+    model: bool = True  # True where a model or head must be named
+    note: str = ""  # Note on the differences there
     versions: tuple[str, ...] = ()  # Those that have it; empty: all
 
 
@@ -101,9 +101,9 @@ class DeployRequest:
     tp: int = 1  # Devices that share every layer
     pp: int = 1  # Groups of devices that share the layers out
     nodes: int = 1  # Machines that hold the model together
-    head_address: str | None = None  # Of the first machine, where there are several
+    head_address: str | None = None  # Address of the first machine, where there are several
     port: int = 8000
-    out: Path | None = None  # Where files are written; None: they are printed, and named in the current folder
+    out: Path | None = None  # Folder of the files; None: they are printed, and named in the current folder
     forecast: Forecast | None = None
     adaptive: bool = False  # That `config` is was said, and is not the default
     force: bool = False
@@ -150,7 +150,7 @@ class Command:
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    where: str = ""  # What it does or where it is typed, where there are several
+    where: str = ""  # Purpose, or place where it is typed, if there are several
     role: Literal["serve", "before", "elsewhere", "by hand"] = "serve"
     """``--run`` starts it (serve), needs it done first (before), or leaves it; "by hand" has a
     blank that the user fills in.
@@ -176,8 +176,8 @@ class Deployment:
 
     commands: tuple[Command, ...]
     files: Mapping[str, str] = field(default_factory=dict)  # Name -> text
-    schedule: tuple[Stretch, ...] = ()  # What is drafted at which batch; empty: always the same
-    notes: tuple[str, ...] = ()  # What the engine does otherwise, and what that costs
+    schedule: tuple[Stretch, ...] = ()  # Draft lengths by batch size; empty: always the same
+    notes: tuple[str, ...] = ()  # Differences of the engine, and their cost
 
 
 class EngineInfo(ABC):
@@ -193,8 +193,8 @@ class EngineInfo(ABC):
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
     apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
     settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
-    variable: ClassVar[str] = ""  # What forerun's plug-in for this engine reads its options from; empty: there is none
-    routes: ClassVar[bool] = False  # Whether the plug-in chooses among drafters, too (`auto`)
+    variable: ClassVar[str] = ""  # Environment variable with the plug-in's options; empty: there is no plug-in
+    routes: ClassVar[bool] = False  # True where the plug-in also chooses among drafters (`auto`)
 
     @abstractmethod
     def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:

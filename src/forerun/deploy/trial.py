@@ -54,7 +54,7 @@ class TrialAnswer:
     token_ids: list[int]
     text: str
     drafted: list[int]  # Tokens of each step's chain
-    accepted: list[int]  # How many of them were kept
+    accepted: list[int]  # How many of them were accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +88,7 @@ class ComparedSteps:
     a whole draft.
     """
 
-    same: int  # Of those compared, both accepted the same number of tokens
+    same: int  # Compared steps at which both accepted the same number of tokens
     compared: int
 
     @property
@@ -117,8 +117,8 @@ class TrialPrompts:
     """`TrialPrompts` are what an engine is to answer, greedily."""
 
     prompts: Sequence[list[int]]
-    tokens: int  # Of each answer
-    dtype: str  # Of the target: float32, float16 or bfloat16
+    tokens: int  # Tokens of each answer
+    dtype: str  # Dtype of the target: float32, float16 or bfloat16
     room: int  # Tokens of the longest text, with what may be drafted behind it
 
 
@@ -164,8 +164,8 @@ class EngineTrial:
 
     engine: str
     version: str
-    refused: str = ""  # What the engine said, where it did
-    positions: Sequence[Position] = ()  # Of the drafted chain; empty if refused
+    refused: str = ""  # Refusal in the engine's words; empty where it drafted
+    positions: Sequence[Position] = ()  # Positions of the drafted chain; empty if refused
     lengths: tuple[float, float] = (0.0, 0.0)  # Tokens of a step, the target's own included
     steps: ComparedSteps = field(default_factory=lambda: ComparedSteps(same=0, compared=0))
     parted: int = 0  # Answers of the engine that are not our plain ones

@@ -245,7 +245,7 @@ class Roofline:
 
     device: Device
     size: Size
-    dtype: str = "bfloat16"  # Of the weights; a key of `BYTES`
+    dtype: str = "bfloat16"  # Dtype of the weights; a key of `BYTES`
     tp: int = 1  # Devices that share each layer; traffic between them is not counted
     kv: KeyValues | None = None  # None: the cache's traffic is not counted
     compute_efficiency: float = 0.4  # Share of the peak arithmetic that is reached; with the next: half the free width

@@ -199,7 +199,7 @@ def _from_json(line: str, where: str) -> UserPrompt:
     if isinstance(text, str):
         return text
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        # What an assistant said last is what the target shall write itself.
+        # The last message of an assistant is left out: the target writes it itself.
         asked: list[dict[str, Any]] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
         return asked
     raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")

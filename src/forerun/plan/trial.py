@@ -37,8 +37,8 @@ class TrialStep:
     depth: int
     accepted: int
     context: int  # Committed tokens before the step
-    ms: float  # Of drafting and committing: all but the target's pass and its verification
-    first: bool  # Whether it was the prompt's first one, in which a drafter may catch up with the whole prompt
+    ms: float  # Time of drafting and committing, without the target's pass and its verification
+    first: bool  # True for the prompt's first step, in which a drafter may catch up with the whole prompt
     siblings: tuple[tuple[int, int | None], ...] = ()
     """For the root and each accepted node with children: the number of children, and the rank of
     the accepted one or None.
@@ -223,7 +223,7 @@ def measure_draft(
     short = replace(params, max_tokens=min(tokens, 12))  # as few as a median needs
     plain = try_drafter(target, None, [list(text)], short, depths=(0,), seconds=seconds / 4)
     trial = try_drafter(target, drafter, [list(text)], params, depths=(depth, 1), seconds=seconds)
-    # What a step takes besides the target's pass and its verification.
+    # Time of a plain step besides the target's pass and its verification.
     besides = [done.ms for done in plain.steps if not done.first]
     return fit(trial, besides_ms=median(besides or [0.0]))
 

@@ -36,8 +36,8 @@ class ChatFormat:
     """A `ChatFormat` says how the answers to one request are written."""
 
     prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
-    format: ToolFormat | None = None  # Of tool calls; None where the model may not make any
-    marks: Marks | None = None  # Of reasoning; None where the model does none, or the template has already ended it
+    format: ToolFormat | None = None  # Format of tool calls; None where the model may not make any
+    marks: Marks | None = None  # Marks of reasoning; None where there is none, or the template has already ended it
     inside: bool = False  # The answer begins within the reasoning
 
     def reader(self) -> PieceReader:

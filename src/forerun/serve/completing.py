@@ -36,7 +36,7 @@ from forerun.types import (
 )
 
 Event = dict[str, Any]
-PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]  # As the engine gives them: None for the first token
+PromptLogprobs = Sequence[Mapping[int, TokenLogprob] | None]  # The engine's form: None for the first token
 
 LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
@@ -65,7 +65,7 @@ class Writer(ABC):
         self.wants_logprobs = body.logprobs is not None and body.logprobs is not False
         traced = body.return_speculation_trace
         self.wants_tokens = self.wants_logprobs or body.return_token_ids or traced  # Something is said of each token
-        self._text = cache(lambda token: str(tokenizer.decode([token])))  # Of one token
+        self._text = cache(lambda token: str(tokenizer.decode([token])))  # Text of one token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
@@ -359,7 +359,9 @@ class CompletionWriter(Writer):
             told: dict[str, Any] = {"logprob": None if entry is None else entry[token]}
             told["top_logprobs"] = {other: value for other, value in (entry or {}).items() if value.rank <= top}
             tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **told))
-        before = "".join(token.text for token in tokens).find(echoed)  # What the tokenizer puts there was not echoed
+        before = "".join(token.text for token in tokens).find(
+            echoed
+        )  # Tokens that the tokenizer puts in front were not echoed
         return self._logprobs(tokens, -max(0, before))
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:

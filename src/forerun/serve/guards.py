@@ -45,8 +45,8 @@ CLIENT_GONE = 499  # nginx's status for a request whose client left before its a
 _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
-MAX_ALL_KEYS = 100_000  # Of all objects of one body together
-MAX_KEYS = 10_000  # Of one object: each that is not known makes a complaint of its own
+MAX_ALL_KEYS = 100_000  # Keys of all objects of one body together
+MAX_KEYS = 10_000  # Keys of one object: each unknown key makes a complaint of its own
 _LANES = Lanes("forerun-bodies")
 
 
@@ -172,7 +172,7 @@ class Client:
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
     key: str = ""  # The hash of its API key, where it has one
-    adapt: bool  # Whether online adaptation may learn from it
+    adapt: bool  # True where online adaptation may learn from it
 
     def cache_salt(self, own: str | None) -> str | None:
         """Return the engine's salt for a request with a salt of its `own`, which narrows the domain
@@ -288,7 +288,7 @@ class StrictRoute(APIRoute):
 
 
 class _Request(Request):
-    kind: type[BaseModel] | None = None  # Of the body
+    kind: type[BaseModel] | None = None  # Model of the body
 
     async def json(self) -> Any:
         body = await self.body()

@@ -24,16 +24,16 @@ from forerun.types import RequestOutput, StreamChunk
 class ItemWriter(ABC):
     """An `ItemWriter` puts the pieces of one answer together to items."""
 
-    prefix: ClassVar[str]  # Of the answer's id
+    prefix: ClassVar[str]  # Prefix of the answer's id
 
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
         self._id, self._created = _new_id(self.prefix), int(time.time())
         self._reader = chat_format.reader()
         self._done: list[dict[str, Any]] = []  # Items that are closed
-        self._kind: Kind | None = None  # Of the open item; None where none is open
+        self._kind: Kind | None = None  # Kind of the open item; None where none is open
         self._item: dict[str, Any] = {}  # The open item
-        self._text = ""  # What there is of its text, or of a call's arguments
+        self._text = ""  # Text of the open item so far, or of a call's arguments
         self._begun = False
         self._output: RequestOutput | None = None
 

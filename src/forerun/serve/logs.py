@@ -34,7 +34,7 @@ class RequestRecord:
     method: str
     route: str = "unmatched"  # The path as it was declared; a path that nobody declared is not written down
     status: int | None = None
-    code: str | None = None  # Of the error, as in OpenAI's envelope
+    code: str | None = None  # Code of the error, as in OpenAI's envelope
     client: str | None = None
     duration_s: float = 0.0
     stream: bool | None = None
@@ -66,7 +66,7 @@ class RequestRecord:
 
 
 _WRITTEN = "_forerun_written"  # Attribute of an exception that is in the log
-RECORD: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)  # Of the request that runs here
+RECORD: ContextVar[RequestRecord | None] = ContextVar("forerun_request", default=None)  # The request that runs here
 
 
 def write(record: RequestRecord, *, routine: bool) -> None:

@@ -331,8 +331,8 @@ class Job:
 
     prompt: dict[str, Any]
     params: SamplingParams
-    options: dict[str, Any]  # Of `AsyncLLM.stream`: who drafts, who asks, what is shared, how long it may take
-    names: Mapping[str, str] = field(default_factory=dict)  # What its request calls the engine's parameters
+    options: dict[str, Any]  # Options of `AsyncLLM.stream`: drafter, client, salt, time limit
+    names: Mapping[str, str] = field(default_factory=dict)  # The request's names for the engine's parameters
 
     @property
     def copies_prediction(self) -> bool:

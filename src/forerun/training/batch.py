@@ -34,7 +34,7 @@ class FeatureBatch:
 
     batch: TokenBatch
     features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
-    number: int = 0  # Of the batch in its run, from 0
+    number: int = 0  # Number of the batch in its run, from 0
     done: float = 0.0  # Share of the run that lies before its step, in [0, 1); the training loop says it
 
     def to(self, device: torch.device | str) -> FeatureBatch:

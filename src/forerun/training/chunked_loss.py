@@ -22,8 +22,8 @@ from torch.nn import functional
 from forerun.training.batch import working_dtype
 
 CHUNK_ELEMENTS = 1 << 23  # Logits alive at once on a CPU, the operand of the matrix products: 16 MB in bfloat16
-DEVICE_CHUNKS = 8  # As many times as much on a GPU, whose launches cost the same whatever their size
-BLOCK_ELEMENTS = 1 << 18  # Of these, what a core turns into gradients at a time: 1 MB in float32, as its cache holds
+DEVICE_CHUNKS = 8  # Factor on a GPU, whose launches cost the same whatever their size
+BLOCK_ELEMENTS = 1 << 18  # Logits that a core turns into gradients at a time: 1 MB in float32, which fits its cache
 
 
 class Divergence(StrEnum):
@@ -37,7 +37,7 @@ class Divergence(StrEnum):
     LK = "lk"  # ``w * KL + (1 - w) * (1 - a)``, a = ``sum_v min(p, q)``, w = ``exp(-decay * a)``, without gradient
     LK_LOG = "lk_log"  # ``-log a``: the likelihood of acceptance itself (arXiv 2602.23881)
     MIXED = "mixed"  # ``mix * KL + (1 - mix) * (1 - a)``; 1 - a is the total variation (DSpark)
-    # Of DistillSpec (arXiv 2310.08461), finite wherever p has no zeros: they are of p as it is.
+    # DistillSpec's (arXiv 2310.08461) are finite wherever p has no zeros, and take p as it is.
     REVERSE_KL = "reverse_kl"  # ``sum_v q log(q / p)``
     JENSEN_SHANNON = "jensen_shannon"  # ``(KL(p, m) + KL(q, m)) / 2``, m = (p + q) / 2: at most log 2
     TOTAL_VARIATION = "total_variation"  # ``1 - a``, which is ``sum_v |p - q| / 2``
@@ -147,7 +147,7 @@ class Teacher:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None  # ``cap * tanh(logits / cap)``
-    temperature: float = 1.0  # Of both distributions that are compared, the teacher's and the student's
+    temperature: float = 1.0  # Temperature of both distributions, the teacher's and the student's
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits (r, Vt) of `states` (r,), row numbers of `hidden`, in the dtype of the
@@ -345,7 +345,7 @@ def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Ten
     """
     jensen = divergence is Divergence.JENSEN_SHANNON
     other = (student + probs.full) / 2 if jensen else probs.full
-    smallest = torch.finfo(student.dtype).tiny  # What is below it counts as this
+    smallest = torch.finfo(student.dtype).tiny  # Smaller values are raised to this
     logs = other.clamp(min=smallest).log()
     share = student.clamp(min=smallest).log_().sub_(logs)
     reverse = (student * share).sum(-1)

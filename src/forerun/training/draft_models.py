@@ -39,7 +39,7 @@ class TrainedModel(Trained):
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
-        self.method: str = import_named(kind_named(recipe.kind).drafter).name  # What drafts with it
+        self.method: str = import_named(kind_named(recipe.kind).drafter).name  # Name of the drafter that uses it
         draft = recipe.draft
         if draft.vocab_size is not None:
             raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")

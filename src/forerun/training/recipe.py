@@ -50,7 +50,7 @@ class EvaluationSettings:
     max_tokens: Annotated[int, Field(ge=2)] = 64  # The first one comes without a draft
     num_speculative_tokens: Natural = 5  # Length of the chain, and depth of the tree; no more than the head drafts
     top_k: Natural = 4
-    nodes: Natural = 32  # Of the dynamic tree, root not counted
+    nodes: Natural = 32  # Nodes of the dynamic tree, root not counted
     seed: Count = 0
     rows: Natural = 4  # Prompts at once
 
@@ -60,8 +60,8 @@ class EvaluationRecipe:
     """An `EvaluationRecipe` says what is decoded while training, and from which prompts."""
 
     prompts: str | None = None  # Prepared data, held out; None: no evaluation
-    count: Natural = 8  # Of the first documents that give a prompt, see `select_prompts`
-    prompt_tokens: Natural = 128  # Of a prompt, at most; of plain text just so many
+    count: Natural = 8  # Prompts, of the first documents that give one (`select_prompts`)
+    prompt_tokens: Natural = 128  # Most tokens of a prompt; plain text gives exactly so many
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 

@@ -66,7 +66,7 @@ class TrainingRun:
         check_memory(recipe, parallel)
         self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = PreparedData(recipe.data, tokenizer=tokenizer)
-        wanted = recipe.evaluation  # What is decoded while training
+        wanted = recipe.evaluation  # Evaluation while training
         self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
         for data in filter(None, (self.data, self.held_out)):
             data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
@@ -191,7 +191,7 @@ class RunBatches(Batches):
     def __init__(self, run: TrainingRun, tokenizer: Any) -> None:
         recipe, trained = run.recipe, run.trained
         self.device: torch.device = run.model.device
-        # Whether a pass of the target needs all processes, with the same tokens.
+        # True where a pass of the target needs all processes, with the same tokens.
         self.together = recipe.target_parallel == "tp"
         self.writer = make_writer(run)
         self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))

@@ -40,12 +40,12 @@ def trained_class(kind: HeadKind) -> type[Trained]:
 class Trained(ABC):
     """A `Trained` drafts for a target, before and after it was trained."""
 
-    folder: ClassVar[str]  # Of the finished thing, in the output of the recipe
-    beside: ClassVar[tuple[str, ...]] = ()  # What else is written there
-    writes: ClassVar[bool] = False  # Whether it can write an answer alone
+    folder: ClassVar[str]  # Folder of the finished checkpoint, in the recipe's output
+    beside: ClassVar[tuple[str, ...]] = ()  # Further folders that are written there
+    writes: ClassVar[bool] = False  # True where it can write an answer alone
     drafts_by: ClassVar[tuple[str, ...]] = ("chain", "tree")  # The keys of `shapes`
     module: nn.Module
-    boundaries: tuple[Boundary, ...]  # Where the target is read, besides its last state
+    boundaries: tuple[Boundary, ...]  # Layers at which the target is read, besides its last state
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         """Check the recipe; ArgumentError for what cannot be; nothing is loaded yet."""

@@ -107,7 +107,7 @@ class InputChoice(Strict):
     """An `InputChoice` is Anthropic's ``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None  # Of the tool to call, with the type ``tool``
+    name: Name | None = None  # Name of the tool to call, with the type ``tool``
     disable_parallel_tool_use: bool = False
 
     @model_validator(mode="after")

@@ -139,7 +139,7 @@ class _Complaint(NamedTuple):
 
     error: Mapping[str, Any]
     path: tuple[int | str, ...]  # Names and places in the body
-    branches: tuple[tuple[int, str], ...]  # Of unions on the way: the length of the path to it, and the branch
+    branches: tuple[tuple[int, str], ...]  # Unions on the way: the length of the path to each, and its branch
 
     @classmethod
     def of(cls, error: Mapping[str, Any], body: Any) -> _Complaint:

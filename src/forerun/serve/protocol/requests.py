@@ -23,10 +23,10 @@ MAX_STOPS = 16  # Stop strings of one request; OpenAI allows 4
 MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORDS = 1024
 MAX_TOKEN_IDS = 10_000  # Token ids of a bias, of what is allowed, and of what stops
-MAX_NAME_CHARACTERS = 512  # Of a name that a client chooses
+MAX_NAME_CHARACTERS = 512  # Longest name that a client may choose
 MAX_PARTS = 1024  # Parts of one message
 
-Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]  # What a client calls something
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]  # A name that the client chooses
 Salt = Annotated[str, Field(min_length=1, max_length=256)]  # vLLM's ``cache_salt``
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for at every token
@@ -402,7 +402,7 @@ class Thinking(Strict):
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None  # Anthropic's goal; here `max_tokens` alone bounds it
-    display: Literal["summarized"] = "summarized"  # What was thought is shown as it is
+    display: Literal["summarized"] = "summarized"  # Reasoning is shown as it is
 
 
 class Message(Strict):
@@ -413,7 +413,7 @@ class Message(Strict):
     """Only an assistant's content may be missing, where it has called tools."""
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None  # An assistant's
-    tool_call_id: Name | None = None  # Of the call that a tool's message answers
+    tool_call_id: Name | None = None  # Id of the call that a tool's message answers
     reasoning_content: str | None = None  # An assistant's; whether the model reads it again is its template's choice
     reasoning: str | None = None  # The same under vLLM's newer name
     annotations: Annotated[list[Any], Field(max_length=MAX_PARTS)] | None = None  # Clients send back what they got
@@ -547,7 +547,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True  # Of a conversation: it ends with what opens the answer
+    add_generation_prompt: bool = True  # A conversation ends with what opens the answer
     return_token_strs: bool = False
 
     @model_validator(mode="after")

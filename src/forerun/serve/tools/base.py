@@ -97,7 +97,7 @@ class ToolFormat(ABC):
 
     name: ClassVar[str]  # vLLM's name of the parser
     signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
-    mark: ClassVar[str]  # Where calls begin
+    mark: ClassVar[str]  # Text that begins a call
     marks: ClassVar[tuple[str, ...]] = ()  # Other marks, which the tokenizer may know as special tokens
     text_arguments: ClassVar[bool] = False  # The template has arguments of earlier calls as JSON text
 
@@ -256,11 +256,11 @@ _NO_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
 class FieldFormat(ToolFormat):
     """A `FieldFormat` writes a call as a head with the name, its fields, and an end."""
 
-    head: ClassVar[str]  # What stands between the mark and the first field, with ``{}`` for the name
+    head: ClassVar[str]  # Text between the mark and the first field, with ``{}`` for the name
     key_marks: ClassVar[tuple[str, str]]
     value_marks: ClassVar[tuple[str, str]]  # Around the name and the text of an argument; the first may be empty
     own_lines: ClassVar[bool] = False  # A value begins and ends with a line break that is not its own
-    closing: ClassVar[str] = ""  # What stands before the `end`; may be read without it
+    closing: ClassVar[str] = ""  # Text before the `end`; a call may lack it
     end: ClassVar[str] = "</tool_call>"  # Mark that ends a call
 
     @abstractmethod

@@ -72,7 +72,7 @@ _LAYER_DEFAULTS: dict[str, Any] = {
 }
 ARCHITECTURE_KEYS: dict[str, Key] = {
     "hidden_act": Key("silu"),
-    # Of the exported head; it trains in float32.
+    # Dtype of the exported head; it trains in float32.
     "torch_dtype": Key("bfloat16"),
     "position_embedding_type": Key("rope", "the head rotates its queries and keys"),
     "rope_scaling": Key({"rope_type": "default", "rope_theta": 10000}),
@@ -149,7 +149,7 @@ class ConvertSettings:
         self.architecture, self.export_dtype = shape, dtype
         self.steps: int = found["eagle_ttt_steps"]
         self.decay = float(found["eagle_loss_decay_factor"])
-        self.report_accuracy: bool = found["eagle_report_acc"]  # As `train_acc`; reading it waits for the device
+        self.report_accuracy: bool = found["eagle_report_acc"]  # Reports `train_acc`; reading it waits for the device
         # EAGLE-1 only: also pull the head's features towards the target's.
         self.distill_features: bool = found["eagle_hidden_state_distillation"]
         # Replaces a default rope in an exported head; None: as trained.

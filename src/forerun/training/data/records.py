@@ -41,7 +41,7 @@ class Record:
     pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
     text: str = ""
     prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
-    category: str = ""  # What the entry says that it is a sample of
+    category: str = ""  # Category that the entry names
     truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
 
 

@@ -368,7 +368,7 @@ class Director:
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
     params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
-    variables: Mapping[str, Any] = field(default_factory=dict)  # Of the chat template
+    variables: Mapping[str, Any] = field(default_factory=dict)  # Variables of the chat template
     by: str = ""  # The name of the target, for `asked`
 
     def __post_init__(self) -> None:
@@ -478,7 +478,7 @@ class TargetPrompt:
 
     messages: tuple[Message, ...]  # The conversation so far; empty for plain text
     tools: tuple[Mapping[str, Any], ...]
-    variables: Mapping[str, Any]  # Of the chat template, besides these
+    variables: Mapping[str, Any]  # Further variables of the chat template
     prompt: str  # The text to continue, where there is no conversation
     params: SamplingParams
 
@@ -488,7 +488,7 @@ class TargetAnswer(NamedTuple):
 
     text: str
     truncated: bool  # A limit on tokens ended it, not the target
-    reasoning: str = ""  # What an endpoint reports separately as the target's thinking
+    reasoning: str = ""  # Thinking of the target that an endpoint reports separately
 
 
 Script = Generator[

@@ -166,7 +166,7 @@ class BoundaryCheck:
         errors = {other: float((states - reference).norm()) for other, reference in own.items()}
         self.boundary = boundary
         self.cosine = float(cosines.mean())
-        self.lowest = float(cosines.min())  # Of the worst token; reported, not tested
+        self.lowest = float(cosines.min())  # Cosine of the worst token; reported, not tested
         # Length of the features over that of the target's states, mean over the tokens.
         self.scale = float((states.norm(dim=-1) / own[boundary].norm(dim=-1)).mean())
         # The boundary whose states they resemble most. With NaN every comparison is false; the boundary itself comes

@@ -240,7 +240,7 @@ class Shard:
         found = read_sealed(record, _remedy(self.path))
         self.documents: list[int] = found["documents"]  # In the order in which they stand in the file
         self.lengths: list[int] = found["lengths"]
-        self.checksums: list[int] = found["crc32"]  # Of each document's records
+        self.checksums: list[int] = found["crc32"]  # CRC-32 of each document's records
         actual = self.path.stat().st_size if self.path.exists() else 0
         expected = sum(self.lengths) * manifest.record_bytes
         if actual != expected:
@@ -359,7 +359,7 @@ class FeatureManifest:
     data_hash: str
     documents: int  # In the prepared data, not only in finished shards
     tokens: int
-    source: str = "transformers"  # What ran the target: transformers or vllm; their numbers differ by rounding
+    source: str = "transformers"  # Library that ran the target: transformers or vllm; they differ by rounding
 
     @property
     def record_bytes(self) -> int:

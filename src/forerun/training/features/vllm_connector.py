@@ -35,7 +35,7 @@ class CapturedPrompt:
 
     path: str
     tokens: list[int]
-    blocks: list[int]  # Of the states' cache, in order
+    blocks: list[int]  # Blocks of the states' cache, in order
 
 
 @dataclass(frozen=True, kw_only=True)

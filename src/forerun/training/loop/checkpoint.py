@@ -41,9 +41,9 @@ class Progress:
     step: int = 0
     position: int = 0  # Batches read, which is where the data go on
     tokens: int = 0
-    seconds: float = 0.0  # Of the steps, on the first process's clock; evaluation and saving left out
+    seconds: float = 0.0  # Time of the steps, on the first process's clock, without evaluation and saving
     evaluated: int = 0
-    best: float | None = None  # Of the deciding metric; higher is better
+    best: float | None = None  # Best value of the deciding metric; higher is better
     best_step: int | None = None
 
 
@@ -62,7 +62,7 @@ class Saved:
             raise CheckpointError(f"{path} has format {record.get('format')!r}; this forerun reads {FORMAT}.")
         self.path, self.progress = path, Progress(**record["progress"])
         self.random: list[str] = states  # Per process that wrote it, the text of `capture_random`
-        # What decided what was trained, by key; none in checkpoints of an older forerun.
+        # Settings that decided what was trained, by key; none in checkpoints of an older forerun.
         self.recipe: Mapping[str, Any] | None = record.get("recipe")
 
 

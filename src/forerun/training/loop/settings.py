@@ -46,19 +46,19 @@ class TrainSettings:
     learning_rate: Positive = 3.0e-4  # Peak rate of AdamW, per step
     muon_learning_rate: Positive = 1.0e-3  # Peak rate of Muon, per step, scaled to AdamW's size of update
     muon_momentum: Momentum = 0.95
-    weight_decay: NotNegative = 0.01  # Of matrices, decoupled, per unit of learning rate; embeddings, norms: none
+    weight_decay: NotNegative = 0.01  # Decay of matrices, decoupled, per unit of rate; embeddings, norms: none
     # Shares of AdamW's first and second moment kept per step.
     betas: Annotated[tuple[Momentum, Momentum], Field(strict=False)] = (0.9, 0.95)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: Count | None = None  # Steps in which the rate rises linearly; None: `warmup_share` of all
     warmup_share: Share = 0.015  # Share of all steps; read only where `warmup_steps` is None
-    min_rate_share: Share = 0.0  # Where cosine and linear end, as a share of the peak, in [0, 1]
+    min_rate_share: Share = 0.0  # Last rate of cosine and linear, as a share of the peak, in [0, 1]
     gradient_clip: NotNegative = 1.0  # Longest gradient, as Euclidean norm over all parameters; 0: no limit
     accumulation: Natural = 1
-    # Of activations (autocast), all else is float32 always; auto: bfloat16, but float32 on a CPU that only emulates it
+    # Dtype of activations (autocast), the rest is always float32; auto: bfloat16, or float32 on a CPU that emulates it
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     gradient_checkpointing: bool = False  # Compute activations again in the backward pass; the objective reads it
-    seed: Count = 0  # Of dropout and the like, not of the data
+    seed: Count = 0  # Seed of dropout and the like, not of the data
     save_every_s: NotNegative = 600.0  # Wall seconds between checkpoints; 0: not by time. The end always saves
     save_every_steps: Count = 0  # Optimizer steps between checkpoints; 0: not by steps
     eval_every_steps: Count = 0  # Optimizer steps between evaluations; 0: only at the end

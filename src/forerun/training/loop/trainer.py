@@ -44,7 +44,7 @@ class TrainResult:
     loss: float | None  # Nats per counted prediction in the last step of this run that had any
     best: float | None
     best_step: int | None  # Its weights are in ``output/best``
-    checkpoint: Path  # Of the last step. Under FSDP2 the module stays sharded: read the weights from here.
+    checkpoint: Path  # Path of the last one. Under FSDP2 the module stays sharded: read the weights from here.
     seconds: float
 
     @property
