@@ -12,10 +12,13 @@ from forerun.cli import VERBS
 
 HEAVY = ("torch", "transformers", "numba", "fastapi")
 TRIED = """
-import json, sys
+import contextlib, io, json, sys
 from forerun.cli import main
-code = main(json.loads(sys.argv[1]))
-print(json.dumps([code, [name for name in json.loads(sys.argv[2]) if name in sys.modules]]))
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(said := io.StringIO()), contextlib.redirect_stderr(said):
+        code = main(words)
+    imported = [name for name in json.loads(sys.argv[2]) if name in sys.modules]
+    print(json.dumps([code, imported, said.getvalue()]))
 """
 REFUSED = {
     "an unknown command": (["generat"], "generat"),
@@ -41,24 +44,24 @@ REFUSED = {
 }
 
 
-def tried(arguments: list[str]) -> tuple[int, list[str], str]:
-    """The exit code, which of `HEAVY` were imported, and what was written."""
-    command = [sys.executable, "-c", TRIED, json.dumps(arguments), json.dumps(HEAVY)]
+UNLOADED = [["--help"], ["--version"], ["drafters"], *([verb, "--help"] for verb in VERBS)]
+
+
+@pytest.fixture(scope="module")
+def tried() -> list[tuple[int, list[str], str]]:
+    """Of each command in one process: its exit code, which of `HEAVY` are imported by then, and what was written."""
+    words = [arguments for arguments, _ in REFUSED.values()] + UNLOADED
+    command = [sys.executable, "-c", TRIED, json.dumps(words), json.dumps(HEAVY)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
-    *said, last = done.stdout.splitlines()
-    code, imported = json.loads(last)
-    return code, imported, "\n".join(said) + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_is_said_at_once(case: str) -> None:
-    arguments, expected = REFUSED[case]
-    code, imported, said = tried(arguments)
-    assert (code, imported) == (2, []), said
-    assert expected in said
+def test_what_is_wrong_is_said_at_once(tried: list[tuple[int, list[str], str]]) -> None:
+    for (case, (_, expected)), (code, imported, said) in zip(REFUSED.items(), tried, strict=False):
+        assert (code, imported) == (2, []), (case, said)
+        assert expected in said, case
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["drafters"], *([verb, "--help"] for verb in VERBS)])
-def test_what_needs_no_model_imports_none_of_its_libraries(arguments: list[str]) -> None:
-    code, imported, said = tried(arguments)
-    assert (code, imported) == (0, []), said
+def test_what_needs_no_model_imports_none_of_its_libraries(tried: list[tuple[int, list[str], str]]) -> None:
+    for arguments, (code, imported, said) in zip(UNLOADED, tried[len(REFUSED) :], strict=True):
+        assert (code, imported) == (0, []), (arguments, said)

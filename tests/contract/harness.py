@@ -34,7 +34,7 @@ from forerun.certify.contract import tiny_target as model
 from forerun.core.rules.base import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class
+from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, methods
 from forerun.drafters.base import DraftContext, Drafter
 from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
 from forerun.drafters.heads.dflash2 import DFlash2Config
@@ -44,7 +44,7 @@ from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.drafters.heads.experts import ExpertsConfig
 from forerun.drafters.heads.hydra import HydraConfig, HydraHead
 from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.heads.kinds import KINDS, kind_named
 from forerun.drafters.heads.latent import LatentConfig
 from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
@@ -472,6 +472,17 @@ def variants() -> list[Variant]:
 def each_drafter(turn: int = 0, ways: Sequence[Variant] | None = None) -> list[Any]:
     """These variants, or all, as parameters, slow but for one of each drafter; see `one_of_each`."""
     return one_of_each(variants() if ways is None else ways, lambda variant: variant.method, turn)
+
+
+def family_of(variant: Variant) -> str:
+    """Drafters of one family keep what they know of a text, and grow a draft, by the same code."""
+    kind = KINDS.get(variant.method)
+    return kind.drafts if kind is not None else methods()[variant.method].path.rpartition(".")[0]
+
+
+def each_family(turn: int = 0, ways: Sequence[Variant] | None = None) -> list[Any]:
+    """One of each family, for what the engine does around a drafter; the others are slow."""
+    return one_of_each(variants() if ways is None else ways, family_of, turn)
 
 
 @functools.cache

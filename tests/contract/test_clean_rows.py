@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import PROMPT, SAMPLED, Variant, as_prompts, each_drafter, llm, variants
+from contract.harness import PROMPT, SAMPLED, Variant, as_prompts, each_family, llm
 from forerun import LLM, SamplingParams
 from forerun.drafters.heads.runner import HeadRunner
 from forerun.model.cache import SlotCache
@@ -61,7 +61,7 @@ def told(engine: LLM, prompt: list[int], params: SamplingParams) -> tuple[Any, .
     return output.outputs[0].token_ids, stats.num_draft_tokens, stats.num_accepted_draft_tokens, stats.drafter_errors
 
 
-@pytest.mark.parametrize("variant", [None, *each_drafter(3)], ids=str)
+@pytest.mark.parametrize("variant", [None, *each_family(4)], ids=str)
 def test_the_next_occupant_of_a_row(variant: Variant | None) -> None:
     found = []
     for poisoned in (False, True):
@@ -80,7 +80,7 @@ def test_the_next_occupant_of_a_row(variant: Variant | None) -> None:
     assert found[:3] == found[3:]
 
 
-@pytest.mark.parametrize("variant", [None, *(v for v in variants() if v.method in ("draft_model", "eagle3"))], ids=str)
+@pytest.mark.parametrize("variant", [None, *each_family(7)], ids=str)
 def test_whoever_goes_on_from_a_shared_prefix(variant: Variant | None) -> None:
     """What stands behind it is another's."""
     found, shared = [], [1, 5, 3, 2] * 5

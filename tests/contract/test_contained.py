@@ -48,7 +48,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
 
 MODELS = ("merge", "cascade-tail", "three-deep")
 """Where each drafter brings a model of its own: a fifth of the misbehaviours is tried."""
-QUICK = ("alone", "first_of-last", "three-deep", "adaptive", "auto")
+QUICK = ("alone", "three-deep", "auto")
 CHOSEN = ("adaptive", "adaptive-copying", "auto")
 """Where a drafter that said something wrong of itself may never be asked for anything."""
 

@@ -14,6 +14,7 @@ from contract.harness import (
     as_prompts,
     draws,
     each_drafter,
+    each_family,
     expected,
     kind_for,
     kind_of,
@@ -50,7 +51,7 @@ def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) ->
 
 
 @pytest.mark.parametrize(("detect", "weary"), [(0.4, False), *slow((0.1, False), (0.1, True))])
-@pytest.mark.parametrize("variant", each_drafter(1, SAMPLING), ids=str)
+@pytest.mark.parametrize("variant", each_family(1, SAMPLING), ids=str)
 def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float, weary: bool) -> None:
     """Whatever draws nothing gives the very text of plain decoding, which is tested below; node by node on the host it
     draws what it draws a level at a time, which `tests/drafters` compares."""
@@ -58,7 +59,7 @@ def test_the_default_rule_keeps_the_distribution(variant: Variant, detect: float
     assert p_value(found, expected(weary=weary)) > LEVEL
 
 
-@pytest.mark.parametrize("variant", each_drafter(3), ids=str)
+@pytest.mark.parametrize("variant", each_family(5), ids=str)
 def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(2 * len(PROMPTS))]
     prompts = as_prompts(PROMPTS * 2)
@@ -68,7 +69,7 @@ def test_a_walk_gives_the_very_text_of_plain_decoding(variant: Variant) -> None:
     assert sum(output.outputs[0].speculation.num_draft_tokens for output in walked) > 0
 
 
-@pytest.mark.parametrize("variant", each_drafter(4), ids=str)
+@pytest.mark.parametrize("variant", each_family(8), ids=str)
 def test_a_seed_gives_the_same_text_alone_and_in_company(variant: Variant) -> None:
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(len(PROMPTS))]
     together = tokens_of(llm(variant).generate(as_prompts(PROMPTS), params))

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from contract.harness import PROMPT, Variant, as_prompts, each_drafter, llm, model, oracle, plain_greedy, word_tokenizer
+from contract.harness import PROMPT, Variant, as_prompts, each_family, llm, model, oracle, plain_greedy, word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.types import CompletionOutput
 
@@ -37,7 +37,7 @@ def test_the_oracle_accepts_whole_blocks() -> None:
     assert len(set(found.token_ids)) > 4, "an answer of one token could end anywhere"
 
 
-@pytest.mark.parametrize("variant", [oracle(5), *each_drafter(0)], ids=str)
+@pytest.mark.parametrize("variant", [oracle(5), *each_family(0)], ids=str)
 def test_max_tokens(variant: Variant) -> None:
     lengths = range(1, LENGTH + 1)
     found_all = answers(llm(variant), [replace(GREEDY, max_tokens=length) for length in lengths])
@@ -46,7 +46,7 @@ def test_max_tokens(variant: Variant) -> None:
         assert found.finish_reason == "length"
 
 
-@pytest.mark.parametrize("variant", [oracle(5), *each_drafter(1)], ids=str)
+@pytest.mark.parametrize("variant", [oracle(5), *each_family(3)], ids=str)
 def test_stop_token_ids(variant: Variant) -> None:
     whole = text_of_the_target()
     stops = sorted(set(whole))
@@ -56,7 +56,7 @@ def test_stop_token_ids(variant: Variant) -> None:
         assert (found.finish_reason, found.stop_reason) == ("stop", stop)
 
 
-@pytest.mark.parametrize("variant", [oracle(5), *each_drafter(2)], ids=str)
+@pytest.mark.parametrize("variant", [oracle(5), *each_family(6)], ids=str)
 def test_end_of_text(variant: Variant) -> None:
     whole = text_of_the_target()
     for stop in sorted(set(whole))[::2]:
@@ -69,7 +69,7 @@ def test_end_of_text(variant: Variant) -> None:
         assert ignoring.token_ids == whole
 
 
-@pytest.mark.parametrize("variant", [oracle(5), *each_drafter(3)], ids=str)
+@pytest.mark.parametrize("variant", [oracle(5), *each_family(9)], ids=str)
 def test_min_tokens_forbid_the_end_at_each_node(variant: Variant) -> None:
     engine, stop = llm(variant), text_of_the_target()[2]
     params = replace(GREEDY, stop_token_ids=[stop], min_tokens=5)
@@ -83,7 +83,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return word_tokenizer()
 
 
-@pytest.mark.parametrize("variant", [oracle(5), *each_drafter(4)], ids=str)
+@pytest.mark.parametrize("variant", [oracle(5), *each_family(12)], ids=str)
 def test_stop_strings(variant: Variant, tokenizer: PreTrainedTokenizerFast) -> None:
     engine = llm(variant, tokenizer=tokenizer)
     whole = answer(engine, GREEDY).text

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
-from contract.harness import SAMPLED, Variant, kind_for, kind_of, variants, without_unlikely
+from contract.harness import SAMPLED, Variant, family_of, kind_for, kind_of, variants, without_unlikely
 from contract.tongues import retold, tongue
 from forerun.certify.enumeration import TOLERANCE
 from forerun.core import step as stepping
@@ -286,20 +286,21 @@ OTHER_RULES = [
 ]
 
 
-def _each_drafter(turn: int, variants: Sequence[Variant], **how: Any) -> list[Any]:
-    return one_of_each((Case(variant=variant, **how) for variant in variants), lambda case: case.variant.method, turn)
+def _each_family(turn: int, variants: Sequence[Variant], **how: Any) -> list[Any]:
+    cases = (Case(variant=variant, **how) for variant in variants)
+    return one_of_each(cases, lambda case: family_of(case.variant), turn)
 
 
 CASES = [
     *(Case(variant=variant) for variant in SAMPLING),
     *(Case(variant=variant, prompt=NOVEL) for variant in SAMPLING if variant.method == "first_of"),
     *(Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES),
-    *_each_drafter(0, [own for own in SAMPLING if own.label != "greedy-k-wide"], room=2),  # which has nothing to draw
-    *_each_drafter(1, SAMPLING, stop=1),
-    *_each_drafter(2, SAMPLING, grammar=True),
-    *_each_drafter(3, CONTROLLED, controlled=True),
+    *_each_family(0, [own for own in SAMPLING if own.label != "greedy-k-wide"], room=2),  # which has nothing to draw
+    *_each_family(1, SAMPLING, stop=1),
+    *_each_family(2, SAMPLING, grammar=True),
+    *_each_family(3, CONTROLLED, controlled=True),
     *(Case(variant=variant, prompt=NOVEL, controlled=True) for variant in CONTROLLED[-3:]),
-    *_each_drafter(4, CONTROLLED, room=3, controlled=True, grammar=True),
+    *_each_family(4, CONTROLLED, room=3, controlled=True, grammar=True),
     *slow(*(Case(variant=variant, **how) for variant in DEEP for how in ({}, {"grammar": True}, {"controlled": True}))),
     *slow(*(Case(variant=variant, stop=1) for variant in DEEP)),
 ]

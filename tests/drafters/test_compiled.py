@@ -49,6 +49,7 @@ def test_what_is_learned_of_a_draft_is_what_every_drafter_learns(seed: int) -> N
     assert [tuple(counts[key]) for key in range(4)] == [acceptance.counts(key) for key in range(4)]
 
 
+@pytest.mark.slow
 def test_nothing_compiled_looks_beyond_an_array(tmp_path: Path) -> None:
     """The tests of all that is compiled, with numba's checks, which are off in what users run."""
     here = Path(__file__).parent

@@ -35,12 +35,17 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05},
 ]
 ASKED = [
-    (CHAIN, [GREEDY, *FILTERED], {}),
-    (DYNAMIC, [GREEDY], {"sliding_window": 3}),
-    *slow((TREE, [GREEDY], {}), (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}), (DYNAMIC, [SAMPLED], {})),
+    (CHAIN, [GREEDY, FILTERED[0]], {}),
     (TREE, [GREEDY, SAMPLED], {"kind": "hydra"}),
-    (DYNAMIC, [GREEDY], {"kind": "hydra", "num_hidden_layers": 0}),
-    (CHAIN, [GREEDY, SAMPLED], {"kind": "mlp_speculator"}),
+    *slow(
+        (CHAIN, [GREEDY, *FILTERED], {}),
+        (DYNAMIC, [GREEDY], {"sliding_window": 3}),
+        (TREE, [GREEDY], {}),
+        (TREE | {"draw": "greedy_k"}, [SAMPLED, GREEDY], {}),
+        (DYNAMIC, [SAMPLED], {}),
+        (DYNAMIC, [GREEDY], {"kind": "hydra", "num_hidden_layers": 0}),
+        (CHAIN, [GREEDY, SAMPLED], {"kind": "mlp_speculator"}),
+    ),
 ]
 """Trees, what requests ask for in turn, and the head: its kind, EAGLE-3 where nothing is said, and its options."""
 MAKE: dict[str, Any] = {"eagle3": head, "hydra": hydra, "mlp_speculator": mlp_speculator}

@@ -20,6 +20,7 @@ from forerun.training.recipe import make_recipe, read_recipe
 from forerun.training.trained import TRAINED, TrainedHead
 from llamas import tiny_llama
 from mtp_targets import with_fresh_layers
+from selection import one_of_each
 from training import ttt
 
 WAYS: dict[str, list[dict[str, object]]] = {
@@ -51,7 +52,10 @@ CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 """Kinds of which a checkpoint can be written."""
 
 
-@pytest.mark.parametrize("kind", [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []])
+EACH = [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []]
+
+
+@pytest.mark.parametrize("kind", one_of_each(EACH, lambda name: kind_named(name).drafts))
 def test_a_trained_head_drafts(
     kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from assistant import assistant
 from forerun import demo
-from forerun.cli import main
+from forerun.cli import build_app, main
+from forerun.training.recipe import read_recipe
 from training.data.conftest import CHAT, byte_tokenizer, write_lines
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +101,16 @@ def train(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert (output / "head" / "config.json").is_file()
 
 
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_command_of_a_recipe_is_understood(recipe: Path) -> None:
+    for command in printed(recipe):
+        words = words_of(command, "library")
+        build_app().parse_args(words, exit_on_error=False, print_error=False)
+        if words[:2] == ["train", "eagle3"]:
+            assert read_recipe("eagle3", recipe, [], {}).kind == "eagle3"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_command_of_a_recipe_runs(
     recipe: Path, workplace: Path, endpoint: str, capsys: pytest.CaptureFixture[str]

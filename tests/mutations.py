@@ -1,0 +1,690 @@
+"""Faults planted in a copy of the source, one at a time: the tests named beside each must fail.
+
+    python tests/mutations.py            # all of them, two at a time; ends with 1 if one survives
+    python tests/mutations.py rules 12   # those whose floor or number is named
+
+A fault is found by its old text, which stands once in `src`: so the list outlives files that move. Where the text has
+changed the command says so, and the fault is written anew.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+AT_ONCE = 2
+LIMIT_S = 240  # After which tests that hang have failed
+
+
+class Fault(NamedTuple):
+    """One line of the source that is wrong, and where that must be noticed."""
+
+    floor: str
+    what: str
+    old: str
+    new: str
+    tests: str  # Arguments of pytest
+
+    def place(self, src: Path) -> Path:
+        """The file that holds the old text; ValueError unless there is exactly one such place."""
+        suffixes = (".py", ".c", ".h")
+        found = [path for path in sorted(src.rglob("*.*")) if path.suffix in suffixes and self.old in path.read_text()]
+        if len(found) != 1 or found[0].read_text().count(self.old) != 1:
+            raise ValueError(f"{self.what}: {self.old!r} stands in {len(found)} files, once in one was expected")
+        return found[0]
+
+
+RULES = "tests/rules/test_exact_laws.py tests/rules/test_rules.py"
+LADDER = "tests/rules/test_ladder.py"
+SAMPLING = "tests/core/test_sampling.py"
+TREE = "tests/core/test_tree.py"
+FAULTS = [
+    # --- rules ---
+    Fault(
+        "rules",
+        "block verification forgets the weight of the node above",
+        "weights.append(min(weights[-1] * probs.ratio, 1.0))",
+        "weights.append(min(probs.ratio, 1.0))",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "block verification tries a prefix with its weight, not with its share",
+        "if node == 0 or rng.flip(share(mass, weight), node):",
+        "if node == 0 or rng.flip(weight, node):",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "the residual is not normalised before the share is taken",
+        "total = mass + max(1.0 - weight, 0.0)",
+        "total = mass + 1.0",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "traversal does not carry a node's weight to its child",
+        "(child, min(weight * probs.ratio, 1.0))",
+        "(child, min(probs.ratio, 1.0))",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "traversal takes what is left for the new weight",
+        "weight = share(mass, weight)",
+        "weight = mass",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "recursive rejection accepts half as often",
+        "not rng.flip(probs.ratio, child):\n                probs, _",
+        "not rng.flip(probs.ratio / 2, child):\n                probs, _",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "greedy-k walks on a sampled child that holds the token",
+        "given = (child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC)",
+        "given = iter(tree.children[node])",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "a walk follows the first of two twins only",
+        "        nodes = below\n",
+        "        nodes = below[:1]\n",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "trees of several sampled siblings are verified as multipath",
+        'return "greedy_k" if kind.multipath else "traversal"',
+        'return "greedy_k"',
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "the residual leaves the weight out",
+        "alpha=self.mass / (mass * weight)",
+        "alpha=self.mass / mass",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "an elder sibling drawn without replacement stays in the distribution",
+        "rest._draft = _without(self._drawn_from()[0], token)",
+        "rest._draft = self._drawn_from()[0]",
+        RULES,
+    ),
+    Fault(
+        "rules",
+        "on a device the residual is the absolute difference",
+        "(self.left - draft * factor).clamp_min(0)",
+        "(self.left - draft * factor).abs()",
+        LADDER,
+    ),
+    Fault(
+        "rules",
+        "on a device an elder sibling stays in the distribution",
+        "gone = removed & possible",
+        "gone = removed & ~possible",
+        LADDER,
+    ),
+    Fault(
+        "rules",
+        "on a device the weight after a rejection is the mass that is left",
+        "share = torch.where(total > 0, kept / total, torch.ones_like(total))",
+        "share = kept",
+        LADDER,
+    ),
+    # --- sampling ---
+    Fault(
+        "sampling",
+        "the repetition penalty rewards",
+        "torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)",
+        "torch.where(values > 0, values * p.repetition_penalty, values / p.repetition_penalty)",
+        SAMPLING,
+    ),
+    Fault(
+        "sampling",
+        "for all rows at once the frequency penalty counts a token once",
+        "presence * (times > 0) + frequency * times",
+        "presence * (times > 0) + frequency * (times > 0)",
+        f"{SAMPLING} {LADDER}",
+    ),
+    Fault(
+        "sampling",
+        "an answer may end a token too early",
+        "if len(output) < p.min_tokens:",
+        "if len(output) + 1 < p.min_tokens:",
+        f"{SAMPLING} tests/engine/test_llm.py",
+    ),
+    Fault(
+        "sampling",
+        "min-p is taken for a logit",
+        "scaled < math.log(params.min_p)",
+        "scaled < -params.min_p",
+        SAMPLING,
+    ),
+    Fault(
+        "sampling",
+        "the nucleus leaves out the token that reaches top-p",
+        "ordered.cumsum() - ordered < top_p",
+        "ordered.cumsum() < top_p",
+        SAMPLING,
+    ),
+    Fault(
+        "sampling",
+        "a bad word is compared without its first token",
+        "if tail == word[:-1]:",
+        "if tail[1:] == word[1:-1]:",
+        SAMPLING,
+    ),
+    Fault(
+        "sampling",
+        "all positions of a text draw with the same numbers",
+        "counter=[index, stream, position, 0]",
+        "counter=[index, stream, 0, 0]",
+        f"{SAMPLING} tests/rules/test_real_coins.py",
+    ),
+    Fault(
+        "sampling",
+        "drafts draw with the numbers of the target",
+        "_uniforms(self._bits(self.position, self.draft_stream, 0).random_raw(), counters)",
+        "_uniforms(self._bits(self.position, Stream.TARGET, 0).random_raw(), counters)",
+        f"{SAMPLING} tests/drafters/test_drawing.py",
+    ),
+    # --- trees and steps ---
+    Fault(
+        "tree",
+        "deep nodes do not see all that is above them",
+        "        steps *= 2\n",
+        "        steps *= 8\n",
+        TREE,
+    ),
+    Fault("tree", "a joined tree has more nodes than it may", "rest[: max(0, nodes - fixed)]", "rest", TREE),
+    Fault(
+        "tree",
+        "a sampled node of another tree is taken over",
+        "or other.drawn[node] is not Drawn.DETERMINISTIC:\n            continue",
+        ":\n            continue",
+        TREE,
+    ),
+    Fault(
+        "tree",
+        "sampled duplicates are merged",
+        "given = drawn is Drawn.DETERMINISTIC and not probe",
+        "given = not probe",
+        f"{TREE} tests/contract/test_planted.py",
+    ),
+    Fault(
+        "tree",
+        "sampled nodes may be pruned after they were drawn",
+        "return self.resume is None and not self.probes and not self.sampled",
+        "return self.resume is None and not self.probes",
+        f"{TREE} tests/engine/policy",
+    ),
+    Fault(
+        "step",
+        "what was accepted behind a stop token is committed",
+        "verdict = Verdict(path=verdict.path[:length], next_token=tree.tokens[node], kind=Source.DRAFT)",
+        "verdict = Verdict(path=verdict.path, next_token=verdict.next_token, kind=verdict.kind)",
+        "tests/contract/test_ends.py tests/engine/test_llm.py",
+    ),
+    Fault(
+        "step",
+        "a drafter is shown the states of nodes that were not accepted",
+        "nodes = [[0, *verdict.path] + [0]",
+        "nodes = [[0, *range(1, 1 + len(verdict.path))] + [0]",
+        "tests/engine/test_hidden_states.py tests/contract/test_cache.py",
+    ),
+    Fault(
+        "step",
+        "a draft may take the last token that a row has room for",
+        "depths = [min(depth, rows[index].room - 1) for",
+        "depths = [min(depth, rows[index].room) for",
+        "tests/contract/test_check.py tests/contract/test_ends.py tests/engine/test_llm.py",
+    ),
+    Fault(
+        "step",
+        "what was drawn from no distribution is scored",
+        "wrong = {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < TOLERANCE}",
+        "wrong = dict[int, float]()",
+        "tests/drafters/test_bad_probs.py",
+    ),
+    # --- model ---
+    Fault(
+        "model",
+        "a token looks at one slot too many behind the committed ones",
+        "(block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)",
+        "(block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative <= 1).unsqueeze(1)",
+        "tests/model/test_cache.py tests/model/test_families.py",
+    ),
+    Fault(
+        "model",
+        "a sliding window is a position too wide",
+        "return queries - keys < self.window",
+        "return queries - keys <= self.window",
+        "tests/model/test_cache.py tests/model/test_families.py",
+    ),
+    Fault(
+        "model",
+        "a window is counted in slots, which siblings do not share",
+        "torch.where(relative < 0, slots, block.node_positions.gather(1, node))",
+        "slots.expand_as(relative)",
+        "tests/model/test_cache.py tests/model/test_families.py",
+    ),
+    Fault(
+        "model",
+        "positions of siblings rise as slots do",
+        "positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)",
+        "positions = (lengths + torch.arange(nodes.ids.shape[1])).clamp(max=self.max_length - 1)",
+        "tests/model/test_cache.py",
+    ),
+    Fault(
+        "model",
+        "padding is written behind the committed tokens",
+        "slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)",
+        "slots = (lengths + torch.arange(nodes.ids.shape[1])).clamp(max=self.cache.dump)",
+        "tests/model/test_cache.py tests/contract/test_cache.py",
+    ),
+    Fault(
+        "model",
+        "an accepted path is moved a slot too far",
+        "row * stride + start + offset\n",
+        "row * stride + start + offset + 1\n",
+        "tests/model/test_cache.py",
+    ),
+    Fault(
+        "model",
+        "the root is not kept",
+        "self.lengths[row] += 1 + len(path)",
+        "self.lengths[row] += len(path)",
+        "tests/model/test_cache.py",
+    ),
+    Fault(
+        "model",
+        "what is left behind a text is not zeroed",
+        "store[row, start : start + count] = 0",
+        "store[row, start : start + count] += 0",
+        "tests/model/test_cache.py tests/contract/test_clean_rows.py",
+    ),
+    Fault(
+        "model",
+        "a copied row lacks its last token",
+        "store[target, :length] = store[source, :length]",
+        "store[target, : length - 1] = store[source, : length - 1]",
+        "tests/model/test_cache.py tests/engine/test_prefix_reuse.py",
+    ),
+    Fault(
+        "model",
+        "a cache of many rows places tokens without the slot for padding",
+        "return rows.unsqueeze(1) * (self.slots + 1) + slot_ids",
+        "return rows.unsqueeze(1) * self.slots + slot_ids",
+        "tests/model/test_cache.py",
+    ),
+    # --- engine ---
+    Fault(
+        "isolation",
+        "a free row of another domain serves a prompt",
+        "shared[row] = 0 if lost or kept.salt != salt else",
+        "shared[row] = 0 if lost else",
+        "tests/engine/test_prefix_reuse.py",
+    ),
+    Fault(
+        "isolation",
+        "a running row of another domain is copied",
+        "if self.enabled and domain == salt and not needs_drafter",
+        "if self.enabled and not needs_drafter",
+        "tests/engine/test_prefix_reuse.py",
+    ),
+    Fault(
+        "isolation",
+        "prefixes are shared token by token, so that times tell how far a guess is right",
+        "return max(0, length - 1) // BLOCK * BLOCK",
+        "return max(0, length - 1)",
+        "tests/engine/test_prefix_reuse.py",
+    ),
+    Fault(
+        "isolation",
+        "what is learned is learned from all domains together",
+        "            self._kept[salt] = self._make()\n",
+        "            self._kept[salt] = next(iter(self._kept.values()), None) or self._make()\n",
+        "tests/contract/test_isolated.py",
+    ),
+    Fault(
+        "engine",
+        "a row that a measurement wrote to is taken for what it held",
+        "lost = kept.writes != self._target.writes[row] or (",
+        "lost = (",
+        "tests/engine/test_prefix_reuse.py",
+    ),
+    Fault(
+        "engine",
+        "memory is claimed for a token less than a step may write",
+        "return len(row.tokens) + min(row.room, 1 + self.drafting.depth(answer.drafter, asked))",
+        "return len(row.tokens) - 8",
+        "tests/engine/test_preemption.py",
+    ),
+    Fault(
+        "engine",
+        "tokens behind the end of an answer stay in its row",
+        "self.row.shorten(surplus)",
+        "self.row.shorten(0)",
+        "tests/engine/test_llm.py tests/engine/test_prefix_reuse.py tests/contract/test_ends.py",
+    ),
+    Fault(
+        "engine",
+        "a stop string is looked for before min_tokens",
+        "search=length >= params.min_tokens",
+        "search=True",
+        "tests/engine/test_llm.py tests/engine/test_text.py",
+    ),
+    Fault(
+        "engine",
+        "a character that spans tokens is handed out before it is whole",
+        "incomplete = not final and text.endswith(_INCOMPLETE)",
+        "incomplete = False",
+        "tests/engine/test_text.py",
+    ),
+    # --- policy and costs ---
+    Fault(
+        "policy",
+        "drafting counts as free",
+        "rate = tokens / time(depth, index + 1)",
+        "rate = tokens / time(0, 0)",
+        "tests/engine/policy",
+    ),
+    Fault(
+        "policy",
+        "what drafting costs is not held against what it brings",
+        "gain = tokens - goodput * (times[size] + ms)",
+        "gain = tokens - goodput * times[size]",
+        "tests/engine/policy",
+    ),
+    Fault(
+        "policy",
+        "nodes are allocated whatever they cost",
+        "gains.append(total - goodput * times[least + len(order)])",
+        "gains.append(total)",
+        "tests/engine/policy",
+    ),
+    Fault(
+        "policy",
+        "a drafter that failed its trials is tried as often as before",
+        "self._wait = min(SETTINGS.longest, 2 * self._wait)",
+        "self._wait = min(SETTINGS.longest, self._wait)",
+        "tests/engine/policy",
+    ),
+    Fault(
+        "policy",
+        "depths behind a rejection count as rejected",
+        "for depth in range(min(accepted + 1, drafted)):",
+        "for depth in range(drafted):",
+        "tests/engine/policy",
+    ),
+    Fault(
+        "policy",
+        "costs between two measured sizes are those of the smaller one",
+        "return values[index - 1] + share * (values[index] - values[index - 1])",
+        "return values[index - 1]",
+        "tests/engine/test_cost.py",
+    ),
+    Fault(
+        "policy",
+        "one slow pass moves the pace",
+        "self._pace = median(self._latest)",
+        "self._pace = max(self._latest)",
+        "tests/engine/test_cost.py tests/engine/policy",
+    ),
+    # --- drafters ---
+    Fault(
+        "drafters",
+        "siblings without replacement are drawn with replacement",
+        "rest = _renormalised(rest.scatter(-1, token, 0.0))",
+        "rest = _renormalised(rest)",
+        "tests/drafters/test_drawing.py",
+    ),
+    Fault(
+        "drafters",
+        "what is recorded of a greedy-k draft is the whole distribution",
+        "    return _packed(parts, rest)\n",
+        "    return _packed(parts, probs)\n",
+        "tests/drafters/test_drawing.py tests/contract/test_recorded.py",
+    ),
+    Fault(
+        "drafters",
+        "how many nodes are submitted hangs on one level less",
+        "last = self.levels[min(depth, len(self.widths))].stop - 1 if depth > 0 else 0",
+        "last = self.levels[min(depth, len(self.widths))].stop if depth > 0 else 0",
+        "tests/drafters/test_drawing.py tests/drafters/test_draft_model.py",
+    ),
+    Fault(
+        "drafters",
+        "a head's drafted nodes do not see what they descend from",
+        "sees = torch.cat([inherited, own], dim=-1)",
+        "sees = torch.cat([torch.zeros_like(inherited), own], dim=-1)",
+        "tests/drafters/test_heads.py",
+    ),
+    Fault(
+        "drafters",
+        "a head drafts at the positions of one level below",
+        "positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)",
+        "positions = (last.lengths + last.depth + 1).unsqueeze(1).expand(-1, width)",
+        "tests/drafters/test_heads.py",
+    ),
+    Fault(
+        "drafters",
+        "a seeded request is drafted for by drawing",
+        "seeded = not sampler.greedy and sampler.params.seed is not None",
+        "seeded = False",
+        "tests/contract/test_controlled.py tests/engine/test_seeds.py",
+    ),
+    Fault(
+        "drafters",
+        "a shorter text is not read again",
+        "elif row in self._texts and length < self.batch.rows[row, READ]:\n                self._shrink(row, length)",
+        "elif row in self._texts and length < self.batch.rows[row, READ]:\n                pass",
+        "tests/drafters/test_ngram.py tests/drafters/test_suffix.py",
+    ),
+    Fault(
+        "drafters",
+        "a matrix of successors is read a token too late",
+        "start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)",
+        "start = max(self._covered.get(row_id, 0), len(tokens) - fresh, 0)",
+        "tests/drafters/test_recycling.py",
+    ),
+    # --- formats ---
+    Fault(
+        "formats",
+        "layer ids are written as boundaries",
+        "return [boundary - 1 for boundary in boundaries]",
+        "return list(boundaries)",
+        "tests/checkpoints/test_layer_ids.py tests/checkpoints/test_formats.py",
+    ),
+    Fault(
+        "formats",
+        "layer ids are read as boundaries",
+        "return tuple(layer + 1 for layer in layers)",
+        "return tuple(layers)",
+        "tests/checkpoints/test_layer_ids.py tests/checkpoints/test_formats.py",
+    ),
+    Fault(
+        "formats",
+        "a window without a list of layers is forgotten",
+        '        return {"sliding_window": window}\n    if not isinstance(kinds, list)',
+        '        return {"sliding_window": None}\n    if not isinstance(kinds, list)',
+        "tests/checkpoints",
+    ),
+    Fault(
+        "formats",
+        "transformers 5's rope base is not read",
+        'theta = float(rope.pop("rope_theta", None) or theta)',
+        'theta = float(rope.pop("rope_theta", None) and theta or theta)',
+        "tests/checkpoints",
+    ),
+    Fault(
+        "formats",
+        "a tied output head hides a head's own",
+        '"tie_word_embeddings": False,\n        **window,',
+        '"tie_word_embeddings": True,\n        **window,',
+        "tests/checkpoints",
+    ),
+    # --- training ---
+    Fault(
+        "training",
+        "the loss takes the teacher's probabilities as they are, not over the student's tokens",
+        "losses -= (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)",
+        "losses -= (logits @ probs.full.transpose(1, 2)).squeeze(-1)",
+        "tests/training/test_chunked_loss.py",
+    ),
+    Fault(
+        "training",
+        "the gradient of the true token is half as large",
+        "torch.full_like(losses[..., None], -1.0)",
+        "torch.full_like(losses[..., None], -0.5)",
+        "tests/training/test_chunked_loss.py",
+    ),
+    Fault(
+        "training",
+        "rows of weight 0 are counted",
+        "figures.flatten(1).masked_fill_(target.weights == 0, 0.0)",
+        "figures.flatten(1)",
+        "tests/training/test_chunked_loss.py",
+    ),
+    # --- server ---
+    Fault(
+        "server",
+        "a key that begins right is right",
+        "hmac.compare_digest(given.strip().encode(), key.encode())",
+        "key.startswith(given.strip())",
+        "tests/serve/test_keys.py",
+    ),
+    Fault(
+        "server",
+        "a salt of a client's own leads into any domain",
+        'return self.domain if own is None else _hashed("salted", self.key, own)',
+        'return self.domain if own is None else _hashed("salted", own)',
+        "tests/serve/test_keys.py tests/serve/test_isolation.py",
+    ),
+    Fault(
+        "server",
+        "requests without keys share a domain",
+        "domain = None if shared else",
+        "domain = None if True else",
+        "tests/serve/test_keys.py tests/serve/test_isolation.py",
+    ),
+    Fault(
+        "server",
+        "a body may be as large as it likes if it does not say so",
+        "            if read > self._most:\n                raise too_large\n",
+        "",
+        "tests/serve/test_bounds.py tests/serve/test_bad_requests.py",
+    ),
+    Fault(
+        "server",
+        "a key that stands twice in a body is taken once",
+        "    if len(found) < len(pairs):\n        twice",
+        "    if len(found) > len(pairs):\n        twice",
+        "tests/serve/test_bad_requests.py tests/serve/test_garbage.py",
+    ),
+    Fault(
+        "server",
+        "the log shows what an error says, which may quote a prompt",
+        '"message": bounded(str(error)) if message else "withheld; --log-prompts shows it"',
+        '"message": bounded(str(error))',
+        "tests/serve/test_logs.py",
+    ),
+    Fault(
+        "server",
+        "choices of several prompts have the same index",
+        "self.choice(job * self.body.n + answer.index, output, answer)",
+        "self.choice(answer.index, output, answer)",
+        "tests/serve/test_endpoints.py tests/serve/test_openai_client.py tests/serve/test_client_features.py",
+    ),
+    Fault(
+        "server",
+        "what looks like a call and is none is lost",
+        "yield Piece(Kind.CONTENT, text.text[start:behind])",
+        "yield Piece(Kind.CONTENT, '')",
+        "tests/serve/test_tools.py tests/serve/test_calls_read_back.py",
+    ),
+    # --- the doors ---
+    Fault(
+        "plan",
+        "an expected speed-up leaves the draft's own cost out",
+        "step = coverage * (verify + draft.level_ms * depth) + (1 - coverage) * plain + draft.fixed_ms",
+        "step = coverage * verify + (1 - coverage) * plain + draft.fixed_ms",
+        "tests/plan",
+    ),
+    Fault(
+        "plan",
+        "survival is the acceptance of each depth alone",
+        "lambda survival, rate: survival * rate",
+        "lambda survival, rate: rate",
+        "tests/plan",
+    ),
+    Fault(
+        "certify",
+        "a run without checks has passed",
+        "return bool(self.checks) and all(check.passed for check in self.checks)",
+        "return all(check.passed for check in self.checks)",
+        "tests/certify",
+    ),
+]
+
+
+def main(wanted: list[str]) -> int:
+    """Plant the faults whose floor or number is `wanted`, or all; how many survive."""
+    chosen = [(n, f) for n, f in enumerate(FAULTS, 1) if not wanted or str(n) in wanted or f.floor in wanted]
+    places = {number: fault.place(ROOT / "src") for number, fault in chosen}
+    for name in ("pytest", "hypothesis", "scipy.stats", "torch", "transformers", "numba"):
+        importlib.import_module(name)  # once, for all processes that are forked
+    running, survived = dict[int, tuple[int, Fault, float]](), 0
+    with tempfile.TemporaryDirectory() as folder:
+        while chosen or running:
+            if chosen and len(running) < AT_ONCE:
+                number, fault = chosen.pop(0)
+                running[_test(Path(folder) / str(number), fault, places[number])] = number, fault, time.monotonic()
+                continue
+            pid, status = os.wait()
+            number, fault, began = running.pop(pid)
+            ended = os.waitstatus_to_exitcode(status)
+            said = {0: "SURVIVED", 1: "caught", -signal.SIGALRM: "caught, hangs"}.get(ended, f"FAILED with {ended}")
+            survived += not said.startswith("caught")
+            print(
+                f"{number:3} {time.monotonic() - began:4.0f} s {said}: {fault.what} ({places[number].name})", flush=True
+            )
+    print(f"{survived} faults were not caught")
+    return int(survived > 0)
+
+
+def _test(folder: Path, fault: Fault, place: Path) -> int:
+    """Begin a process that runs the fault's tests on a copy of the source with the fault in it; its id."""
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    wrong = folder / place.relative_to(ROOT)
+    wrong.write_text(wrong.read_text().replace(fault.old, fault.new))
+    if pid := os.fork():
+        return pid
+    signal.alarm(LIMIT_S)
+    os.chdir(ROOT)
+    sys.path.insert(0, str(folder / "src"))
+    os.environ["PYTHONPATH"] = str(folder / "src")  # for commands that tests run
+    sys.dont_write_bytecode = True
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os._exit(importlib.import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *fault.tests.split()]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
