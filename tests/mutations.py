@@ -661,10 +661,10 @@ def main(wanted: list[str]) -> int:
             ended = os.waitstatus_to_exitcode(status)
             said = {0: "SURVIVED", 1: "caught", -signal.SIGALRM: "caught, hangs"}.get(ended, f"FAILED with {ended}")
             survived += not said.startswith("caught")
-            print(
-                f"{number:3} {time.monotonic() - began:4.0f} s {said}: {fault.what} ({places[number].name})", flush=True
-            )
-    print(f"{survived} faults were not caught")
+            seconds, where = time.monotonic() - began, places[number].name
+            sys.stdout.write(f"{number:3} {seconds:4.0f} s {said}: {fault.what} ({where})\n")
+            sys.stdout.flush()
+    sys.stdout.write(f"{survived} faults were not caught\n")
     return int(survived > 0)
 
 
