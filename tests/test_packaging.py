@@ -78,6 +78,7 @@ def test_the_demo_models_are_a_package_of_their_own(models: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path], tmp_path: Path) -> None:
     with tarfile.open(built[1]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}

@@ -114,6 +114,7 @@ def test_greedy_answers_are_equal_while_weights_change() -> None:
     assert drafter.swaps > 10
 
 
+@pytest.mark.slow
 def test_weights_that_draft_worse_go_again() -> None:
     mine = copy.deepcopy(relative())
     llm, drafter = engine(mine, AdaptedDrafter)

@@ -107,7 +107,7 @@ def grown(learner: Learner, train: list[AnswerPiece], held: list[AnswerPiece], r
 HEADS = [one for name, kind in KINDS.items() if kind.trains == "head" for one in VARIANTS[name][:1]]
 
 
-@pytest.mark.parametrize("variant", one_in(4, HEADS), ids=lambda variant: variant.method)
+@pytest.mark.parametrize("variant", one_in(8, HEADS), ids=lambda variant: variant.method)
 def test_a_head_of_every_kind_learns_from_what_its_steps_left(variant: Variant, target: LlamaForCausalLM) -> None:
     """By the objective of its training; acceptance on held back answers rises, and what was learned serves."""
     buffer = ReplayBuffer(2**24)

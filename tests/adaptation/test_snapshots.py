@@ -172,6 +172,7 @@ def test_a_full_disk_leaves_what_was_there(
     assert found is not None and found.version == 1 and names(tmp_path) == ["checkpoint-1", "latest"]
 
 
+@pytest.mark.slow
 def test_killed_while_it_saves(tmp_path: Path) -> None:
     tests = Path(__file__).parents[1]
     path = os.pathsep.join([str(tests), *filter(None, [os.environ.get("PYTHONPATH")])])

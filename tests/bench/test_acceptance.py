@@ -38,7 +38,7 @@ from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.drafters.drawing import Shape
 
 PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
-PLAN = AcceptancePlan(new_tokens=20, seeds=(1, 2), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))
+PLAN = AcceptancePlan(new_tokens=20, seeds=(1,), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))
 
 
 def quiet(_: str) -> None:
@@ -207,8 +207,9 @@ class TestSuite:
         facts = TargetFacts.read(source_tied)
         folder = write_head(HeadCheckpoint.of(head()), tmp_path / "head", "flat", facts)
         monkeypatch.setattr(suite, "LLM", lambda path, **_: engine(Path(path), rows=2))
-        monkeypatch.setattr(suite, "contexts", lambda _, count: PROMPTS[:2])
-        monkeypatch.setattr(suite, "AcceptancePlan", lambda **_: PLAN)
+        monkeypatch.setattr(suite, "contexts", lambda _, count: PROMPTS[:1])
+        brief = dataclasses.replace(PLAN, new_tokens=8, roots=2)
+        monkeypatch.setattr(suite, "AcceptancePlan", lambda **_: brief)
         options = self.options(target=str(source_tied), draft=str(draft), head=str(folder))
         saved: list[Results] = []
         results = suite.run(options, quiet, saved.append)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ from forerun.model import Target
 from selection import slow
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["own-models", "one-model"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=["bf16-in-c", "float32-in-torch"])
+@pytest.mark.parametrize(
+    ("dtype", "shared"),
+    [(torch.bfloat16, True), *slow((torch.bfloat16, False), (torch.float32, False), (torch.float32, True))],
+    ids=str,
+)
 def test_two_engines_at_once(dtype: torch.dtype, shared: bool) -> None:
     with kernels_in_c(), packed_linears(dtype):
         assert together(48, dtype, shared=shared) == []
@@ -72,10 +76,11 @@ def module_state() -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)], ids=["bf16-in-c", "float32-in-torch"])
 def test_nothing_that_threads_share_changes_in_a_pass(dtype: torch.dtype) -> None:
     """Looked at from inside passes of all kinds, before and after attention, once everything has been made."""
-    seen: list[dict[str, Any]] = []
+    seen, passes = list[dict[str, Any]](), itertools.count()
 
     def look(*_: Any) -> None:
-        seen.append(dict(module_state()))
+        if next(passes) % 5 == 0:
+            seen.append(dict(module_state()))
 
     with kernels_in_c(), packed_linears(dtype):
         engine = LLM(model(1, dtype), repack=True, tokenizer=False, max_num_seqs=ROWS, max_model_len=200)
@@ -87,7 +92,7 @@ def test_nothing_that_threads_share_changes_in_a_pass(dtype: torch.dtype) -> Non
             for speculative in {str(job.speculative): job.speculative for job in jobs(8, 1, made)}.values():
                 some = [job for job in jobs(24, 1, made) if job.speculative == speculative][:2]
                 engine.generate([job.prompt for job in some], [job.params for job in some], speculative=speculative)
-    assert len(seen) > 50
+    assert len(seen) > 10
     for state in seen[1:]:
         assert {name for name in state if state[name] != seen[0].get(name)} == set()
 

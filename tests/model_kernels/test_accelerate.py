@@ -44,6 +44,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Target]:
     return Target(plain, slots=128), Target(compiled, slots=128)
 
 
+@pytest.mark.slow
 def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
     plain, compiled = targets
     forward = compiled.model.model.forward
@@ -56,6 +57,7 @@ def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
     plain.truncate([0], [20])
 
 
+@pytest.mark.slow
 def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Target, Target]) -> None:
     _, compiled = targets
     tokens = list(range(7, 22))
@@ -65,6 +67,7 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Targe
         assert torch.equal(part, whole[:, : count + 1]), count
 
 
+@pytest.mark.slow
 def test_hidden_states_are_captured_as_before(targets: tuple[Target, Target]) -> None:
     plain, compiled = targets
     expected = plain.score([0], [tree([7, 8])], boundaries={1}).hidden_states[1]

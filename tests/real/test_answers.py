@@ -15,6 +15,7 @@ from forerun.core.rules import rule_named
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from real.conftest import ASKED, GREEDY, SAMPLED, TOKENS, Ask
+from selection import slow
 
 ONLY_FLOAT32 = pytest.mark.parametrize("llm", ["float32"], indirect=True)
 PAIR: list[dict[str, Any]] = [{"method": "ngram"}, {"method": "recycling", "nodes": 6}]
@@ -83,7 +84,19 @@ def test_plain_answers_are_transformers_own(
         assert answer == found
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+QUICK = {
+    "float32": ("suffix, tree", "draft_model, tree"),
+    "bfloat16": (
+        *("ngram", "suffix, tree", "recycling, tree", "lookahead, tree", "early_exit, tree", "skip_layers"),
+        *("quantized_self", "draft_model, tree", "slem", "merge, tree", "cascade", "auto"),
+    ),
+}
+CASES = [
+    (dtype, name) if name in names else slow((dtype, name))[0] for dtype, names in QUICK.items() for name in DRAFTERS
+]
+
+
+@pytest.mark.parametrize(("llm", "name"), CASES, indirect=["llm"])
 def test_greedy_answers_are_plain_decodings(
     ask: Ask, plain: Callable[..., list[list[int]]], configured: Callable[[str], dict[str, Any]], name: str
 ) -> None:

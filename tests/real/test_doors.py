@@ -23,6 +23,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from real.conftest import ASKED, GREEDY, TOKENS, Ask
+from selection import slow
 from serve.conftest import NAME, Live, serving
 
 ONLY_FLOAT32 = pytest.mark.parametrize("llm", ["float32"], indirect=True)
@@ -101,6 +102,7 @@ def test_inside_transformers_generate(llm: LLM, original: LlamaForCausalLM, plai
     assert found[0, prompt.shape[1] :].tolist() == plain(GREEDY)[1]
 
 
+@pytest.mark.parametrize("llm", ["bfloat16", *slow("float32")], indirect=True)
 def test_the_proof_holds(llm: LLM, original: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "speculative", SpeculativeConfig.parse({"method": "recycling", "nodes": 8}))
     plan = Plan(prompts=3, prompt_tokens=64, max_tokens=TOKENS, detect=0.5, sample_tokens=3, cells=6)

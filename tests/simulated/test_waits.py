@@ -27,7 +27,7 @@ def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 PARAMS = waits.PARAMS
-QUICK = ("plain", "draft_model", "eagle3")
+QUICK = ("plain", "eagle3")
 ARMS = [arm if arm in QUICK else slow(arm)[0] for arm in waits.ARMS if arm != "auto"]
 
 

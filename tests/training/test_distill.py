@@ -252,7 +252,7 @@ def drafts(target: Path, folder: Path) -> float:
 
 
 @pytest.mark.parametrize(
-    "way", ["reverse_kl data", "cross_entropy draft", *slow("total_variation data", "jensen_shannon target")]
+    "way", ["cross_entropy draft", *slow("reverse_kl data", "total_variation data", "jensen_shannon target")]
 )
 def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     way: str, target: Path, prepared: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

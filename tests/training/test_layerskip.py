@@ -122,6 +122,7 @@ def words(target: Path, prepared: Path, output: Path, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_early_exits_draft_better_after_training_and_losslessly(
     target: Path, prepared: Path, tmp_path: Path, capsys: Any
 ) -> None:

@@ -163,6 +163,7 @@ def accepted(folder: str, head: str) -> float:
     return total.mean_acceptance_length
 
 
+@pytest.mark.slow
 def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

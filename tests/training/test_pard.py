@@ -33,6 +33,7 @@ from forerun.training.objectives.base import FrozenTarget
 from forerun.training.objectives.pard import PardObjective, PardSettings
 from forerun.types import LAST_HIDDEN, SpeculationStats
 from llamas import tiny_llama
+from selection import slow
 from training.test_distill import draft, logged
 from training.ttt import VOCABULARY, batch_of, model, tokens
 
@@ -151,7 +152,7 @@ def test_nothing_that_counts_still_reaches_every_parameter() -> None:
     assert all(weight.grad is not None for weight in lm.parameters())
 
 
-@pytest.mark.parametrize("settings", [{}, PARD2], ids=["pard", "pard2"])
+@pytest.mark.parametrize("settings", [PARD2, *slow({})], ids=["pard2", "pard"])
 def test_training_beats_the_untrained_model(settings: dict[str, Any]) -> None:
     """A text that the target wrote: every depth is learnt, the deeper ones from masks alone. Sampled drafts gain where
     the target's distributions are learnt: a text of its likeliest tokens teaches those alone."""
