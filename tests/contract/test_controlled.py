@@ -122,11 +122,10 @@ def test_the_distribution_is_kept(variant: Variant, detect: float) -> None:
     assert p_value(sample(llm(variant, rows=64, check=False), draws(detect)), expected()) > LEVEL
 
 
-@pytest.mark.parametrize(
-    ("variant", "params"),
-    [*((one, NEUTRAL) for one in VARIED), (VARIED[3], PENALISED), (VARIED[8], PENALISED)],
-    ids=str,
-)
+GREEDY = [*((one, NEUTRAL) for one in VARIED), (VARIED[3], PENALISED), (VARIED[8], PENALISED)]
+
+
+@pytest.mark.parametrize(("variant", "params"), GREEDY, ids=str)
 def test_greedy_output_is_the_targets(variant: Variant, params: SamplingParams) -> None:
     engine = llm(variant, rows=3)
     outputs = engine.generate(as_prompts(PROMPTS), params, trace=True)
