@@ -21,7 +21,7 @@ WORKERS ?= 2
 # Where the real model of the demo and of the tests is downloaded to, once.
 export FORERUN_MODELS ?= $(abspath build/models)
 
-.PHONY: help demo test test-real test-slow test-cuda test-triton test-vllm test-sglang test-llama dist release waits check bench docs clean
+.PHONY: help demo test test-real test-slow test-cuda test-triton test-vllm test-sglang test-llama dist release mutations waits check bench docs clean
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/'
@@ -74,7 +74,7 @@ $(LLAMA_VENV)/.ready: pyproject.toml
 demo: $(READY) ## a small real model answers real questions, plainly and speculatively (93 MB, once)
 	$(BIN)/forerun demo $(ARGS)
 
-test: $(READY) ## all tests but the slow ones
+test: $(READY) ## all tests but the slow ones: ten minutes on two idle cores
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-real: $(READY) ## every drafter on the real model, 100 questions of FORERUN_QUESTIONS=FILE (two hours)
@@ -104,6 +104,9 @@ dist: $(READY) ## wheel and sdist of forerun, and the wheel of its demo models, 
 
 release: $(READY) ## changelog, version, wheel and sdist: make release VERSION=0.2.0
 	$(BIN)/python recipes/release.py $(VERSION)
+
+mutations: $(READY) ## faults planted in the source one at a time, each of which a named test has to notice (ten minutes)
+	$(BIN)/python tests/mutations.py $(ARGS)
 
 waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
 	$(BIN)/python tests/simulated/waits.py $(ARGS)
