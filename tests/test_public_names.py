@@ -46,10 +46,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         "import forerun",
         "import forerun; forerun.EAGLE3_DEFAULT_CFG['config']",
         "import forerun.demo; forerun.demo.resolve('demo'); forerun.demo.prompts()",
-        "from forerun.cli import main; main(['--help'])",
-        "from forerun.cli import main; main(['generate', '--help'])",
-        "from forerun.cli import main; main(['demo', '--help'])",
-        "from forerun.cli import main; main(['drafters', '--json'])",
     ],
 )
 def test_imports_no_torch(program: str) -> None:
