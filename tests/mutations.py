@@ -163,6 +163,13 @@ FAULTS = [
     ),
     Fault(
         "sampling",
+        "penalties at a drafted node do not see what is drafted above it",
+        "return [*self.committed(index), *(tree.tokens[step] for step in tree.path(node))]",
+        "return [*self.committed(index)]",
+        "tests/contract/test_greedy.py",
+    ),
+    Fault(
+        "sampling",
         "an answer may end a token too early",
         "if len(output) < p.min_tokens:",
         "if len(output) + 1 < p.min_tokens:",
@@ -224,7 +231,7 @@ FAULTS = [
         "sampled duplicates are merged",
         "given = drawn is Drawn.DETERMINISTIC and not probe",
         "given = not probe",
-        f"{TREE} tests/contract/test_planted.py",
+        f"{TREE} tests/contract/test_recorded.py",
     ),
     Fault(
         "tree",
@@ -447,6 +454,21 @@ FAULTS = [
         "tests/engine/test_cost.py tests/engine/policy",
     ),
     # --- drafters ---
+    Fault(
+        "drafters",
+        "a draft model keeps a token that was rejected",
+        "committed[len(above)] == self.tokens[node]:",
+        "(node == 1 or committed[len(above)] == self.tokens[node]):",
+        "tests/contract/test_cache.py",
+    ),
+    Fault(
+        "drafters",
+        "what is recorded of a draft is the distribution before the request's parameters",
+        "return children_of(probs.view(1, 1, -1), self.shape.widths[len(path)], draw, pick)",
+        "found = children_of(probs.view(1, 1, -1), self.shape.widths[len(path)], draw, pick)\n"
+        "        return replace(found, probs=logits.float().softmax(-1).view(1, 1, -1))",
+        "tests/contract/test_recorded.py",
+    ),
     Fault(
         "drafters",
         "siblings without replacement are drawn with replacement",
