@@ -9,6 +9,7 @@ changed the command says so, and the fault is written anew.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import shutil
@@ -665,8 +666,11 @@ FAULTS = [
 ]
 
 
-def main(wanted: list[str]) -> int:
-    """Plant the faults whose floor or number is `wanted`, or all; how many survive."""
+def main() -> int:
+    """Plant the faults whose floor or number is named, or all; 1 if one survives."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wanted", nargs="*", metavar="FLOOR|NUMBER")
+    wanted = parser.parse_args().wanted
     chosen = [(n, f) for n, f in enumerate(FAULTS, 1) if not wanted or str(n) in wanted or f.floor in wanted]
     places = {number: fault.place(ROOT / "src") for number, fault in chosen}
     for name in ("pytest", "hypothesis", "scipy.stats", "torch", "transformers", "numba"):
@@ -709,4 +713,4 @@ def _test(folder: Path, fault: Fault, place: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
