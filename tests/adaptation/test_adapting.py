@@ -220,7 +220,8 @@ def stored_weights(method: str, folder: Path) -> dict[str, torch.Tensor]:
     return read_head(folder).build(torch.float32).state_dict()
 
 
-@pytest.mark.parametrize("method", ["draft_model", *slow("eagle3")])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
 def test_it_learns_while_it_serves_and_goes_on_after_a_restart(
     method: str, checkpoint: Path, draft_checkpoint: Path, head_checkpoint: Path, tmp_path: Path
 ) -> None:

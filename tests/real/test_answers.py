@@ -88,7 +88,7 @@ QUICK = {
     "float32": ("suffix, tree", "draft_model, tree"),
     "bfloat16": (
         *("ngram", "suffix, tree", "recycling, tree", "lookahead, tree", "early_exit, tree", "skip_layers"),
-        *("quantized_self", "draft_model, tree", "slem", "merge, tree", "cascade", "auto"),
+        *("draft_model, tree", "slem", "merge, tree", "cascade", "auto"),
     ),
 }
 CASES = [

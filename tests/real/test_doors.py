@@ -23,7 +23,6 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from real.conftest import ASKED, GREEDY, TOKENS, Ask
-from selection import slow
 from serve.conftest import NAME, Live, serving
 
 ONLY_FLOAT32 = pytest.mark.parametrize("llm", ["float32"], indirect=True)
@@ -102,7 +101,7 @@ def test_inside_transformers_generate(llm: LLM, original: LlamaForCausalLM, plai
     assert found[0, prompt.shape[1] :].tolist() == plain(GREEDY)[1]
 
 
-@pytest.mark.parametrize("llm", ["bfloat16", *slow("float32")], indirect=True)
+@pytest.mark.slow
 def test_the_proof_holds(llm: LLM, original: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "speculative", SpeculativeConfig.parse({"method": "recycling", "nodes": 8}))
     plan = Plan(prompts=3, prompt_tokens=64, max_tokens=TOKENS, detect=0.5, sample_tokens=3, cells=6)
@@ -129,6 +128,7 @@ def head(llm: LLM, path: Path, plain: Plain, tmp_path_factory: pytest.TempPathFa
     return folder / "run" / "head"
 
 
+@pytest.mark.slow
 @ONLY_FLOAT32
 def test_a_head_that_was_trained_for_it_drafts(head: Path, ask: Ask, plain: Plain) -> None:
     for shape in ({"num_speculative_tokens": 2}, {"top_k": 2, "nodes": 6}):
