@@ -25,7 +25,6 @@ from contract.harness import (
     relative,
     sample,
     tokens_of,
-    without_unlikely,
 )
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
@@ -161,15 +160,6 @@ def test_auto_keeps_a_seeds_text_and_draws_where_there_is_no_seed(monkeypatch: p
     assert asked & {"eagle3", "draft_model"} and drawn == {Drawn.DETERMINISTIC}
     engine.generate(prompts, [replace(one, seed=None) for one in params])
     assert drawn > {Drawn.DETERMINISTIC}
-
-
-def test_a_policy_that_looked_at_drawn_values_would_be_noticed(monkeypatch: pytest.MonkeyPatch, costs: Costs) -> None:
-    costs.slope, costs.draft = 0.0, DraftCost(fixed_ms=0.0, level_ms=0.0)  # so that there is always something drawn
-    admit = DrafterPool.admit
-
-    monkeypatch.setattr(DrafterPool, "admit", lambda self, trees: without_unlikely(admit(self, trees)))
-    engine = llm(adaptive("draft_model", "chain"), rows=64, check=False)
-    assert p_value(sample(engine, draws()), expected()) < LEVEL
 
 
 def test_the_reproducible_mode_keeps_its_width() -> None:
