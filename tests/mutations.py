@@ -258,8 +258,8 @@ FAULTS = [
     Fault(
         "step",
         "a draft may take the last token that a row has room for",
-        "depths = [min(depth, rows[index].room - 1) for",
-        "depths = [min(depth, rows[index].room) for",
+        "rows[index].tokens_left - 1",
+        "rows[index].tokens_left",
         "tests/contract/test_check.py tests/contract/test_ends.py tests/engine/test_llm.py",
     ),
     Fault(
@@ -379,8 +379,8 @@ FAULTS = [
     Fault(
         "engine",
         "memory is claimed for a token less than a step may write",
-        "return len(row.tokens) + min(row.room, 1 + self.drafting.depth(answer.drafter, asked))",
-        "return len(row.tokens) - 8",
+        "1 + self.drafting.depth(answer.drafter, asked))",
+        "-8)",
         "tests/engine/test_preemption.py",
     ),
     Fault(
@@ -473,15 +473,15 @@ FAULTS = [
     Fault(
         "drafters",
         "siblings without replacement are drawn with replacement",
-        "rest = _renormalised(rest.scatter(-1, token, 0.0))",
-        "rest = _renormalised(rest)",
+        "rest.scatter(-1, token, 0.0)",
+        "rest",
         "tests/drafters/test_drawing.py",
     ),
     Fault(
         "drafters",
         "what is recorded of a greedy-k draft is the whole distribution",
-        "    return _packed(parts, rest)\n",
-        "    return _packed(parts, probs)\n",
+        "(parts, rest)\n",
+        "(parts, probs)\n",
         "tests/drafters/test_drawing.py tests/contract/test_recorded.py",
     ),
     Fault(
@@ -595,8 +595,8 @@ FAULTS = [
     Fault(
         "server",
         "a salt of a client's own leads into any domain",
-        'return self.domain if own is None else _hashed("salted", self.key, own)',
-        'return self.domain if own is None else _hashed("salted", own)',
+        '"salted", self.key, own)',
+        '"salted", own)',
         "tests/serve/test_keys.py tests/serve/test_isolation.py",
     ),
     Fault(
@@ -623,8 +623,8 @@ FAULTS = [
     Fault(
         "server",
         "the log shows what an error says, which may quote a prompt",
-        '"message": bounded(str(error)) if message else "withheld; --log-prompts shows it"',
-        '"message": bounded(str(error))',
+        '(str(error)) if message else "withheld; --log-prompts shows it"',
+        "(str(error))",
         "tests/serve/test_logs.py",
     ),
     Fault(

@@ -3,7 +3,6 @@ vLLM's plan, llama.cpp's conversion and its server's stream."""
 
 from __future__ import annotations
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,8 +30,6 @@ from forerun.errors import ArgumentError, ForerunError
 
 Change = Callable[[TrialAnswer], TrialAnswer]
 K = 3
-ANSWERS = list[TrialAnswer]()
-"""Of the shipped head to the questions of `mirrored`, which are always the same."""
 
 
 def test_fisher_is_scipys() -> None:
@@ -73,8 +70,7 @@ def mirrored(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> EngineTr
     ours, own = list[TrialAnswer](), trial.answer_prompts
 
     def answers(*arguments: Any) -> list[TrialAnswer]:
-        ANSWERS[:] = ANSWERS or own(*arguments)
-        ours[:] = copy.deepcopy(ANSWERS)
+        ours[:] = own(*arguments)
         return list(ours)
 
     monkeypatch.setattr(trial, "answer_prompts", answers)
