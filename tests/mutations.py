@@ -258,8 +258,8 @@ FAULTS = [
     Fault(
         "step",
         "a draft may take the last token that a row has room for",
-        "rows[index].tokens_left - 1)\n            for index, depth",
-        "rows[index].tokens_left)\n            for index, depth",
+        "min(depth, rows[index].tokens_left - 1) for",
+        "min(depth, rows[index].tokens_left) for",
         "tests/contract/test_check.py tests/contract/test_ends.py tests/engine/test_llm.py",
     ),
     Fault(
