@@ -134,7 +134,7 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
     monkeypatch.setattr(serve, "_load", lambda model, _, options: load(model, options["speculative_config"]))
     more = ["-p", PROMPT] if verb == "generate" else ["--port", 0]
-    assert forerun(verb, "somewhere", *more, "--drafter", "ngram", *words).code in (1, 2)
+    assert forerun(verb, "demo", *more, "--drafter", "ngram", *words).code in (1, 2)
     (config,) = asked
     assert config is not None and config.adaptive is adaptive
 
@@ -166,6 +166,7 @@ def test_a_model_is_served_under_the_name_that_clients_know(
     (tmp_path / "here" / "tiny.Q4_1.gguf").touch()
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
     monkeypatch.setattr("forerun.serve.server.run", run)
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # The hub has it
     assert forerun("serve", *words).code == 0 and served == [name]
     assert names == list(dict.fromkeys([*words[2::2], Path(words[0]).stem if "here" in words[0] else name, words[0]]))
 

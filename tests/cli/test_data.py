@@ -52,7 +52,7 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
         (["regenerate", "CHATS", "--output", "OUT"], "--target"),
         (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "http://here"], "--model"),
         (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "--concurrency", "0"], "--concurrency"),
-        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "-n", "0"], "max_tokens"),
+        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "-n", "0"], "Must be >= 1"),
         (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", "on"], "is not JSON"),
         (
             ["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", '{"tools": 1}'],

@@ -55,7 +55,7 @@ def test_all_questions_at_both_temperatures(forerun: Forerun, checkpoint: Path) 
     assert ran.code == 0 and "\x1b" not in ran.out, ran.err
     for words in ("plain, T = 0", "speculative, T = 0.8", "an edit", "speed-up", "identical: yes", "drafter auto"):
         assert words in ran.out, words
-    assert ran.out.count("tokens in") == 2 * 2 * len(QUESTIONS)
+    assert ran.out.count(" passes: ") == 2 * 2 * len(QUESTIONS)
     assert "teh mat" in ran.out, "what was asked is shown"
 
 
@@ -121,7 +121,7 @@ def test_the_columns_grow_in_a_terminal(checkpoint: Path, monkeypatch: pytest.Mo
     llm = LLM(checkpoint, speculative_config={"method": "suffix"}, dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     list(side_by_side.ask_all(llm, [QUESTIONS[0]], [params], show=True))
-    assert "\x1b[" in written.getvalue() and "12 tokens in" in written.getvalue()
+    assert "\x1b[" in written.getvalue() and "12 tokens, 12 passes" in written.getvalue()
 
 
 def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 from forerun.cli import VERBS
+from forerun.drafters import DRAFTERS, declared_options, drafter_class
 
 HEAVY = ("torch", "transformers", "numba", "fastapi")
 TRIED = """
@@ -33,6 +36,18 @@ REFUSED = {
     "a folder without a model": (["generate", "/", "-p", "x"], "no config.json"),
     "no dtype": (["generate", "demo", "-p", "x", "--dtype", "float8"], "float8"),
     "no context": (["generate", "demo", "-p", "x", "--max-model-len", "0"], "at least 2"),
+    "no device": (["generate", "demo", "-p", "x", "--device", "gpu"], "'gpu' is no device"),
+    "no device to serve on": (["serve", "demo", "--device", "cuda0"], "'cuda0' is no device"),
+    "an option that a drafter does not have": (
+        ["generate", "demo", "-p", "x", "--drafter", "ngram", "--drafter-option", "min_hit=2"],
+        "Did you mean 'min_hits'",
+    ),
+    "a drafter without its model": (["generate", "demo", "-p", "x", "--drafter", "draft_model"], "--drafter-model"),
+    "no answer": (["generate", "demo", "-p", "x", "-n", "0"], "Must be >= 1"),
+    "no answer in the demo": (["demo", "-n", "0"], "Must be >= 1"),
+    "a word too many": (["generate", "demo", "why?", "-p", "x"], "unexpected argument 'why?'"),
+    "no such model on the hub": (["generate", "no/such-model", "-p", "x"], "no directory no/such-model"),
+    "a name misspelt": (["generate", "smolm2", "-p", "x"], "Did you mean 'smollm2'"),
     "a temperature below zero": (["generate", "demo", "-p", "x", "-t", "-1"], "temperature"),
     "a chat without a model": (["chat", "/nowhere/model"], "no directory"),
     "a server without rows": (["serve", "demo", "--max-num-seqs", "0"], "at least 1"),
@@ -52,7 +67,8 @@ def tried() -> list[tuple[int, list[str], str]]:
     """Of each command in one process: its exit code, which of `HEAVY` are imported by then, and what was written."""
     words = [arguments for arguments, _ in REFUSED.values()] + UNLOADED
     command = [sys.executable, "-c", TRIED, json.dumps(words), json.dumps(HEAVY)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL, env=offline)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -60,6 +76,14 @@ def test_what_is_wrong_is_said_at_once(tried: list[tuple[int, list[str], str]]) 
     for (case, (_, expected)), (code, imported, said) in zip(REFUSED.items(), tried, strict=False):
         assert (code, imported) == (2, []), (case, said)
         assert expected in said, case
+
+
+def test_options_read_in_the_source_are_those_of_the_class() -> None:
+    unset = (dataclasses.MISSING, dataclasses.MISSING)
+    for name in DRAFTERS:
+        fields = dataclasses.fields(drafter_class(name).Config)
+        needed = {field.name: (field.default, field.default_factory) == unset for field in fields}
+        assert list(declared_options(name).items()) == list(needed.items()), name
 
 
 def test_what_needs_no_model_imports_none_of_its_libraries(tried: list[tuple[int, list[str], str]]) -> None:

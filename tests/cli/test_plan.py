@@ -279,6 +279,23 @@ def test_plots(forerun: Forerun, checkpoint: Path, tmp_path: Path, instant: list
 
 
 @pytest.mark.parametrize(
+    ("costs", "shown", "hidden"),
+    [
+        ((), ["tokens per pass; costs are not known"], ["speed-up", "best: K", "batch, each"]),
+        (("--draft-cost", 0.05), ["speed-up over plain decoding", "best: K"], ["batch, each"]),
+        (("--draft-cost", 0.05, "--params", "8e9", "--device", "h100"), ["best: K", "batch, each with"], []),
+    ],
+)
+def test_a_plot_shows_no_gain_that_nobody_knows(
+    forerun: Forerun, tmp_path: Path, costs: tuple[Any, ...], shown: list[str], hidden: list[str]
+) -> None:
+    pytest.importorskip("matplotlib").rcParams["svg.fonttype"] = "none"  # Text stays text
+    assert forerun("plan", "--alpha", 0.7, *costs, "--plot", tmp_path / "plan.svg").code == 0
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert [words for words in shown if words not in drawn] == [words for words in hidden if words in drawn] == []
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"), [(["--rows", "0"], "--rows must be"), (["--seconds", "0"], "--seconds above 0")]
 )
 def test_calibrate_bad_input(forerun: Forerun, arguments: list[str], message: str) -> None:

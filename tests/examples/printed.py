@@ -70,10 +70,10 @@ def markdown(page: str, text: str) -> Iterator[Printed]:
 
 
 def _lines(page: str, start: int, block: str) -> Iterator[Printed]:
-    """One command a line, or on several that end in a backslash."""
+    """One command a line, or on several that end in a backslash; comments are for people."""
     joined = block.replace("\\\n", " \0")
     for number, command in enumerate(joined.splitlines()):
-        if command.strip():
+        if command.strip() and not command.startswith("#"):
             line = start + number + "\n".join(joined.splitlines()[:number]).count("\0")
             yield Printed(page=page, line=line, text=command.replace("\0", "").strip())
 

@@ -15,15 +15,8 @@ from safetensors.torch import load_file, save_file
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
-from forerun.model.load import (
-    LoadOptions,
-    explain_load_error,
-    open_model,
-    read_config,
-    resolved_dtype,
-    save_model,
-    stored_bytes,
-)
+from forerun.model.checks import explain_load_error
+from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, save_model, stored_bytes
 from model.families import make, plain, random_tokens
 
 

@@ -195,7 +195,22 @@ def test_cold_runs_of_the_same_prompt_are_equal_and_warm_ones_say_so(copying: Pa
         known = "knew 1 earlier answer" if len(passes) == 4 else "knew 0 earlier answers"
         assert copying.page.locator("#facts li", has_text=known if memory == "warm" else "cold").count() == 1
     assert passes[0] == passes[1] == passes[2] == passes[4], "nothing was left of earlier answers"
+    told = copying.page.locator("#facts li", has_text="3 runs").inner_text()
+    figure = copying.page.inner_text("#lead-figure")
+    assert told == f"3 runs: {figure} to {figure} tokens per pass, median {figure}"
     assert passes[3] < passes[2], "it copied its first warm answer"
+
+
+def test_several_runs_of_a_question_are_told_with_their_range(opened: Page) -> None:
+    """What is drafted depends on times: one run alone may be luck."""
+    assert opened.page.evaluate("spread([1.5, 1.2, 2])") == "3 runs: 1.20 to 2.00 tokens per pass, median 1.50"
+    assert opened.page.evaluate("spread([2, 1])") == "2 runs: 1.00 to 2.00 tokens per pass, median 1.50"
+    opened.ask(0)
+    assert opened.count("#facts li >> text=runs:") == 0
+    opened.ask(0)
+    assert opened.count("#facts li >> text=2 runs:") == 1
+    opened.ask(0, tokens=TOKENS // 2)
+    assert opened.count("#facts li >> text=runs:") == 0, "another question"
 
 
 def test_the_end_mark_is_counted_once_and_never_struck(opened: Page) -> None:

@@ -320,6 +320,16 @@ def test_a_forced_value_is_written_as_it_is_read(
     assert spelled(compiler, grammar, f"{front}{wrong}{back}") != f"{front}{wrong}{back}" or not wrong
 
 
+def test_a_forced_value_ends_at_its_mark_on_whatever_line(compiler: GrammarCompiler) -> None:
+    """A model that does not know the format may leave out the break before it: the value would never end."""
+    lark = Lark(compiler.mark)
+    kind = FORMATS["qwen3_coder"]("", [Function("weather", {"properties": {"unit": {"type": "string"}}})])
+    grammar, call = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN["qwen3_coder", ""]
+    for value in ("C", "C\nD", ""):
+        written = call.replace("C\n<", f"{value}<")
+        assert spelled(compiler, grammar, written) == written
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
 def test_no_forced_value_holds_the_end_of_its_field(compiler: GrammarCompiler, name: str) -> None:
     """A reader would end the value there and read arguments that the schema does not have."""

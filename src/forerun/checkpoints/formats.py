@@ -291,7 +291,7 @@ def folder_of(path: str | Path) -> Path:
         )
     from huggingface_hub import snapshot_download
 
-    from forerun.model.load import explain_load_error
+    from forerun.model.checks import explain_load_error
 
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"], ignore_patterns=["*/*"]))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from forerun.errors import ArgumentError, ForerunError
 
 if TYPE_CHECKING:
-    from cyclopts import App, ArgumentCollection
+    from cyclopts import App, ArgumentCollection, CycloptsError
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -132,7 +132,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
-        return _fail(error, f"{error}\nTry: forerun --help")
+        return _fail(error, f"{_said(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
         # Whoever read our stdout has read enough; without this, Python complains once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,6 +140,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     except (ForerunError, OSError) as error:
         return _fail(error, str(error))
     return result if isinstance(result, int) else OK
+
+
+def _said(error: CycloptsError) -> str:
+    """What was wrong with a command line, in our words where cyclopts has a list of tokens."""
+    if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
+        return str(error)
+    return f"unexpected argument {' '.join(map(repr, error.unused_tokens))}; values are given with options"
 
 
 def _worth_showing(default: object) -> str | None:

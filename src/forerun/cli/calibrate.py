@@ -86,7 +86,7 @@ def calibrate(
         console.write_json({**record, "file": str(path), **asdict(cost), "v": table_of_v})
         return 0
     show_cost(cost, where, config)
-    console.log().print(Text(f"saved in {path}", style="dim"), soft_wrap=True)
+    console.log().print(Text(f"saved in {path}", style="dim"))
     return 0
 
 

@@ -53,7 +53,7 @@ def chat(
     llm = session.load(model, loading, config, announce=True, max_num_seqs=1)
     talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
     log = console.log()
-    log.print(Text(session.describe_sampling(llm, params), "dim"), soft_wrap=True)
+    log.print(Text(session.describe_sampling(llm, params), "dim"))
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
     if show_draft:
         log.print(session.legend(log))
@@ -126,7 +126,7 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.total.add(answer.speculation)
         self.answers += 1
-        console.log().print(session.statistics_line(output), soft_wrap=True)
+        console.log().print(session.statistics_line(output))
 
     def _reset(self, _: str) -> None:
         self.messages = list(self.beginning)

@@ -26,16 +26,18 @@ def out() -> Console:
 
 
 def log() -> Console:
-    """Return the console for everything that is not data: stderr."""
-    return Console(file=sys.stderr, highlight=False)
+    """Return the console for everything that is not data: stderr. In a terminal lines break between words."""
+    console = Console(file=sys.stderr, highlight=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def report_error(message: str) -> None:
-    log().print(Text("error: ", style="bold red").append(message, style="red"), soft_wrap=True)
+    log().print(Text("error: ", style="bold red").append(message, style="red"))
 
 
 def warn(message: str, style: str = "yellow") -> None:
-    log().print(Text(message, style=style), soft_wrap=True)
+    log().print(Text(message, style=style))
 
 
 def table(*titles: str, title: str | None = None, numbers_from: int | None = None) -> Table:

@@ -13,6 +13,7 @@ from forerun.cli import console
 from forerun.cli.options import (
     LOADING,
     SPECULATION,
+    AnswerLength,
     Flag,
     Json,
     SkipBad,
@@ -138,7 +139,7 @@ class RegenerateOptions:
     """The target's name at the endpoint."""
     concurrency: int | None = None
     """Records at once: 8 here, 32 at an endpoint."""
-    max_tokens: Annotated[int, Parameter(alias="-n")] = 1024
+    max_tokens: Annotated[int, AnswerLength] = 1024
     """Most tokens of one answer."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
     """0 is greedy; by default the model's or the server's own."""

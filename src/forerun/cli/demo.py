@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forerun import demo as shipped
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
+from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import REAL, Edit, Prompt
 from forerun.demo.questions import QUESTIONS, Question
 from forerun.errors import ArgumentError, DownloadError, choices
@@ -68,7 +68,7 @@ def demo(
     temperature: Annotated[float | None, Parameter(alias="-t")] = None,
     top_p: float | None = 0.95,
     seed: int = DEFAULT_SEED,
-    max_tokens: Annotated[int | None, Parameter(alias="-n")] = None,
+    max_tokens: Annotated[int | None, AnswerLength] = None,
     repeats: int = 3,
     everything: Annotated[bool, Parameter(name="--all", negative="")] = False,
     heads: Path | None = None,

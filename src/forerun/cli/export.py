@@ -49,6 +49,6 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
             console.warn(f"{finding.what}: {finding.engine} {finding.why}")
     for note in done.notes:
         console.warn(note)
-    console.log().print(Text(f"written and read back bit for bit: {done.directory}"), soft_wrap=True)
+    console.log().print(Text(f"written and read back bit for bit: {done.directory}"))
     console.out().print(done.command)
     return 0

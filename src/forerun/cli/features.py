@@ -156,7 +156,7 @@ def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
     already = f", {format_bytes(present)} of it are there" if present else ""
     size = f"{manifest.documents} documents, {manifest.tokens} tokens x {format_bytes(manifest.record_bytes)}"
     told = f"{size} ({read}, {manifest.dtype}) = {format_bytes(total)}{already}; {format_bytes(free)} free in {output}"
-    console.log().print(told, soft_wrap=True, markup=False)
+    console.log().print(told, markup=False)
     if yes or not (sys.stdin is not None and sys.stdin.isatty() and console.log().is_terminal):
         return True
     console.log().print("Write them? [y/N] ", end="", markup=False)

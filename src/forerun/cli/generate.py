@@ -59,10 +59,10 @@ def generate(
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
     log, chunks = console.log(), llm.stream({**given, **expected}, params)
-    log.print(session.describe_asking(llm, params, templated=templated), soft_wrap=True)
+    log.print(session.describe_asking(llm, params, templated=templated))
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
         log.print(session.legend(log))
     if finished is not None:
-        log.print(session.statistics_line(finished), soft_wrap=True)
+        log.print(session.statistics_line(finished))
     return 0

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from forerun.errors import ArgumentError, DataError
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A `Flag` is a switch without a ``--no-...`` form."""
+AnswerLength = Parameter(alias="-n", validator=validators.Number(gte=1))
+"""An option with `AnswerLength` says how many tokens an answer may have."""
 Many = Parameter(consume_multiple=True, negative="")
 """An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
@@ -77,7 +79,7 @@ class SamplingOptions:
     """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
-    max_tokens: Annotated[int, Parameter(alias="-n")] = 256
+    max_tokens: Annotated[int, AnswerLength] = 256
     """Most tokens to answer with."""
     seed: int | None = None
     """Same seed, same text."""

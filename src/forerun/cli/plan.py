@@ -10,11 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import LOADING, SPECULATION, Json, Many, SpeculationOptions, TargetOptions, numbers
+from forerun.cli.options import (
+    LOADING,
+    SPECULATION,
+    AnswerLength,
+    Json,
+    Many,
+    SpeculationOptions,
+    TargetOptions,
+    numbers,
+)
 from forerun.engine.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
@@ -85,7 +95,7 @@ class PlanOptions(ForecastOptions):
     """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
     choose_draft: Annotated[tuple[str, ...], Many] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
-    max_tokens: Annotated[int, Parameter(alias="-n")] = 96
+    max_tokens: Annotated[int, AnswerLength] = 96
     """Tokens of each measured answer."""
     limit: int = 8
     """Prompts that are measured at most."""
@@ -199,7 +209,7 @@ def plan(
     asked.check(model)
     shown = on_paper(asked) if model is None else on_model(asked, model)
     if plot is not None:
-        draw_plan(shown.plan, plot, shown.title)
+        draw_plan(shown.plan, plot, shown.title, costed=shown.costed, batches=shown.batches)
     if json:
         console.write_json(shown.record())
     else:
@@ -469,7 +479,8 @@ def show(shown: Shown) -> None:
             f"plain pass {found['plain_pass_ms']:.2f} ms ({found['memory_ms']:.2f} reading, {found['compute_ms']:.2f} "
             f"computing), {found['operations_per_byte']:.1f} operations a byte; balance at "
             f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
-            f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes"
+            f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes",
+            soft_wrap=not out.is_terminal,
         )
     if shown.costed:
         _show_gain(shown)
@@ -479,7 +490,8 @@ def show(shown: Shown) -> None:
     )
     out.print(Text(verdict.words, style).append(with_what, ""))
     for note in shown.notes:
-        out.print(Text(f"  {note}", "dim"))
+        indented = Padding(Text(note, "dim"), (0, 0, 0, 2)) if out.is_terminal else Text(f"  {note}", "dim")
+        out.print(indented, soft_wrap=not out.is_terminal)
 
 
 def _show_gain(shown: Shown) -> None:

@@ -18,6 +18,7 @@ from rich.text import Text
 from forerun.cli import console
 from forerun.cli.options import TargetOptions
 from forerun.core import rules
+from forerun.drafters import DRAFTERS, check_option_names, declared_options
 from forerun.engine.config import SpeculativeConfig, check_sizes
 from forerun.model import checks
 from forerun.params import NEUTRAL
@@ -197,7 +198,7 @@ def load(
         llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
     if announce:
         what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
-        console.log().print(Text(f"{model}: {what}", "dim"), soft_wrap=True)
+        console.log().print(Text(f"{model}: {what}", "dim"))
     return llm
 
 
@@ -207,11 +208,15 @@ def check(model: str, options: TargetOptions, speculative_config: dict[str, Any]
 
     `engine` are arguments of `LLM`.
     """
-    checks.check(model, options.dtype)
+    checks.check(model, options.dtype, options.device)
     check_sizes(options.max_model_len, engine["max_num_seqs"], engine.get("kv_cache_tokens"))
     config = SpeculativeConfig.parse(speculative_config)
-    if config is not None and config.rule is not None:
+    if config is None:
+        return
+    if config.rule is not None:
         rules.check_named(config.rule)
+    if config.method in DRAFTERS:
+        check_option_names(config.method, config.drafter_options, declared_options(config.method))
 
 
 @contextmanager

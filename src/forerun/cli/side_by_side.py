@@ -165,7 +165,7 @@ class _Picture:
     def done(self, arm: str, run: ArmRun) -> None:
         """Show the time and passes of an answer."""
         speed = len(run.token_ids) / run.seconds if run.seconds else 0.0
-        said = f"{len(run.token_ids)} tokens in {run.seconds:.1f} s, {run.passes} passes: "
+        said = f"{len(run.token_ids)} tokens, {run.passes} passes: "  # With the speed one line of half a terminal
         self._feet[arm] = Text(said, "dim").append(f"{speed:.1f} tokens/s", "default")
 
     def __rich__(self) -> Table:

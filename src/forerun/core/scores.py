@@ -206,12 +206,25 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
     """Return the log-probability of each token (M,) and of the `top` likeliest at its position,
     under softmax(logits (M, V)).
     """
-    values = logits.float().log_softmax(-1)
-    own = values.gather(-1, torch.tensor(tokens, device=values.device).unsqueeze(-1))
-    best = values.topk(min(top, values.shape[-1]))
-    likeliest = [
-        {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
-        for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    ]
-    chosen = zip(own.squeeze(-1).tolist(), ((values > own).sum(-1) + 1).tolist(), strict=True)
-    return [(TokenLogprob(logprob=v, rank=r), others) for (v, r), others in zip(chosen, likeliest, strict=True)]
+    found: Logprobs = []
+    together = _TOGETHER_ON_A_CPU if logits.device.type == "cpu" else _TOGETHER
+    for start in range(0, len(tokens), together):
+        part = slice(start, start + together)
+        values = logits[part].float()
+        total = values.logsumexp(-1, keepdim=True)
+        own = values.gather(-1, torch.tensor(tokens[part], device=values.device).unsqueeze(-1))
+        # Added up as float32, exact below 2**24, in half the time that counting truth values takes
+        ranks = torch.gt(values, own, out=torch.empty_like(values)).sum(-1).int() + 1
+        ids = top_ids(values.unsqueeze(0), min(top, values.shape[-1]))[0] if top else own.new_empty(len(own), 0).long()
+        best = (values.gather(-1, ids) - total).tolist()
+        likeliest = [
+            {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
+            for pair in zip(ids.tolist(), best, strict=True)
+        ]
+        chosen = zip((own - total).squeeze(-1).tolist(), ranks.tolist(), likeliest, strict=True)
+        found += [(TokenLogprob(logprob=v, rank=r), others) for v, r, others in chosen]
+    return found
+
+
+_TOGETHER, _TOGETHER_ON_A_CPU = 64, 8
+"""Positions scored together: each takes float32 over the vocabulary, and 8 of 49,152 stay in a core's cache."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.heads.kinds import KINDS, import_named
@@ -197,20 +200,71 @@ def check_options(name: str, options: Mapping[str, Any]) -> Any:
     names the nearest drafter or option for an unknown one, and what is missing or of the wrong
     type.
     """
-    cls = drafter_class(name)
+    cls, unset = drafter_class(name), (dataclasses.MISSING, dataclasses.MISSING)
     fields = dataclasses.fields(cls.Config)
-    known = [field.name for field in fields]
-    for option in options:
-        if option not in known:
-            raise ArgumentError(f"drafter {name!r} has no option {option!r}.{choices(option, known, 'It has')}")
-    unset = (dataclasses.MISSING, dataclasses.MISSING)
-    missing = [f.name for f in fields if (f.default, f.default_factory) == unset and f.name not in options]
-    if missing:
-        raise ArgumentError(f"drafter {name!r} needs {', '.join(missing)}; it has the options {', '.join(known)}")
+    check_option_names(name, options, {field.name: (field.default, field.default_factory) == unset for field in fields})
     try:
         return cls.Config(**options)
     except TypeError as error:
         raise ArgumentError(f"drafter {name!r}: an option has a wrong type ({error}); given {dict(options)}") from error
+
+
+def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[str, bool]) -> None:
+    """Raise ArgumentError, naming the nearest, for an option that a drafter does not have, and for one that it needs
+    and was not given; `declared` are its options, and whether each is needed."""
+    for option in options:
+        if option not in declared:
+            raise ArgumentError(f"drafter {name!r} has no option {option!r}.{choices(option, declared, 'It has')}")
+    missing = [option for option, needed in declared.items() if needed and option not in options]
+    if missing:
+        hint = ": a directory, a hub id or a GGUF file, as --drafter-model" if missing == ["model"] else ""
+        raise ArgumentError(f"drafter {name!r} needs {', '.join(missing)}{hint}; its options are {', '.join(declared)}")
+
+
+def declared_options(name: str) -> dict[str, bool]:
+    """Return the options of a drafter of this package, and whether each is needed, as its source
+    says: to import it takes torch, and seconds.
+    """
+    module, _, cls = DRAFTERS[name].path.partition(":")
+    return _declared(*_config_of(module, cls))
+
+
+def _config_of(module: str, cls: str) -> tuple[str, str]:
+    """Return module and name of the `Config` of a drafter, its own or its base's."""
+    body, bases = _class_in(module, cls)
+    for line in body:
+        names = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        if [getattr(one, "id", None) for one in names] == ["Config"] and isinstance(line.value, ast.Name):
+            return module, line.value.id
+    return next(_config_of(*base) for base in bases)
+
+
+def _declared(module: str, cls: str) -> dict[str, bool]:
+    body, bases = _class_in(module, cls)
+    found = {name: needed for base in bases for name, needed in _declared(*base).items()}
+    fields = [
+        line for line in body if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
+    ]
+    return found | {line.target.id: line.value is None for line in fields if isinstance(line.target, ast.Name)}
+
+
+def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:
+    """Return the body of a class of this package, and its bases in it by module and name."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None, module
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    where = {
+        name.asname or name.name: line.module
+        for line in tree.body
+        if isinstance(line, ast.ImportFrom) and (line.module or "").startswith("forerun.")
+        for name in line.names
+    }
+    if (other := where.get(cls)) is not None:
+        return _class_in(other, cls)
+    here = {line.name: line for line in tree.body if isinstance(line, ast.ClassDef)}
+    bases = [base.value if isinstance(base, ast.Subscript) else base for base in here[cls].bases]
+    known = [base.id for base in bases if isinstance(base, ast.Name) and base.id in {*here, *where}]
+    return here[cls].body, [(where.get(base) or module, base) for base in known]
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:

@@ -223,8 +223,6 @@ class PassTimes:
 
 # --- prefills ---------------------------------------------------------------------------------------------------------
 
-_SCORED_AT_ONCE = 64  # Positions whose log-probabilities are computed together: each takes float32 over the vocabulary
-
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Prefill:
@@ -305,10 +303,8 @@ class Prefill:
         if self.done and request.prompt_logprobs is not None:
             found = request.prompt_logprobs
         tokens = self.tokens[self.done + 1 : self.done + len(logits) + 1]
-        for start in range(0, len(tokens), _SCORED_AT_ONCE):
-            some = tokens[start : start + _SCORED_AT_ONCE]
-            pairs = logprobs_of(logits[start : start + len(some)], some, top)
-            found += [{**best, token: chosen} for token, (chosen, best) in zip(some, pairs, strict=True)]
+        pairs = logprobs_of(logits[: len(tokens)], tokens, top)
+        found += [{**best, token: chosen} for token, (chosen, best) in zip(tokens, pairs, strict=True)]
         request.prompt_logprobs = found
 
 

@@ -1,26 +1,49 @@
-"""Checks of a model's name and dtype that need no import and no file content. Imports no torch."""
+"""Checks of a model's name, dtype and device that need no import and no file content. Imports no torch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.demo import MODELS, REAL
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
 _ALSO = {"float", "half", "float64", "double"}  # Other names that torch accepts
+DEVICES = "cpu, cuda, cuda:1, xpu, mps, ..."
+_DEVICE = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa|mtia|maia|xla)(:\d+)?")
+HUB_TIMEOUT_S = 10.0  # For the one question that asks whether a hub id exists
 
 
-def check(name: str | Path, dtype: str) -> None:
-    """Raise the errors of `resolve` and of `load.read_config` that a model's name and dtype already
-    show, before anything is imported or loaded.
+def check(name: str | Path, dtype: str, device: str | None = None) -> None:
+    """Raise the errors of `resolve`, of `load.read_config` and of `load.LoadOptions` that a model's
+    name, dtype and device already show, before anything is imported or loaded.
     """
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         check_file(path)
-    if not path.is_file() and not next(path.glob("*.gguf"), None):
-        check_directory(name)
     if f"'{dtype}'" not in DTYPES and dtype not in _ALSO:
         raise ArgumentError(f"{dtype!r} is no dtype; expected {DTYPES}")
+    if device is not None and not _DEVICE.fullmatch(device):
+        raise ArgumentError(f"{device!r} is no device; expected {DEVICES}")
+    if not path.is_file() and not next(path.glob("*.gguf"), None):
+        check_directory(name)
+        if not path.is_dir() and str(name) not in (REAL, *MODELS):
+            _check_on_hub(str(name))
+
+
+def _check_on_hub(name: str) -> None:
+    """Ask the hub once, unless its answer lies in the cache, whether it has a model of that name.
+
+    transformers asks for several files, each six times where there is no network.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+    except Exception as error:
+        raise explain_load_error(name, error) from error
 
 
 def check_file(path: Path) -> None:
@@ -51,3 +74,35 @@ def _instead(folder: Path) -> str:
         return f" It is a folder of the hub's cache: name {folder.name.removeprefix('models--').replace('--', '/')}."
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     return f" Such are in it: {', '.join(inside[:4])}." if inside else ""
+
+
+_UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
+
+
+def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
+    """Turn an error while opening `name` into one that says what to do."""
+    kinds = set[str]()
+    link: BaseException | None = error
+    while link is not None:
+        kinds.add(type(link).__name__)
+        link = link.__cause__ or link.__context__
+    text = str(error).strip() or type(error).__name__
+    if "GatedRepoError" in kinds or "gated repo" in text:
+        remedy = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN (or pass token=)"
+        return CheckpointError(f"{name} is gated: {remedy}")
+    meant = nearest(str(name), [REAL, *MODELS]) if "/" not in str(name) else ""
+    if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
+        remedy = "for a private one set HF_TOKEN (or pass token=)"
+        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}.{meant}")
+    if not Path(name).exists() and ("connect" in text or kinds & _UNREACHED):
+        remedy = "and the hub cannot be reached for one of that name. Check the path, or the network"
+        return CheckpointError(f"there is no directory {name}, {remedy}.{meant}")
+    if "EntryNotFoundError" in kinds or "RemoteEntryNotFoundError" in kinds:
+        return CheckpointError(f"{name} on the hub holds no config.json: expected a transformers checkpoint")
+    if "HFValidationError" in kinds:
+        return CheckpointError(f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name")
+    if "does not recognize this architecture" in text:
+        return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
+    if "trust_remote_code" in text:
+        return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
+    return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")

@@ -22,10 +22,9 @@ from typing import Any
 
 import torch
 
-from forerun.demo import MODELS, REAL
 from forerun.devices import multiplies
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
-from forerun.model.checks import DTYPES, check_directory
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.kernels.products import decodes
 from forerun.model.support import refuse_config
 
@@ -137,7 +136,7 @@ class LoadOptions:
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
-            raise ArgumentError(f"{self.device!r} is no device; expected cpu, cuda, cuda:1, xpu, mps, ...") from error
+            raise ArgumentError(f"{self.device!r} is no device; expected {DEVICES}") from error
         if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
             raise ArgumentError(f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices")
         return device
@@ -345,33 +344,3 @@ def _some(names: Any, most: int = 6) -> str:
     listed = sorted(map(str, names))
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
-
-
-_UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
-
-
-def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
-    """Turn an error while opening `name` into one that says what to do."""
-    kinds = set[str]()
-    link: BaseException | None = error
-    while link is not None:
-        kinds.add(type(link).__name__)
-        link = link.__cause__ or link.__context__
-    text = str(error).strip() or type(error).__name__
-    if "GatedRepoError" in kinds or "gated repo" in text:
-        remedy = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN (or pass token=)"
-        return CheckpointError(f"{name} is gated: {remedy}")
-    meant = nearest(str(name), [REAL, *MODELS]) if "/" not in str(name) else ""
-    if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
-        remedy = "for a private one set HF_TOKEN (or pass token=)"
-        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}.{meant}")
-    if not Path(name).exists() and ("connect" in text or kinds & _UNREACHED):
-        remedy = "and the hub cannot be reached for one of that name. Check the path, or the network"
-        return CheckpointError(f"there is no directory {name}, {remedy}.{meant}")
-    if "HFValidationError" in kinds:
-        return CheckpointError(f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name")
-    if "does not recognize this architecture" in text:
-        return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
-    if "trust_remote_code" in text:
-        return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
-    return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")

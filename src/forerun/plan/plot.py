@@ -30,21 +30,34 @@ def draw_cost(cost: CostModel, path: Path, title: str) -> None:
     save(figure, path)
 
 
-def draw_plan(found: Plan, path: Path, title: str) -> None:
-    """Draw the speed-up by draft length, and that of the best length by batch."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(9, 3.6))
-    left.plot([line.k for line in found.lines], [line.speedup for line in found.lines], "o-", color=COLOURS[0])
-    left.plot([found.best.k], [found.best.speedup], "o", color=COLOURS[1], label=f"best: K = {found.best.k}")
+def draw_plan(found: Plan, path: Path, title: str, *, costed: bool = True, batches: bool = True) -> None:
+    """Draw the speed-up by draft length, and that of the best length by batch.
+
+    Unless it is known what drafting and verifying cost (`costed`) tokens per pass are drawn
+    instead, and without what a batch costs there are no `batches`.
+    """
+    batches = batches and costed
+    figure, panels = pyplot().subplots(1, 1 + batches, figsize=(4.5 * (1 + batches), 3.6), squeeze=False)
+    left = panels[0][0]
+    heights = [line.speedup if costed else line.tokens_per_pass for line in found.lines]
+    left.plot([line.k for line in found.lines], heights, "o-", color=COLOURS[0])
+    left.set(xlabel="K, drafted tokens per pass", ylabel=SPEEDUP if costed else "tokens per pass; costs are not known")
     left.set_xticks(range(0, found.lines[-1].k + 1, 2))
-    left.set_xlabel("K, drafted tokens per pass")
-    left.legend(frameon=False)
-    right.plot([rows for rows, _ in found.batches], [gain for _, gain in found.batches], "o-", color=COLOURS[0])
-    right.set_xscale("log", base=2)
-    right.set_xticks([rows for rows, _ in found.batches], [str(rows) for rows, _ in found.batches])
-    right.set_xlabel("batch, each with its best K")
-    for axes in (left, right):
+    if costed:
+        left.plot([found.best.k], [found.best.speedup], "o", color=COLOURS[1], label=f"best: K = {found.best.k}")
+        left.legend(frameon=False)
+    if batches:
+        right = panels[0][1]
+        right.plot([rows for rows, _ in found.batches], [gain for _, gain in found.batches], "o-", color=COLOURS[0])
+        right.set_xscale("log", base=2)
+        right.set_xticks([rows for rows, _ in found.batches], [str(rows) for rows, _ in found.batches])
+        right.set(xlabel="batch, each with its best K", ylabel=SPEEDUP)
+    for axes in panels[0]:
         axes.axhline(1.0, color=COLOURS[2], linestyle="--", linewidth=1)
-        axes.set(ylim=(0, None), ylabel="speed-up over plain decoding")
+        axes.set_ylim(0, None)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     save(figure, path)
+
+
+SPEEDUP = "speed-up over plain decoding"

@@ -6,6 +6,7 @@ const saved = window.SAVED_RESULT || null;
 const SIDES = ["plain", "fast"];
 let result = null, player = null, stopping = null;
 let remembered = 0; // Answers that the drafter's warm memory holds
+const repeated = new Map(); // Tokens per pass of each run of a question, by all that was asked
 const newSalt = () => `playground-${Math.random().toString(36).slice(2)}`;
 const WARM = newSalt();
 
@@ -136,6 +137,7 @@ async function run() {
   const measured = new Date().toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" });
   const asked = { drafter, memory, count: count ? Number(count) : null, temperature: Number(at("temperature").value) };
   result = { plain: emptyAnswer(), fast: emptyAnswer(), ...asked, earlier: remembered, measured, model: at("model").textContent };
+  const question = JSON.stringify([drafter, memory, count, requestBody(null, null)]);
   stopping = new AbortController();
   busy(true);
   clear();
@@ -145,6 +147,8 @@ async function run() {
     say("Speculative decoding ...");
     if (memory === "warm") remembered += 1;
     await write("fast", { drafter, ...(count ? { num_speculative_tokens: Number(count) } : {}) }, memory === "warm" ? WARM : newSalt());
+    result.runs = [...(repeated.get(question) || []), figures(result.fast).tokensPerPass];
+    repeated.set(question, result.runs);
     say("");
   } catch (error) {
     if (error.name === "AbortError") say("Stopped. What was written until then is compared.");
@@ -170,7 +174,7 @@ function say(text, wrong = false) {
 
 function note() {
   at("memory-note").textContent = chosenMemory() === "cold"
-    ? "Cold: both runs start without anything that earlier answers left in the drafter's memory, so a run can be repeated."
+    ? "Cold: both runs start without anything that earlier answers left in the drafter's memory. How much is drafted follows the times that were measured: run again to see how far that varies."
     : `Warm: the drafter also copies from ${remembered ? `the ${counted(remembered, "answer")} that it wrote` : "what it writes"} warm on this page. Asking the same again is then easy.`;
 }
 
@@ -273,6 +277,13 @@ function show(found) {
   for (const side of SIDES) at(side).scrollTop = 0;
 }
 
+// Of several runs of one question: what is drafted depends on times, so that one run alone says little on a busy machine.
+function spread(runs) {
+  const sorted = [...runs].sort((one, other) => one - other), last = sorted.length - 1;
+  const middle = (sorted[Math.floor(last / 2)] + sorted[Math.ceil(last / 2)]) / 2;
+  return `${runs.length} runs: ${sorted[0].toFixed(2)} to ${sorted[last].toFixed(2)} tokens per pass, median ${middle.toFixed(2)}`;
+}
+
 const speedUp = (found) => (found.fast.moments.length > 1 ? figures(found.fast).perSecond / figures(found.plain).perSecond : NaN);
 const NOISE = 0.05; // Two runs of the same thing differ by that much
 
@@ -297,6 +308,7 @@ function facts(found, faster) {
     same ? ["same text, token by token", "good"]
       : found.temperature === 0 ? ["different text", "bad"]
         : lossy ? [`another distribution: the rule ${lossy.step.rule} is lossy`, "bad"] : ["sampled: another text of the same distribution", ""],
+    ...((found.runs || []).length > 1 ? [[spread(found.runs), ""]] : []),
     [drafted ? `${accepted} of ${counted(drafted, "drafted token")} accepted` : "nothing was drafted", ""],
     ...setting,
   ];

@@ -29,6 +29,8 @@ class Qwen3Coder(FieldFormat):
         return ((yield from text.up_to(">")) or "").strip()
 
     def write_field(self, lark: Lark, key: str, value: str | None) -> str:
-        end = "\n</parameter>\n"
-        written = self.any_value(lark, end) if value is None else f"{value} {literal(end)}"
+        end = (
+            "</parameter>\n"  # A free string ends there on whatever line: else one that lacks the break would never end
+        )
+        written = self.any_value(lark, end) if value is None else f"{value} {literal(LINE + end)}"
         return f"{literal(f'<parameter={key}>' + LINE)} {written}"

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.manifests import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
-from forerun.model.checks import check_directory
-from forerun.model.load import explain_load_error, weight_files
+from forerun.model.checks import check_directory, explain_load_error
+from forerun.model.load import weight_files
 from forerun.model.names import resolve
 from forerun.training.batch import FeatureBatch
 from forerun.training.data.store import PackedWindows, PreparedData
