@@ -147,11 +147,9 @@ def bench(
             with written(out) as fresh:
                 fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
 
-    record["repeated_prompts"] = count_repeated(asked)
-    if record["repeated_prompts"]:
-        console.warn(
-            _describe_repeated(asked, record["repeated_prompts"], most=(len(tasks) - load.warmup) // len(loads))
-        )
+    again = record["repeated_prompts"] = count_repeated(asked)
+    if again:
+        console.warn(_describe_repeated(asked, again, most=(len(tasks) - load.warmup) // len(loads)))
 
     async def measure() -> int:
         made = Bench(
