@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.devices import multiplies
 from forerun.model.kernels import native, packing, products
-from forerun.model.kernels.packing import Contents, PackedWeight
+from forerun.model.kernels.packing import PackedWeight
 
 HAS_BFLOAT16 = multiplies(torch.device("cpu"), torch.bfloat16)
 needs_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="this processor only emulates bfloat16")
@@ -54,9 +54,8 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         yield
         return
 
-    def ready(self: PackedWeight, weights: list[Tensor], biases: list[Tensor]) -> Contents:
-        bias = torch.cat([*biases]).detach().to(self.dtype) if biases else None
-        return Contents(packed=torch.cat([*weights]).detach().to(self.dtype), bias=bias)
+    def laid_out(self: PackedWeight, matrices: list[Tensor]) -> Tensor:
+        return torch.cat([*matrices])
 
     def product(self: PackedWeight, rows: Tensor) -> Tensor:
         bias = 0 if self.bias is None else self.bias.double()
@@ -64,6 +63,6 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "packs", lambda given: given == dtype)
-        patch.setattr(PackedWeight, "ready", ready)
+        patch.setattr(PackedWeight, "_laid_out", laid_out)
         patch.setattr(PackedWeight, "_product", product)
         yield

@@ -97,7 +97,7 @@ def test_a_drafter_on_its_page_works(
 
 def test_the_page_names_every_field_of_the_context() -> None:
     page = (ROOT / "docs/write-a-drafter.md").read_text(encoding="utf-8")
-    hidden = {"cache_salts", "adapt", "failures"}  # of which the page names `salt` and `fail`
+    hidden = {"cache_salts", "failures"}  # of which the page names `salt` and `fail`
     fields = {field.name for field in dataclasses.fields(DraftContext)} - hidden
     assert not {name for name in fields if f"context.{name}" not in page}
 

@@ -131,52 +131,6 @@ def test_three_engines_record_at_once(monkeypatch: pytest.MonkeyPatch, caplog: p
             assert not differences(texts, expected)
 
 
-def test_it_records_while_another_thread_trains(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a stream of its own, as adaptation does: it allocates, frees, reads values, and draws random numbers."""
-    caplog.set_level(logging.WARNING)
-    monkeypatch.setattr(recordings, "LEAST_WIDTH", 16)
-    ending, steps, errors = threading.Event(), list[float](), list[BaseException]()
-
-    def train() -> None:
-        try:
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.default_stream())
-            with torch.cuda.stream(stream):
-                net = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)).to(
-                    DEVICE
-                )
-                optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-                while not ending.is_set():
-                    inputs = torch.ones(128 + len(steps) % 64, 64).pin_memory().to(DEVICE, non_blocking=True)
-                    with recordings.none_meanwhile():
-                        inputs = inputs + torch.randn_like(inputs)
-                    loss = (net(inputs) - inputs).square().mean()
-                    loss.backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    steps.append(loss.item())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=train)
-    thread.start()
-    try:
-        with no_recording_failed(caplog):
-            found = [tokens_of(shipped(EAGLE3).generate(given(LENGTHS), PARAMS)) for _ in range(2)]
-    finally:
-        ending.set()
-        thread.join()
-    print(len(steps), "training steps beside it")  # noqa: T201
-    assert not errors, errors
-    assert len(steps) > 3 and steps[-1] < steps[0]
-    without(monkeypatch)
-    expected = tokens_of(shipped().generate(given(LENGTHS), PARAMS))
-    for texts in found:
-        assert not differences(texts, expected)
-
-
 def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
     expected = with_exchanged_weights(Target(copy.deepcopy(model()), rows=1, slots=16))
     target = Target(moved(model()), rows=1, slots=16)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import forerun
 from forerun import LLM, SamplingParams
 from forerun.demo import resolve
+from forerun.serve.traffic import owner_of
 from model.ggufs import tiny, write_tiny
 from mtp_targets import with_fresh_layers
 
@@ -106,6 +107,11 @@ def _prepared(folder: Path, run: Run) -> None:
     run(["data", "prepare", str(source), "--target", "demo", "--output", str(folder)])
 
 
+def _recorded(folder: Path, _run: Run) -> None:
+    folder.mkdir()
+    (folder / f"{owner_of('KEY')}.jsonl").touch()
+
+
 FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "data/train": _prepared,
     "runs/first/head": lambda folder, run: shutil.copytree(HEAD, folder),
@@ -113,7 +119,7 @@ FOLDERS: dict[str, Callable[[Path, Run], object]] = {
     "build/demo/heads": lambda folder, run: shutil.copytree(HEAD, folder / "eagle3" / "head"),
     "model.gguf": lambda file, run: write_tiny(file, model=tiny(seed=1)),
     "small.gguf": lambda file, run: write_tiny(file),
-    "learned/latest": lambda folder, run: shutil.copytree(resolve("demo-draft"), folder),
+    "traffic": _recorded,
 }
 """The same for folders -> what makes it."""
 

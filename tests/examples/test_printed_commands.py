@@ -48,7 +48,7 @@ from ports import free_ports
 from selection import slow
 
 PAGES = [page for page in pages() if printed(page)]
-WRITES = ("--output", "--out", "--adapt-dir", "--plot", "--report")
+WRITES = ("--output", "--out", "--record-traffic", "--plot", "--report")
 """Options that name what a command makes."""
 Request = tuple[str, str, dict[str, str], str | None]
 """Method, path, headers, body."""
@@ -277,12 +277,12 @@ class Reader:
         """Send a request to the last server that was started."""
         parser = argparse.ArgumentParser(prog="curl")
         parser.add_argument("url", type=urlsplit)
-        parser.add_argument("-H", type=lambda header: header.split(": "))
+        parser.add_argument("-H", type=lambda header: header.split(": "), action="append")
         parser.add_argument("-d")
         asked = parser.parse_args(options)
         if not self.runs:
             return
-        request = ("POST", asked.url.path, dict([asked.H]), asked.d)
+        request = ("POST", asked.url.path, dict(asked.H), asked.d)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(http_server, "run", functools.partial(served, asked=request))
             self.run(self.serving)
@@ -382,7 +382,7 @@ def test_what_does_not_work_is_noticed(command: str, reader: Reader) -> None:
         reader.type(found)
 
 
-@pytest.mark.parametrize("text", ["`forerun serve --adaptt`", "`forerun data prepar ...`", "`make nothing`"])
+@pytest.mark.parametrize("text", ["`forerun serve --drafterr`", "`forerun data prepar ...`", "`make nothing`"])
 def test_a_part_of_a_command_in_a_sentence_is_checked_too(text: str, reader: Reader) -> None:
     [found] = markdown("README.md", f"With {text} it works.")
     assert found.inline

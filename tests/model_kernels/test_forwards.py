@@ -326,22 +326,6 @@ def test_a_model_that_does_more_than_run_its_layers_keeps_its_forward(monkeypatc
     assert LayerForward in kinds(model) and ModelForward not in kinds(model)
 
 
-def test_a_layer_reads_weights_that_were_exchanged() -> None:
-    model, other = small("qwen2"), small("qwen2")
-    with torch.no_grad():
-        for weight in other.parameters():
-            weight.mul_(0.75)
-    fresh = copy.deepcopy(other)
-    accelerate(model)
-    before = logits_of_steps(model)
-    former = packing.exchange(packing.ready(model, other.state_dict()))
-    accelerate(fresh)
-    found = logits_of_steps(model)
-    assert all(map(torch.equal, found, logits_of_steps(fresh))) and not torch.equal(found[0], before[0])
-    packing.exchange(former)
-    assert all(map(torch.equal, logits_of_steps(model), before))
-
-
 def test_copies_of_layers_run_for_themselves() -> None:
     model = small("qwen2")
     accelerate(model)

@@ -9,7 +9,6 @@ from torch import nn
 from forerun.model import Target
 from forerun.model.kernels.accelerate import accelerate
 from forerun.model.kernels.packing import (
-    Contents,
     FusedGroup,
     JoinedWeight,
     PackedLinear,
@@ -154,17 +153,9 @@ def test_packed_weights_are_counted_as_memory(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_an_accelerator_joins_is_exchanged_where_it_lies(bias: bool) -> None:
-    """There recorded passes read it: the values change, the addresses do not."""
+def test_an_accelerator_joins_the_layers_of_a_group(bias: bool) -> None:
     layers = [linear(8, outputs, torch.float32, bias=bias) for outputs in (12, 20)]
     joined, states = JoinedWeight(layers), torch.randn(3, 8)
     apart = torch.cat([layer(states) for layer in layers], dim=-1)
     torch.testing.assert_close(joined.apply(states), apart)
     assert joined.nbytes() == sum(weight.nbytes for layer in layers for weight in layer.parameters())
-    address = joined.packed.data_ptr()
-    fresh = joined.ready([-layer.weight for layer in layers], [-layer.bias for layer in layers] if bias else [])
-    former = joined.exchange(fresh)
-    assert joined.packed.data_ptr() == address
-    torch.testing.assert_close(joined.apply(states), -apart)
-    joined.exchange(Contents(*former))
-    torch.testing.assert_close(joined.apply(states), apart)

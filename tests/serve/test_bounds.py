@@ -272,7 +272,7 @@ def test_unknown_drafters_are_refused_at_the_start() -> None:
 
 
 def test_a_part_of_the_queue_is_left_to_those_who_ask_for_little(own: Live) -> None:
-    guards.CLIENT.set(Client(name="somebody", domain=None, adapt=False))
+    guards.CLIENT.set(Client(name="somebody", domain=None))
     with own.session.admitted(20), own.session.admitted(10):
         assert own.post(TEXT, {"prompt": ["x", "y"]}).status_code == 429
         assert own.post(TEXT, {"prompt": "x"}).status_code == 200

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import yaml
 
-from forerun.serve.session import ADAPTATION, Metrics
 from serve.conftest import Live
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -33,9 +32,6 @@ def test_the_dashboard_asks_for_metrics_that_there_are(live: Live) -> None:
     there = set(re.findall(r"^# TYPE (\S+) ", live.get("/metrics").text, re.MULTILINE))
     dashboard = json.loads((DEPLOY / "grafana" / "forerun.json").read_text())
     asked = {name for panel in dashboard["panels"] for target in panel["targets"] for name in _names(target["expr"])}
-    figures = dict.fromkeys((name for texts in ADAPTATION.values() for name in texts), 0.0)
-    for family in Metrics("tiny", {"forerun:adaptation_": (ADAPTATION, lambda: figures)}).collect():  # where one adapts
-        there.add(f"{family.name}_total" if family.type == "counter" else family.name)
     assert len(asked) > 16
     assert {name.removesuffix("_bucket") for name in asked} <= there
 

@@ -14,7 +14,6 @@ from typing import Any
 import httpx
 import pytest
 
-from forerun.errors import ArgumentError
 from forerun.serve import guards
 from forerun.serve.guards import identify_client
 from forerun.serve.settings import ServeSettings
@@ -202,36 +201,6 @@ class TestTurns:
         one, same, other = (identify_client(scope, settings) for scope in asked)
         assert one is not None and same is not None and other is not None
         assert one.name == same.name != other.name and len({one.domain, same.domain, other.domain}) == 3
-
-
-class TestLearning:
-    """From whom online adaptation may learn."""
-
-    @pytest.mark.parametrize(
-        ("settings", "allowed"),
-        [
-            ({"api_keys": ("a",)}, {"a"}),
-            ({"api_keys": ("a", "b")}, set()),
-            ({"api_keys": ("a", "b"), "adapt_keys": ("b",)}, {"b"}),
-        ],
-    )
-    def test_keys_that_allow_it(self, settings: dict[str, Any], allowed: set[str]) -> None:
-        made = ServeSettings(model_names=("tiny",), **settings)
-        named = {key: (b"authorization", b"Bearer " + key.encode()) for key in made.api_keys}
-        found = {key: identify_client({"headers": [header]}, made) for key, header in named.items()}
-        assert {key for key, client in found.items() if client is not None and client.adapt} == allowed
-        assert made.may_learn == bool(allowed)
-
-    @pytest.mark.parametrize("shared", [False, True])
-    def test_requests_without_a_key(self, shared: bool) -> None:
-        made = ServeSettings(model_names=("tiny",), share_unnamed=shared)
-        client = identify_client({"headers": []}, made)
-        assert client is not None and client.adapt == made.may_learn == shared
-
-    def test_a_key_that_is_none_of_the_servers_is_refused(self) -> None:
-        with pytest.raises(ArgumentError, match="--adapt-api-key") as refused:
-            ServeSettings(model_names=("tiny",), api_keys=("a",), adapt_keys=("secret",))
-        assert "secret" not in str(refused.value)
 
 
 def test_an_address_of_the_client_is_no_name_for_its_text(checkpoint: Path) -> None:

@@ -56,7 +56,7 @@ def test_a_client_that_leaves_frees_its_row(live: Live) -> None:
 
 def test_a_full_queue_is_a_429(checkpoint: Path) -> None:
     with serving(checkpoint, max_queue=2) as small:
-        guards.CLIENT.set(guards.Client(name="somebody", domain=None, adapt=False))
+        guards.CLIENT.set(guards.Client(name="somebody", domain=None))
         with small.session.admitted(1):
             answer = small.post("/v1/completions", {"prompt": "x", "n": 2})
         assert answer.status_code == 429 and answer.headers["retry-after"] == "1"

@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from contract.harness import PROMPTS, Variant, as_prompts, eagle_head, model, variants
 from drafters.tied import SPEED, tied
 from forerun import LLM, SamplingParams
-from forerun.core.tree import TokenTree
 from forerun.drafters.heads.kinds import KINDS
 from forerun.engine.measuring import load_or_measure
-from forerun.model import Target
-from forerun.model.kernels.packing import exchange, ready
 
 Move = Callable[[nn.Module], nn.Module]
 """Makes a copy of a module on another device."""
@@ -150,19 +147,3 @@ def kept(variant: Variant, move: Move) -> list[Tensor]:
     cache = getattr(runner, "_cache", None)
     places = [(layer, row, runner.lengths[row]) for layer in (cache._stores if cache else ()) for row in range(3)]
     return [*(part.cpu() for place in places for part in cache.read(*place)), runner._features.cpu()]
-
-
-def with_exchanged_weights(target: Target) -> list[Tensor]:
-    """Logits on the CPU of one pass of the tiny target: as it is, with other weights, and with its own again."""
-    fresh = {name: value + 0.05 for name, value in model().state_dict().items()}
-
-    def logits() -> Tensor:
-        target.truncate([0], [0])
-        target.prefill([0], [[1, 2, 3]])
-        return target.score([0], [TokenTree(4)]).logits.cpu()
-
-    before = logits()
-    former = exchange(ready(target.model, fresh))
-    between = logits()
-    exchange(former)
-    return [before, between, logits()]

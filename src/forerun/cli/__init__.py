@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -129,9 +130,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     # Imported here, so that Ctrl-C during an import is a clean end, too.
     from cyclopts import CycloptsError
 
+    from forerun.engine.config import NOT_WHILE_SERVING
+
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
+        if re.match(r'Unknown option: "?\[?(--)?(no-)?adapt(?!ive)', str(error)):
+            return _fail(error, f"--adapt: {NOT_WHILE_SERVING}")
         return _fail(error, f"{_said(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
         # Whoever read our stdout has read enough; without this, Python complains once more when it exits.

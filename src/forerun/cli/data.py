@@ -124,6 +124,29 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         out.print(f"a draft vocabulary of {found['size']:,} covers {found['coverage']:.2%} of the tokens that count")
 
 
+@data.command
+def delete_traffic(folder: Path, *, api_key: Annotated[str | None, Parameter(env_var="FORERUN_API_KEY")] = None) -> int:
+    """Delete what a server recorded of one API key; it may go on recording.
+
+    Parameters
+    ----------
+    folder
+        Directory that forerun serve --record-traffic was given.
+    api_key
+        Whose conversations to delete; if not given those of requests without a key.
+    """
+    from forerun.serve.traffic import delete, owner_of
+
+    if not folder.is_dir():
+        raise ArgumentError(f"there is no directory {folder}; name the one that --record-traffic was given")
+    count = delete(folder, owner_of(api_key))
+    if not count:
+        whose = "requests without a key" if api_key is None else "this key"
+        raise ArgumentError(f"{folder} holds no traffic of {whose}; nothing was deleted")
+    console.out().print(f"deleted {count} file{'s' if count > 1 else ''}")
+    return 0
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateOptions:

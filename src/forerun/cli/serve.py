@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,44 +10,12 @@ from typing import TYPE_CHECKING, Any
 from cyclopts import Parameter
 
 from forerun.cli import session
-from forerun.cli.options import LOADING, SPECULATION, Flag, Model, SpeculationOptions, TargetOptions
-from forerun.engine.adapting import AdaptConfig, adapt_config
-from forerun.engine.config import SpeculativeConfig
+from forerun.cli.options import LOADING, SPECULATION, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
     from forerun import AsyncLLM
-
-_DEFAULTS = AdaptConfig()
-
-
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptOptions:
-    """`AdaptOptions` say whether and how the drafter learns while it serves."""
-
-    adapt: Flag = False
-    """Let the drafter learn from what the target says; answers stay the target's."""
-    adapt_share: float = _DEFAULTS.share
-    """Most seconds of learning per second of wall time, above 0 and at most 1."""
-    adapt_dir: Path | None = _DEFAULTS.directory
-    """Keeps what was learned, and goes on from there; if not given it ends with the server."""
-    adapt_learning_rate: float = _DEFAULTS.learning_rate
-    """Learning rate of AdamW, per step."""
-
-    def config(self, speculative: Mapping[str, Any] | None) -> AdaptConfig | None:
-        """Return the configuration as `LLM` takes it, None where nothing was asked for."""
-        if not self.adapt:
-            if self != ADAPTING:
-                raise ArgumentError("--adapt-... options without --adapt; add --adapt")
-            return None
-        values = {"share": self.adapt_share, "directory": self.adapt_dir, "learning_rate": self.adapt_learning_rate}
-        return adapt_config(values, SpeculativeConfig.parse(speculative))
-
-
-ADAPTING = AdaptOptions()  # Nothing asked for
-
 
 log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()
@@ -85,7 +52,6 @@ def serve(
     engine: EngineOptions = ENGINE,
     settings: ServeSettings = SETTINGS,
     speculation: SpeculationOptions = SPECULATION,
-    adapting: AdaptOptions = ADAPTING,
     loading: TargetOptions = LOADING,
 ) -> int:
     """Serve a model behind OpenAI's API.
@@ -101,12 +67,7 @@ def serve(
     """
     speculative = speculation.config()
     session.check(model, loading, speculative, **asdict(engine))
-    options = {"speculative_config": speculative, "adapt": adapting.config(speculative), **asdict(engine)}
-    if adapting.adapt and not settings.may_learn:
-        raise ArgumentError(
-            "--adapt has nobody to learn from: name API keys with --adapt-api-key, or without keys add "
-            "--share-unnamed; what is learned may hold their text"
-        )
+    options = {"speculative_config": speculative, **asdict(engine)}
     try:
         from forerun.serve.logs import configure_logging
         from forerun.serve.server import run

@@ -5,12 +5,16 @@ flags, or both.
 from __future__ import annotations
 
 import json as json_module
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.cli import INTERRUPTED, OK, console
 from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from forerun.training.recipe import TrainRecipe
 
 _TITLES = {
     "finished": "trained",
@@ -32,6 +36,7 @@ def train(
     target: str | None = None,
     data: str | None = None,
     output: str | None = None,
+    from_traffic: Path | None = None,
     draft: str | None = None,
     mode: str | None = None,
     features: str | None = None,
@@ -57,6 +62,9 @@ def train(
         Prepared data (see: forerun data prepare).
     output
         Directory of checkpoints, log and what is finished.
+    from_traffic
+        Instead of --data: what a server recorded (forerun serve --record-traffic), its directory or one key's file.
+        It is prepared into the output, once.
     draft
         Directory or hub id of the draft model that distill or pard trains, or of a head to go on from.
     mode
@@ -77,9 +85,15 @@ def train(
     file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
     flags["draft.start"] = draft
+    if from_traffic is not None:
+        if data is not None:
+            raise ArgumentError("give either --data or --from-traffic, not both")
+        flags["data"] = str(from_traffic)
     recipe = read_recipe(kind, file, assignments, flags)
     processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
+        if from_traffic is not None:
+            recipe = replace(recipe, data=processes.on_first(lambda: _prepared(from_traffic, recipe)))
         run = TrainingRun(recipe, processes)
         outcome = run.plan() if dry_run else run.train(allow_changes=allow_changes)
         if processes.first:
@@ -90,6 +104,31 @@ def train(
         return INTERRUPTED if outcome.get("interrupted") else OK
     finally:
         processes.close()
+
+
+def _prepared(traffic: Path, recipe: TrainRecipe[Any]) -> str:
+    """Prepare what a server recorded, unless an earlier run into the same output has; return the directory."""
+    from forerun.cli import session
+    from forerun.training.data.prepare import prepare
+
+    output = Path(recipe.output) / "traffic"
+    if not output.is_dir():
+        files = sorted(traffic.glob("*.jsonl")) if traffic.is_dir() else [traffic]
+        if not files:
+            raise ArgumentError(f"{traffic} holds no recorded traffic (.jsonl); see forerun serve --record-traffic")
+        # What a server was killed in the middle of is the only line that may be bad.
+        done = prepare(
+            files,
+            session.load_tokenizer(recipe.target),
+            output,
+            name=recipe.target,
+            max_length=recipe.windows.length,
+            split_long=True,
+            skip_bad=True,
+        )
+        for complaint in done.complaints:
+            console.warn(f"skipped: {complaint}")
+    return str(output)
 
 
 def _split(words: tuple[str, ...]) -> tuple[Path | None, list[str]]:

@@ -25,7 +25,6 @@ class Row:
     traced: bool = False  # Whether each node's probabilities are wanted in the `StepTrace`
     prediction: Sequence[int] = ()  # Token ids that the client expects as the answer
     cache_salt: str | None = None  # Isolation domain: what is kept of the text serves rows of the same domain only
-    adapt: bool = True  # Whether online adaptation may learn from it
     steps: int = 0  # Steps done so far
     drafter_errors: int = 0  # Times that a drafter failed it
     error: ForerunError | None = None  # Why it cannot go on; the others are not concerned (`errors.Isolation`)

@@ -97,7 +97,7 @@ def step(
     names = {index: group.name for group in groups for index in group.members}
     trees = _without_impossible(trees, rows, names)
     marks.append(time.perf_counter())
-    boundaries = frozenset[Boundary]().union(*(group.drafter.requires | group.drafter.observes for group in groups))
+    boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, top=top, recordings=target.verifying)
@@ -151,7 +151,6 @@ def context_for(
         hidden_states=hidden_states,
         predictions=tuple([row.prediction for row in chosen]),
         cache_salts=tuple([row.cache_salt for row in chosen]),
-        adapt=tuple([row.adapt for row in chosen]),
     )
 
 
@@ -249,8 +248,7 @@ def _learning_context(
 ) -> DraftContext:
     """Return what a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
-    boundaries = drafter.requires | drafter.observes
-    wanted = {boundary: _gather_states(hidden_states[boundary], members, chosen) for boundary in boundaries}
+    wanted = {boundary: _gather_states(hidden_states[boundary], members, chosen) for boundary in drafter.requires}
     return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
 
 

@@ -27,7 +27,7 @@ def reads_text_alone(method: str) -> bool:
     from forerun.drafters.base import Drafter
 
     own = drafter_class(method)
-    return all(getattr(own, name) is getattr(Drafter, name) for name in ("requires", "observes", "observe"))
+    return all(getattr(own, name) is getattr(Drafter, name) for name in ("requires", "observe"))
 
 
 def list_methods(config: Mapping[str, Any]) -> Iterator[str]:

@@ -25,7 +25,6 @@ class DrafterEntry:
     summary: str
     needs_training: bool = False
     lossless: bool = True
-    adapts: bool = False  # Its weights can be trained while it serves: `Drafter.trainable`
     copies: bool = False  # It looks deterministic nodes up, without a forward pass: `auto` asks it at every step
     needs_prediction: bool = False  # It drafts nothing for a request that brings no prediction, unless told another one
 
@@ -70,7 +69,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
     "draft_model": DrafterEntry(
         path="forerun.drafters.draft_models.draft_model:DraftModelDrafter",
         summary="any smaller causal LM with the same tokenizer; chain or tree, deterministic or sampled",
-        adapts=True,
     ),
     "pard": DrafterEntry(
         path="forerun.drafters.draft_models.pard:PardDrafter",
@@ -112,9 +110,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
     ),
     **{
-        kind.name: DrafterEntry(
-            path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None, adapts=True
-        )
+        kind.name: DrafterEntry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None)
         for kind in KINDS.values()
         if kind.trains == "head"
     },

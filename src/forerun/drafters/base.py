@@ -54,7 +54,6 @@ class DraftContext:
     requests without a salt share. What is learned from a row may change drafts for rows of its own
     domain and of no other, see `PerDomain`.
     """
-    adapt: Sequence[bool] = ()  # (B,) whether online adaptation may learn from each row; empty: from all
     failures: dict[int, Exception] = field(default_factory=dict)  # Cache row -> why it was failed; see `fail`
 
     def salt(self, index: int) -> str | None:
@@ -93,7 +92,7 @@ class DraftContext:
         return self if same else replace(self, samplers=seen)
 
 
-_BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts", "adapt")
+_BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "predictions", "cache_salts")
 
 
 class Drafted(Proposal):
@@ -198,13 +197,6 @@ class Drafter:
         return False
 
     @property
-    def observes(self) -> frozenset[Boundary]:
-        """Layer boundaries whose hidden states `observe` gets besides those that the drafter reads:
-        of the tokens that a step committed, as `extend` has them, and of no prompt.
-        """
-        return frozenset()
-
-    @property
     def top_ids(self) -> int:
         """Number of ids a node that `observe` asks `scores.top_ids` for; declared here, they are
         read from the device with all else.
@@ -219,21 +211,6 @@ class Drafter:
         target does not run again can be had in no other way.
         """
         return bool(self.requires)
-
-    @property
-    def outdated(self) -> frozenset[int]:
-        """Rows that hold state made by earlier weights: none of it is kept when such a row is
-        truncated.
-        """
-        return frozenset()
-
-    @property
-    def trainable(self) -> Any:
-        """The causal LM or head whose weights online adaptation may exchange between steps; None:
-        nothing to train. A drafter that reads no hidden states recomputes a row that is truncated
-        to 0 and then extended by less than the whole text.
-        """
-        return None
 
     def extend(self, context: DraftContext) -> None:
         """Take note of committed tokens: a prompt (chunk), a reused prefix, or the accepted path

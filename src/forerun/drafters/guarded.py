@@ -46,7 +46,6 @@ class Guarded(Drafter):
     name = "guarded"
     depth: int | None = None
     requires: frozenset[Boundary] = frozenset()
-    observes: frozenset[Boundary] = frozenset()
     top_ids: int = 0
     remembers: bool = False
 
@@ -59,7 +58,6 @@ class Guarded(Drafter):
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
         self.depth = self._told("depth", _DEPTH, None)
         self.requires = self._told("requires", self._boundaries, frozenset[Boundary]())
-        self.observes = self._told("observes", self._boundaries, frozenset[Boundary]())
         self._watches = self._told("watches", _FLAG, otherwise=False)
         self.top_ids = self._told("top_ids", int, 0)
         self.remembers = self._told("remembers", _FLAG, otherwise=False)
@@ -73,14 +71,9 @@ class Guarded(Drafter):
     def watches(self) -> bool:
         return self._watches
 
-    @property
-    def outdated(self) -> frozenset[int]:
-        return self._asked("outdated", lambda: self.drafter.outdated, frozenset, frozenset())
-
     def wrap(self, around: Callable[[Drafter], Drafter]) -> None:
-        """Put something around the drafter inside, which may observe more states than that."""
+        """Put something around the drafter inside."""
         self.drafter = around(self.drafter)
-        self.observes = self._told("observes", self._boundaries, frozenset[Boundary]())
 
     def extend(self, context: DraftContext) -> None:
         """Show it committed tokens, with the hidden states that it reads and no others. A closed
@@ -121,7 +114,7 @@ class Guarded(Drafter):
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         if places := self._open(context):
-            part = self._seen(context, places, self.requires | self.observes)
+            part = self._seen(context, places)
             with self._guarding(part.rows, "to learn from a step"):
                 self.drafter.observe(part, [verdicts[place] for place in places], scores.of(places))
 
@@ -156,13 +149,11 @@ class Guarded(Drafter):
             return []
         return places
 
-    def _seen(
-        self, context: DraftContext, places: Sequence[int], boundaries: frozenset[Boundary] | None = None
-    ) -> DraftContext:
-        part, wanted = context.of(places), self.requires if boundaries is None else boundaries
-        if part.hidden_states.keys() <= wanted:
+    def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
+        part = context.of(places)
+        if part.hidden_states.keys() <= self.requires:
             return part
-        hidden_states = {key: states for key, states in part.hidden_states.items() if key in wanted}
+        hidden_states = {key: states for key, states in part.hidden_states.items() if key in self.requires}
         return replace(part, hidden_states=hidden_states)
 
     @contextmanager

@@ -15,6 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from forerun.engine.completion import Request
@@ -99,7 +100,6 @@ class AsyncLLM:
         client: str | None = None,
         user: str | None = None,
         priority: int = 0,
-        adapt: bool = True,
         max_unread: int | None = None,
     ) -> AsyncGenerator[StreamChunk]:
         """Run `LLM.stream`; leaving the loop early aborts the request.
@@ -107,7 +107,7 @@ class AsyncLLM:
         Args:
             timeout_s: see `LLM.generate`; it counts from the call, also while the prompt waits to become tokens.
             cache_salt: see `LLM.generate`.
-            client, user, priority, adapt: see `LLM.submit`.
+            client, user, priority: see `LLM.submit`.
             max_unread: chunks of each of the `n` answers kept for a caller who does not read; with one more the request
                 is aborted and the stream ends with an error. None keeps them all.
 
@@ -123,7 +123,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         request = await self._lanes.run(self.llm.lane(prompt, params), work, client=client)
         request.queued_at = arrived
-        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
+        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
         inbox = _Inbox(loop, None if max_unread is None else max_unread * request.params.n)
         submitted = loop.run_in_executor(self._worker, partial(_raisable, partial(self._submit, request, inbox)))
         try:
@@ -155,6 +155,10 @@ class AsyncLLM:
         """
         self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
 
+    async def load_drafter(self, model: str | Path) -> None:
+        """`LLM.load_drafter`, between two steps: answers that run wait while the files are read."""
+        await asyncio.wrap_future(self._worker.submit(self.llm.load_drafter, model))
+
     async def close(self) -> None:
         """Finish the step in progress and stop the worker. Running requests, and all that come
         later, end with an EngineError.
@@ -165,8 +169,6 @@ class AsyncLLM:
             with suppress(RuntimeError):  # its loop was closed: nobody waits
                 inbox.loop.call_soon_threadsafe(inbox.put_nowait, EngineError(CLOSED))
         await asyncio.to_thread(self._worker.shutdown)
-        if self.llm.adaptation is not None:
-            await asyncio.to_thread(self.llm.adaptation.close)
 
     def _submit(self, request: Request, inbox: _Inbox) -> str:
         """Queue a request, in the worker. Its inbox is registered before any step can answer."""

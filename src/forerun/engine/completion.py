@@ -53,13 +53,11 @@ class Request:
     last_token_at: float | None = None
     cached_tokens: int = 0  # Prompt tokens that were in the cache already
 
-    def belong(
-        self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int, adapt: bool
-    ) -> None:
+    def belong(self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int) -> None:
         """Set whose request it is, see `LLM.submit`."""
         self.client, self.user, self.priority = client, user, priority
         for answer in self.answers:
-            answer.row.cache_salt, answer.row.adapt = cache_salt, adapt
+            answer.row.cache_salt = cache_salt
 
     @property
     def scored(self) -> list[Mapping[int, TokenLogprob] | None] | None:

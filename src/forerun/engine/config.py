@@ -17,6 +17,12 @@ from forerun.manifests import read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
+NOT_WHILE_SERVING = (
+    "drafters no longer learn while they serve, which cost more than it gained: record the traffic (forerun serve "
+    "--record-traffic), train on it (forerun train --from-traffic), load the result (LLM.load_drafter); docs/traffic.md"
+)
+"""What is said to whoever asks for the online adaptation of earlier versions."""
+
 _ALIASES = {
     "drafter": "method",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
@@ -73,6 +79,18 @@ class SpeculativeConfig:
             raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")
         rule = _RULE_ALIASES.get(rule, rule)
         return cls(method=method, num_speculative_tokens=tokens, rule=rule, adaptive=adaptive, options=values)
+
+    def with_model(self, model: str) -> SpeculativeConfig:
+        """Return the configuration with another directory in the place of its one model, a member's included.
+        ArgumentError: it has none, or several."""
+        made_of = [{"method": one} if isinstance(one, str) else dict(one) for one in self.options.get("drafters", ())]
+        options = {**self.options, "drafters": made_of} if made_of else dict(self.options)
+        holders = [one for one in (options, *made_of) if one.get("model") is not None]
+        if len(holders) != 1:
+            found = f"{len(holders)} models" if holders else "no model that could be replaced"
+            raise ArgumentError(f"drafter {self.method!r} has {found}; one is loaded in the place of one")
+        holders[0]["model"] = model
+        return dataclasses.replace(self, options=options)
 
     @property
     def named(self) -> dict[str, Any]:

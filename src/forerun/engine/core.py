@@ -9,8 +9,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,22 @@ class Engine:
         if request is not None:
             request.release()
 
+    def load_drafter(self, key: str, model: str) -> None:
+        """Have the requests to come drafted for by the model of another directory. Answers that wait or run finish with
+        the drafter that they have, which goes with the last of them. ForerunError: the new one cannot be loaded, and
+        nothing has changed."""
+        former = self.drafting.swap(key, model)
+        for row in self._prefixes.disown(key):
+            self.drafting.forget(former, [row], [0])
+        for answer in [*self._waiting, *self._running]:
+            if answer.drafter == key:
+                answer.drafter = former
+        self._discard_replaced()
+
+    def _discard_replaced(self) -> None:
+        for key in self.drafting.replaced - {answer.drafter for answer in [*self._waiting, *self._running]}:
+            self.drafting.discard(key)
+
     def forget(self) -> None:
         """Empty all free rows, with nothing running; they are then taken in the order of a new
         engine.
@@ -182,10 +198,7 @@ class Engine:
     def _take(self, wanted: Sequence[int], answer: Completion, *, needs_drafter: bool = False) -> Allocation:
         busy = {other.row.cache_row: self._held(other) for other in self._running}
         salt, drafter = answer.row.cache_salt, answer.drafter
-        outdated = self.drafting.outdated(drafter) if needs_drafter else ()
-        found = self._prefixes.acquire(
-            wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter, outdated=outdated
-        )
+        found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
         if found.drafter is not None:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
@@ -217,6 +230,8 @@ class Engine:
             self._release(answer, keep=not answer.failed)
             if answer.drafter is not None:
                 self.drafting.watch(answer.drafter, answer.stats)
+        if self.drafting.replaced:
+            self._discard_replaced()
 
     def _expire(self) -> list[StreamChunk]:
         now = time.perf_counter()
@@ -414,6 +429,12 @@ class PrefixCache:
             tokens=list(held[0]), salt=held[1], drafter=drafter, writes=self._target.writes[row], used=self._clock
         )
 
+    def disown(self, drafter: str) -> list[int]:
+        """Return the free rows of which a drafter keeps a state, and let the rows keep their tokens alone."""
+        rows = [row for row, kept in self._free.items() if kept.drafter == drafter]
+        self._free |= {row: replace(self._free[row], drafter=None) for row in rows}
+        return rows
+
     def drop(self, most: int) -> list[tuple[int, str]]:
         """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with
         their drafters' keys.
@@ -435,7 +456,6 @@ class PrefixCache:
         salt: str | None = None,
         drafter: str | None = None,
         needs_drafter: bool = False,
-        outdated: Collection[int] = (),
     ) -> Allocation:
         """Take a row: the one that holds most of the wanted text or, if a running row holds more, a
         copy of that. Otherwise it is the row that keeps the busy ones side by side (the cache reads
@@ -450,13 +470,10 @@ class PrefixCache:
             salt: isolation domain: what rows of another hold is as good as unknown.
             drafter: key of the one that will work for the row.
             needs_drafter: it reads hidden states: without its own state of the prefix, the target's is of no use.
-            outdated: rows whose state it does not keep.
         """
         shared = dict[int, int]()
         for row, kept in self._free.items():
-            lost = kept.writes != self._target.writes[row] or (
-                needs_drafter and (kept.drafter != drafter or row in outdated)
-            )
+            lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
             shared[row] = 0 if lost or kept.salt != salt else _common(kept.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         copied = {

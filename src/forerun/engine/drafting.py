@@ -4,6 +4,7 @@ chance level.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,8 @@ class DrafterPool:
         """
         self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
+        self._numbers = itertools.count(1)  # Of drafters that were replaced
+        self.replaced = set[str]()  # Keys of those that some answers still finish with
         self._planned: list[Policy] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
@@ -60,6 +63,23 @@ class DrafterPool:
         self._active[key] = active
         return key
 
+    def swap(self, key: str, model: str) -> str:
+        """Build the drafter of a key anew with the model of another directory; from then on the key means that one.
+        Return the key of the former, which works on until it is discarded. ForerunError: whatever keeps the new one
+        from being built, and nothing has changed."""
+        former, kept = self._active[key], f"{key}, replaced {next(self._numbers)}"
+        made = self._built(former.config.with_model(model))
+        # Requests name the drafter as it was configured, by whichever model it drafts.
+        self._active |= {kept: former, key: replace(made, config=former.config)}
+        self.replaced.add(kept)
+        return kept
+
+    def discard(self, key: str) -> None:
+        """Let go of a drafter that was replaced, and of its memory."""
+        self.replaced.remove(key)
+        self._planned = []
+        del self._active[key]
+
     def _wider(self, config: SpeculativeConfig) -> str | None:
         """Return the key of a drafter that differs in drafting more; the request's own limit makes
         it draft less.
@@ -69,8 +89,10 @@ class DrafterPool:
         unlimited = _key(replace(config, num_speculative_tokens=None))
         for key, active in self._active.items():
             most = active.config.num_speculative_tokens
-            if _key(replace(active.config, num_speculative_tokens=None)) == unlimited and (
-                most is None or most >= config.num_speculative_tokens
+            if (
+                key not in self.replaced
+                and _key(replace(active.config, num_speculative_tokens=None)) == unlimited
+                and (most is None or most >= config.num_speculative_tokens)
             ):
                 return key
         return None
@@ -163,12 +185,9 @@ class DrafterPool:
         """Return whether what the drafters hold of a row is worth keeping when the answer has
         ended.
         """
-        return key is not None and any(drafter.remembers for _, drafter in self._active[key].drafters)
-
-    def outdated(self, key: str | None) -> frozenset[int]:
-        """Return the rows of which one of the drafters holds state that it will not keep."""
-        drafters = self._active[key].drafters if key is not None else []
-        return frozenset[int]().union(*(drafter.outdated for _, drafter in drafters))
+        if key is None or key in self.replaced:
+            return False
+        return any(drafter.remembers for _, drafter in self._active[key].drafters)
 
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shrink rows that the drafters of a key worked for to these lengths, 0 for those that are

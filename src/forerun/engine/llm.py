@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,10 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.base import DrafterSetup
-from forerun.engine.adapting import AdaptConfig, adapt_config
 from forerun.engine.completion import Request
 from forerun.engine.config import (
     MAX_SPECULATIVE_TOKENS,
+    NOT_WHILE_SERVING,
     SpeculativeConfig,
     check_sizes,
     drafter_bytes,
@@ -37,8 +38,6 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from forerun.engine.adapting.adaptation import Adaptation
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,6 @@ class LLM:
             repeats and its answers differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
-        adapt: let the drafter, a draft model or a head, learn while it serves: True, or fields of `AdaptConfig`.
         check: verify the step's invariants while running (slow).
         loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
             repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
@@ -109,7 +107,6 @@ class LLM:
         kv_cache_tokens: int | None = None,
         seed: int | None = None,
         reproducible: bool = False,
-        adapt: AdaptConfig | Mapping[str, Any] | bool | None = None,
         check: bool = False,
         **loading: Any,
     ) -> None:
@@ -117,6 +114,8 @@ class LLM:
         if old is not None and speculative_config is not None:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
         for name in loading:
+            if name == "adapt":
+                raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
             if name not in _LOADING:
                 known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
                 raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
@@ -129,7 +128,7 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
         )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
-        adapting, headroom = adapt_config(adapt, self.speculative), MAX_SPECULATIVE_TOKENS + 1
+        headroom = MAX_SPECULATIVE_TOKENS + 1
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
         self.target = Target.load(
@@ -168,7 +167,7 @@ class LLM:
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
         self.engine = Engine(self.target, pool, scheduling, check=check)
-        self.adaptation = self._adapt(adapting, self.engine.drafting.ensure(self.speculative))
+        self._drafter = self.engine.drafting.ensure(self.speculative)
         weakref.finalize(self, self.engine.drafting.keep_costs)
         self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = {}
@@ -300,7 +299,6 @@ class LLM:
         client: str | None = None,
         user: str | None = None,
         priority: int = 0,
-        adapt: bool = True,
     ) -> str:
         """Queue a request and return its id; the engine's `step` advances it. Raises ArgumentError
         if the prompt does not fit, or an option is out of range.
@@ -310,12 +308,11 @@ class LLM:
             client: whose request it is; rows are shared evenly among clients. None: one that nobody else is.
             user: of the client; its rows are shared evenly among its users, of whom None is one.
             priority: of the client's requests the lowest goes first.
-            adapt: whether online adaptation may learn from it.
         """
         request = self.prepared(
             self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
         )
-        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority, adapt=adapt)
+        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
         with self._alone():
             return self.queue(request)
 
@@ -356,6 +353,26 @@ class LLM:
         self.engine.add(request)
         return request.id
 
+    def load_drafter(self, model: str | Path) -> None:
+        """Have the requests to come drafted for by another head or draft model: the one in the directory `model`, of
+        the configured method, in the place of the one there is. Requests that have been submitted finish with that
+        one, whose memory is free once the last of them has ended. Answers keep the target's distribution, whichever
+        drafts for them.
+
+        Raises:
+            ForerunError: no drafter with one model is configured, there is no such directory, or what it holds does
+                not fit the target. The drafter that there is stays.
+        """
+        if self._drafter is None:
+            raise ArgumentError("no drafter is configured (speculative_config), so there is none to replace")
+        folder = Path(model).expanduser()
+        if not folder.is_dir():
+            raise ArgumentError(f"there is no directory {folder}; name the one that holds the new head or draft model")
+        began = time.perf_counter()
+        with self._alone():
+            self.engine.load_drafter(self._drafter, str(folder))
+        log.info("drafter loaded from %s in %.2f s; it drafts for new requests", folder, time.perf_counter() - began)
+
     def abort(self, request_id: str) -> None:
         """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that
         runs, in this thread or another, ends first, and then the request.
@@ -388,16 +405,6 @@ class LLM:
         finally:
             self._turn.release()
             self._end()
-
-    def _adapt(self, config: AdaptConfig | None, key: str | None) -> Adaptation | None:
-        if config is None or key is None:
-            return None
-        from forerun.engine.adapting.adaptation import Adaptation
-
-        adaptation = Adaptation(config, self.target, self.tokenizer)
-        self.engine.drafting.wrap(key, adaptation.around)
-        adaptation.start(self)
-        return adaptation
 
     def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
         if speculative is None or speculative is True:

@@ -11,7 +11,6 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -90,13 +89,6 @@ _ONE_AT_A_TIME = threading.Lock()
 """Held while a graph is recorded. To begin one, torch waits for the whole device, which is an
 error, there and here, while another thread records.
 """
-
-
-def none_meanwhile() -> AbstractContextManager[object]:
-    """Return a lock under which nothing is recorded, for threads that draw random numbers on a
-    device, which torch forbids during a recording.
-    """
-    return _ONE_AT_A_TIME
 
 
 @cache

@@ -30,6 +30,7 @@ from forerun.serve import logs
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
 from forerun.serve.guards import (
+    LOAD_DRAFTER,
     OPEN_PATHS,
     Guard,
     RequestRecorder,
@@ -43,7 +44,13 @@ from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jo
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, internal_error, refusal
-from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from forerun.serve.protocol.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    LoadDrafterRequest,
+    TokenizeRequest,
+)
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
 
@@ -262,6 +269,11 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     async def model(name: str) -> dict[str, Any]:
         check_model(session, name)
         return card(name)
+
+    @app.post(LOAD_DRAFTER, include_in_schema=False)  # the operator's, no client's
+    async def load_drafter(body: LoadDrafterRequest) -> dict[str, Any]:
+        await session.load_drafter(body.model)
+        return {"success": True, "message": f"new requests are drafted for by {body.model}"}
 
     @app.get("/health", responses=_NOT_READY)
     @app.get("/ping", responses=_NOT_READY)

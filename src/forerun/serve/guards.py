@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -36,10 +36,12 @@ from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
 from forerun.serve.protocol.errors import ApiError, from_validation, internal_error
 from forerun.serve.settings import ServeSettings
+from forerun.serve.traffic import UNNAMED, owner_of
 
 T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
 CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
+LOAD_DRAFTER = "/v1/load_drafter"  # Needs the operator's key, and no client's will do
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
 CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
@@ -130,7 +132,14 @@ class Guard:
 
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """Return what is wrong with the head of a request, whose client is known from here on."""
-        if own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
+        if own_path(scope) == LOAD_DRAFTER:
+            wanted = self._settings.admin_api_key
+            if wanted is None:
+                return ApiError(403, "this server was started without --admin-api-key")
+            if _key_given(scope, (wanted,)) is None:
+                return ApiError(401, "the operator's key is needed (--admin-api-key): Authorization: Bearer KEY")
+            CLIENT.set(Client(name="operator", domain=None))
+        elif own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
             client = identify_client(scope, self._settings)
             if client is None:
                 return ApiError(401, "a valid API key is needed: Authorization: Bearer KEY")
@@ -172,7 +181,7 @@ class Client:
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
     key: str = ""  # The hash of its API key, where it has one
-    adapt: bool  # True where online adaptation may learn from it
+    traffic: str = UNNAMED  # What the files of its recorded conversations are named by
 
     def cache_salt(self, own: str | None) -> str | None:
         """Return the engine's salt for a request with a salt of its `own`, which narrows the domain
@@ -189,16 +198,20 @@ def identify_client(scope: Scope, settings: ServeSettings) -> Client | None:
         # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
         shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
         domain = None if shared else _hash("request", secrets.token_hex(16))
-        return Client(name=_hash("address", address), domain=domain, adapt=shared)
+        return Client(name=_hash("address", address), domain=domain)
+    if (key := _key_given(scope, settings.api_keys)) is None:
+        return None
+    name = _hash("key", key)
+    return Client(name=name, domain=name, key=name, traffic=owner_of(key))
+
+
+def _key_given(scope: Scope, keys: Sequence[str]) -> str | None:
+    """Return which of the keys a request brings; None where it is none of them."""
     headers = Headers(scope=scope)
     scheme, _, given = headers.get("authorization", "").partition(" ")
     given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
-    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in settings.api_keys]
-    if not any(right):
-        return None
-    key = settings.api_keys[right.index(True)]
-    name = _hash("key", key)
-    return Client(name=name, domain=name, key=name, adapt=key in settings.learned_keys)
+    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    return keys[right.index(True)] if any(right) else None
 
 
 def _hash(*parts: str) -> str:

@@ -131,9 +131,9 @@ def _job(
         "client": client.name,
         "user": body.user,
         "priority": body.priority,
-        "adapt": client.adapt,
     }
-    return Job(prompt=prompt, params=params, options=options, names=names or names_of(body))
+    recorded = "store" not in body.model_fields_set
+    return Job(prompt=prompt, params=params, options=options, names=names or names_of(body), recorded=recorded)
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
@@ -26,11 +26,13 @@ from forerun import AsyncLLM, errors
 from forerun.drafters import AUTO, default_length
 from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.llm import Speculative
+from forerun.manifests import TokenizerIdentity
 from forerun.serve import logs
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
 from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
+from forerun.serve.traffic import Traffic
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 log = logging.getLogger(__name__)
@@ -51,9 +53,9 @@ class Session:
         self.failure: BaseException | None = None  # Why the model could not be loaded
         self._held = Counter[str]()  # Answers of each client that wait or run
         self.cut_off = 0  # Answers that were still running when the drain time was over
-        read = {"vllm:": (ENGINE, self._engine_figures), "forerun:adaptation_": (ADAPTATION, self._adaptation_figures)}
-        self.metrics = Metrics(settings.model_name, read)
+        self.metrics = Metrics(settings.model_name, {"vllm:": (ENGINE, self._engine_figures)})
         self._engine: AsyncLLM | None = None
+        self._traffic: Traffic | None = None
         self._drained_by = 0.0
         self._closing: asyncio.Future[None] | None = None
 
@@ -125,6 +127,10 @@ class Session:
                 engine.llm.chat_prompt(GREETING)
             except errors.ArgumentError as error:
                 raise errors.CheckpointError(f"the model's chat template cannot be used: {error}") from error
+        if self.settings.record_traffic is not None and engine.llm.tokenizer is not None:
+            folder, vocabulary = self.settings.record_traffic, TokenizerIdentity.of(engine.llm.tokenizer).vocabulary
+            self._traffic = Traffic(folder, most_bytes=self.settings.record_traffic_bytes, vocabulary=vocabulary)
+            log.info("traffic is recorded in %s", folder)
         # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
         own = engine.llm.speculative
         for name in (*self.settings.client_drafters, PREDICTION):
@@ -152,6 +158,8 @@ class Session:
         if self.in_flight:
             self.cut_off = self.in_flight
             log.warning("%d answers were cut off at the end of the drain time", self.cut_off)
+        if self._traffic is not None:
+            self._traffic.close()
         self._closing = asyncio.ensure_future(self._engine.close())
         await asyncio.wait([self._closing], timeout=self.drain_left_s + CLOSING_S)
 
@@ -185,9 +193,7 @@ class Session:
                 async for chunk in chunks:
                     if chunk.output is not None:
                         reason = None
-                        self.metrics.finished(chunk.output)
-                        if record is not None:
-                            record.finished(chunk.output)
+                        self._finished(job, chunk.output)
                     begun = True
                     yield self._told(chunk)
         except (errors.NumericError, errors.RequestError, errors.EngineError) as error:
@@ -211,6 +217,15 @@ class Session:
                 if record is not None:
                     record.finish_reasons += [reason] * job.params.n
 
+    async def load_drafter(self, model: str) -> None:
+        """Have new requests drafted for by another head or draft model; an ApiError (400) where it cannot be."""
+        try:
+            await self.engine.load_drafter(model)
+        except errors.EngineError:
+            raise
+        except errors.ForerunError as error:
+            raise bad_request(str(error), "model") from error
+
     def _taken_on(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's answers, and note in the request's record, which is returned, what drafts
         for them.
@@ -222,6 +237,14 @@ class Session:
             record.drafter = chosen or (own.method if asked is None and own is not None else "none")
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
+
+    def _finished(self, job: Job, output: RequestOutput) -> None:
+        """Count the answers of a job that came to an end of their own, and record them where that is wanted."""
+        self.metrics.finished(output)
+        if (record := logs.RECORD.get()) is not None:
+            record.finished(output)
+        if self._traffic is not None and job.recorded:
+            self._traffic.record(CLIENT.get().traffic, output)
 
     def _told(self, chunk: StreamChunk) -> StreamChunk:
         """Return the chunk without anything that the operator keeps private."""
@@ -300,10 +323,6 @@ class Session:
             "prefix_cache_hits": engine.prefix_hits,
         }
 
-    def _adaptation_figures(self) -> dict[str, float]:
-        adaptation = self._engine.llm.adaptation if self._engine is not None else None
-        return {} if adaptation is None else asdict(adaptation.stats())
-
 
 def _copies_prediction(config: SpeculativeConfig) -> bool:
     """Return whether the drafter `prediction` is the configured one, or among its members."""
@@ -333,6 +352,7 @@ class Job:
     params: SamplingParams
     options: dict[str, Any]  # Options of `AsyncLLM.stream`: drafter, client, salt, time limit
     names: Mapping[str, str] = field(default_factory=dict)  # The request's names for the engine's parameters
+    recorded: bool = True  # Where traffic is recorded, it may be
 
     @property
     def copies_prediction(self) -> bool:
@@ -374,25 +394,6 @@ ENGINE: Texts = {
         "num_preemptions": "Times an answer was preempted.",
         "prefix_cache_queries": "Prompt tokens looked up.",
         "prefix_cache_hits": "Prompt tokens found in the cache.",
-    },
-}
-ADAPTATION: Texts = {
-    CounterMetricFamily: {
-        "examples": "Positions collected.",
-        "rejected_examples": "Collected positions where a draft was rejected.",
-        "updates": "Steps of the optimizer.",
-        "swaps": "Candidates that came to serve.",
-        "discarded": "Candidates that were not better than the weights that serve.",
-        "rollbacks": "Swaps undone because acceptance fell.",
-    },
-    GaugeMetricFamily: {
-        "stored_bytes": "Collected positions in memory, bytes.",
-        "version": "Of the weights that serve; 0 are those of the given checkpoint.",
-        "expected_acceptance": "Of the weights that served when the last candidate was tried, on held back positions.",
-        "candidate_acceptance": "Of the last candidate, on the same positions.",
-        "acceptance": "Share of verified drafted tokens that were accepted since the last swap, over the last 2000.",
-        "share": "Seconds of work per second of wall time.",
-        "running": "1 while it collects and trains, 0 once an error has ended it.",
     },
 }
 

@@ -7,6 +7,7 @@ These are options of ``forerun serve``, too: a field here is a flag there, and i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
@@ -31,10 +32,13 @@ class ServeSettings:
     share_unnamed: Annotated[bool, Parameter(negative="")] = False
     """Treat all requests without a key as one user's: they share cached prefixes and what drafters have learned, and
     can find out each other's text by that. Without it each of them is on its own."""
-    adapt_keys: Annotated[
-        tuple[str, ...], Parameter(name="--adapt-api-key", negative="", env_var="FORERUN_ADAPT_API_KEY")
-    ] = ()
-    """API key that ``--adapt`` may learn from; may be repeated. A server's only key need not be named."""
+    admin_api_key: Annotated[str | None, Parameter(env_var="FORERUN_ADMIN_API_KEY")] = None
+    """Key of the operator, who may load another head or draft model by it (``POST /v1/load_drafter``); nobody may
+    without. It answers no other request."""
+    record_traffic: Path | None = None
+    """Directory to record conversations in, to train on: one file a key, deleted by ``forerun data delete-traffic``."""
+    record_traffic_bytes: int = 256_000_000
+    """Largest file of a key; the oldest conversations make room for new ones."""
     allow_traces: Annotated[bool, Parameter(negative="")] = False
     """Give ``return_speculation_trace`` to who asks for it, as the playground does: what was drafted and rejected."""
     enable_prompt_tokens_details: Annotated[bool, Parameter(negative="")] = False
@@ -115,7 +119,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "max_tokens", "max_arriving")
         times = ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s")
-        for name in (*counts, "stream_buffer", "max_connections", *times):
+        for name in (*counts, "stream_buffer", "max_connections", "record_traffic_bytes", *times):
             value, least = getattr(self, name), 0 if name in times else 1
             if value is not None and not value >= least:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
@@ -131,13 +135,10 @@ class ServeSettings:
             raise ArgumentError(f"--request-timeout must be above 0, got {self.request_timeout_s}")
         if any(not key for key in self.api_keys):
             raise ArgumentError("an API key must not be empty")
-        if not set(self.adapt_keys) <= set(self.api_keys):
-            raise ArgumentError("--adapt-api-key names a key that is no --api-key of this server; give it there, too")
-
-    @property
-    def learned_keys(self) -> tuple[str, ...]:
-        return self.adapt_keys or (self.api_keys if len(self.api_keys) == 1 else ())
-
-    @property
-    def may_learn(self) -> bool:
-        return bool(self.learned_keys) if self.api_keys else self.share_unnamed
+        if self.admin_api_key == "" or self.admin_api_key in self.api_keys:
+            raise ArgumentError("--admin-api-key is a key of its own: not empty, and none of --api-key")
+        if self.record_traffic is not None and not (self.api_keys or self.share_unnamed):
+            raise ArgumentError(
+                "--record-traffic keeps apart what different users say, and requests without a key name no user: give "
+                "--api-key, or --share-unnamed if all requests are yours"
+            )

@@ -90,11 +90,6 @@ class DraftModelDrafter(Drafter):
     def remembers(self) -> bool:
         return True
 
-    @property
-    def trainable(self) -> Any:
-        # The methods that build on this one share weights with the target, or read another vocabulary.
-        return self.model.model if type(self) is DraftModelDrafter else None
-
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 

@@ -101,10 +101,6 @@ class HeadDrafter(Drafter):
     def requires(self) -> frozenset[Boundary]:
         return frozenset(self.head.config.boundaries)
 
-    @property
-    def trainable(self) -> Any:
-        return self.head
-
     def memory_bytes(self) -> int:
         return self.runner.memory_bytes()
 

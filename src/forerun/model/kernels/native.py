@@ -501,7 +501,7 @@ class Matrix(Protocol):
 
 
 class Norm(Protocol):
-    """A root-mean-square norm. Its weight may be exchanged between passes."""
+    """A root-mean-square norm."""
 
     @property
     def weight(self) -> Tensor:

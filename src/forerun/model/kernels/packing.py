@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -22,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from forerun.devices import multiplies, one_dnn
-from forerun.errors import CheckpointError
 from forerun.model.kernels import products
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
@@ -31,13 +28,6 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children 
 
 _WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
 _NAMES = itertools.count()
-
-
-class Contents(NamedTuple):
-    """The values of a `PackedWeight`."""
-
-    packed: Tensor  # Weights in the layout of the object; never written to
-    bias: Tensor | None
 
 
 class PackedWeight:
@@ -53,8 +43,9 @@ class PackedWeight:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.dtype, self.device = layers[0].weight.dtype, layers[0].weight.device
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.packed, self.bias = self.ready([layer.weight for layer in layers], biases)
+        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+        self.packed = self._laid_out([layer.weight.detach() for layer in layers])  # never written to
+        self.bias = torch.cat(biases) if biases else None
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
         self.name = str(next(_NAMES))
@@ -77,14 +68,6 @@ class PackedWeight:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         return result[:1] if single else result
 
-    def ready(self, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Contents:
-        """Return matrices (out, in) and biases (out,) as this object would hold them, in its dtype
-        and on its device. Changes nothing.
-        """
-        bias = torch.cat(list(biases)).detach().to(self.device, self.dtype) if biases else None
-        packed = self._laid_out([weight.detach().to(self.device, self.dtype) for weight in weights])
-        return Contents(packed=packed, bias=bias)
-
     def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
         return packed
@@ -92,12 +75,6 @@ class PackedWeight:
     def matrix(self) -> Tensor:
         """Return (out of all layers, in), unpacked anew at each call."""
         return self.packed.to_dense()
-
-    def exchange(self, contents: Contents) -> Contents:
-        """Replace the values, and return the former ones."""
-        former = Contents(self.packed, self.bias)
-        self.packed, self.bias = contents
-        return former
 
     def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
         return self  # never written to, and oneDNN's tensors cannot be copied
@@ -135,23 +112,10 @@ class JoinedWeight(PackedWeight):
     def matrix(self) -> Tensor:
         return self.packed
 
-    def exchange(self, contents: Contents) -> Contents:
-        bias = None if self.bias is None or contents.bias is None else overwrite(self.bias, contents.bias)
-        return Contents(packed=overwrite(self.packed, contents.packed), bias=bias)
-
 
 def _below(matrices: Sequence[Tensor]) -> Tensor:
     """Concatenate matrices below each other; a single one is returned as it is."""
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
-
-
-def overwrite(own: Tensor, value: Tensor) -> Tensor:
-    """Copy `value` to where recorded passes read `own`, and return the former values."""
-    former = own.clone()
-    own.copy_(value)
-    if value.device.type == "cuda":  # it may be another stream's, which must not use its memory before
-        value.record_stream(torch.cuda.current_stream(value.device))
-    return former
 
 
 class PackedLinear(nn.Module):
@@ -334,64 +298,3 @@ def packed_bytes(model: nn.Module) -> int:
     """Return the bytes of all packed weights, which are no parameters any longer."""
     found = {module.packed_weight for module in model.modules() if isinstance(module, PackedLinear)}
     return sum(weight.nbytes() for weight in found)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Weights:
-    """A whole set of weights in the form in which one model holds them."""
-
-    parameters: tuple[tuple[nn.Parameter, Tensor], ...]  # Parameters that are exchanged, and their values
-    packed: tuple[tuple[PackedWeight, Contents], ...]
-
-    def nbytes(self) -> int:
-        """Return the bytes of the values, without the padding of packed layouts."""
-        return sum(value.nbytes for _, value in self.parameters) + sum(weight.nbytes() for weight, _ in self.packed)
-
-
-@torch.no_grad()
-def ready(model: nn.Module, state: Mapping[str, Tensor]) -> Weights:
-    """Convert `state`, a plain model's ``state_dict`` in any floating dtype, to the dtypes, devices
-    and layouts of `model`. Changes nothing. Raises CheckpointError if a tensor is missing or
-    misshapen.
-    """
-    parameters = tuple(
-        (own, _of_shape(state, name, tuple(own.shape)).to(device=own.device, dtype=own.dtype, copy=True))
-        for name, own in model.named_parameters()
-    )
-    layers = defaultdict[int, list[tuple[str, PackedLinear]]](list)
-    for name, module in model.named_modules():
-        if isinstance(module, PackedLinear):
-            layers[id(module.packed_weight)].append((name, module))
-    packed = []
-    for members in layers.values():
-        members.sort(key=lambda member: member[1].index)
-        weight = members[0][1].packed_weight
-        matrices = [_of_shape(state, f"{name}.weight", (m.out_features, m.in_features)) for name, m in members]
-        biases = [state[f"{name}.bias"] for name, _ in members] if weight.bias is not None else []
-        packed.append((weight, weight.ready(matrices, biases)))
-    return Weights(parameters=parameters, packed=tuple(packed))
-
-
-def exchange(weights: Weights) -> Weights:
-    """Put these weights into the model that they were made for, and return the former ones. On a
-    CPU pointers change and no value is copied. On an accelerator values are copied into place,
-    where recorded passes read.
-    """
-    with torch.inference_mode(False):
-        parameters = []
-        for own, value in weights.parameters:
-            if own.device.type == "cpu":
-                parameters.append((own, own.data))
-                own.data = value
-            else:
-                parameters.append((own, overwrite(own.data, value)))
-        packed = tuple((weight, weight.exchange(contents)) for weight, contents in weights.packed)
-    return Weights(parameters=tuple(parameters), packed=packed)
-
-
-def _of_shape(state: Mapping[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    value = state.get(name)
-    if value is None or tuple(value.shape) != shape:
-        found = "is missing" if value is None else f"has the shape {tuple(value.shape)}"
-        raise CheckpointError(f"{name} {found}, expected {shape}: these are another model's weights")
-    return value

@@ -146,7 +146,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 class Neutral(Strict):
     """`Neutral` has the parameters of all of OpenAI's endpoints that change nothing here."""
 
-    store: Literal[False] = False  # Nothing is kept here
+    store: Literal[False] = False  # No answer can be fetched later. Who sends it is not recorded to train on either
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """Metadata for what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
@@ -559,6 +559,12 @@ class TokenizeRequest(Strict):
             with about("add_generation_prompt"):
                 raise ArgumentError("add_generation_prompt belongs to messages; leave it out beside prompt")
         return self
+
+
+class LoadDrafterRequest(Strict):
+    """``POST /v1/load_drafter`` takes a directory on the server's machine."""
+
+    model: Annotated[str, Field(min_length=1)]
 
 
 class DetokenizeRequest(Strict):

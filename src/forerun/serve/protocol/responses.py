@@ -168,6 +168,7 @@ class ResponsesRequest(Neutral):
             "tool_choice": choice,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
+        own |= {"store": self.store} if "store" in self.model_fields_set else {}
         return ChatRequest.model_validate({name: getattr(self, name) for name in same} | own)
 
     def _messages(self) -> Iterator[Message]:

@@ -16,7 +16,7 @@ from forerun.drafters.lookup import datastore as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.prepare import NO_TEMPLATE, apply_template
-from forerun.training.data.records import BadRecords, Record, usable_records
+from forerun.training.data.records import BadRecords, Record, own_tokens, usable_records
 from forerun.training.data.store import check_new
 from forerun.writing import written_folder
 
@@ -46,12 +46,14 @@ def build(
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
-    refused = bad or BadRecords(skip=False)
-    documents = (
-        ids for path in files for _, ids in usable_records(path, refused, lambda record: _ids(record, tokenizer))
-    )
+    refused, identity = bad or BadRecords(skip=False), TokenizerIdentity.of(tokenizer, name)
+
+    def encode(record: Record) -> Sequence[int]:
+        return own_tokens(record, identity.vocabulary) if record.tokens else _ids(record, tokenizer)
+
+    documents = (ids for path in files for _, ids in usable_records(path, refused, encode))
     sources = [{"path": path.name, "sha256": hash_file(path)} for path in files if path.is_file()]
-    return write(documents, TokenizerIdentity.of(tokenizer, name), output, sources=sources, tell=tell)
+    return write(documents, identity, output, sources=sources, tell=tell)
 
 
 def write(

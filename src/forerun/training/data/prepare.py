@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from forerun.engine.prompts import check_variables, rendered, written_mark
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, hash_file
-from forerun.training.data.records import BadRecords, Message, Record, usable_records
+from forerun.training.data.records import BadRecords, Message, Record, own_tokens, usable_records
 from forerun.training.data.store import UNWRITTEN, PreparedData, write_prepared
 
 if TYPE_CHECKING:
@@ -158,12 +158,16 @@ class RecordEncoder:
         self.tokenizer, self.variables = tokenizer, dict(variables or {})
         check_variables(tokenizer, self.variables)
         self.last_turn_only, self.answer_tokens = last_turn_only, answer_tokens
+        self._vocabulary = TokenizerIdentity.of(tokenizer).vocabulary
         self._special = frozenset(int(token) for token in tokenizer.added_tokens_decoder)
 
     def encode(self, record: Record) -> Encoded:
         """Return token ids and mask of a record; DataError without an assistant turn, a chat
         template, or a usable mask.
         """
+        if record.tokens:
+            tokens, given = own_tokens(record, self._vocabulary), record.prompt_tokens
+            return Encoded(tokens, [index >= given for index in range(len(tokens))])
         if not record.messages:
             tokens, given = self._ids(record.text), record.prompt_tokens
             # A tokenizer may close a text, but what a limit cut off has no end.

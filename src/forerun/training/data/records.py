@@ -32,7 +32,9 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A `Record` is one entry of an input file. Exactly one of `messages` and `text` is filled."""
+    """A `Record` is one entry of an input file. Exactly one of `messages`, `text` and `tokens` is
+    filled.
+    """
 
     where: str
     id: str  # The entry's own, else the file's name and the line
@@ -40,7 +42,9 @@ class Record:
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
     pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
     text: str = ""
-    prompt_tokens: int = 0  # Tokens at the beginning of `text` that were given to the writer, so they do not count
+    tokens: tuple[int, ...] = ()  # The text in token ids, as a server recorded it (`forerun serve --record-traffic`)
+    vocabulary: str = ""  # sha256 of the tokenizer's that `tokens` are of
+    prompt_tokens: int = 0  # First tokens of `text` or `tokens` that were given to the writer, so they do not count
     category: str = ""  # Category that the entry names
     truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
 
@@ -188,6 +192,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         if system and messages[0]["role"] != "system":
             messages, pair = (_message({"role": "system", "content": system}, 0), *messages), None
         return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
+    if "token_ids" in entry:
+        return Record(**common, **_recorded(entry))
     if "text" not in entry:
         raise DataError(
             f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
@@ -200,6 +206,28 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
     return Record(**common, text=text, prompt_tokens=count)
+
+
+def _recorded(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that a server has written."""
+    prompt, answer = (_token_ids(entry, name) for name in ("prompt_token_ids", "token_ids"))
+    if not isinstance(entry.get("vocabulary"), str):
+        raise DataError("token ids need 'vocabulary', the sha256 that says of which tokenizer they are")
+    return {"tokens": (*prompt, *answer), "prompt_tokens": len(prompt), "vocabulary": entry["vocabulary"]}
+
+
+def _token_ids(entry: Mapping[str, Any], name: str) -> list[int]:
+    ids = entry.get(name)
+    if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
+        raise DataError(f"{name!r} must be a list of token ids that is not empty")
+    return ids
+
+
+def own_tokens(record: Record, vocabulary: str) -> list[int]:
+    """Return a record's token ids; DataError where they are of another tokenizer than the one with this vocabulary."""
+    if record.vocabulary != vocabulary:
+        raise DataError("the token ids were recorded with another tokenizer; name the target that the server served")
+    return list(record.tokens)
 
 
 def _check_characters(record: Record) -> None:

@@ -395,6 +395,8 @@ class Director:
         """Return the questions of one record; advancing it raises DataError where nothing can be
         answered.
         """
+        if record.tokens:
+            raise DataError("recorded traffic holds the target's own answers; use it as it is (forerun data prepare)")
         return self._conversation(record) if record.messages else self._text(record)
 
     def _conversation(self, record: Record) -> Script:
