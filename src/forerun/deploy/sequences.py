@@ -335,7 +335,7 @@ def parse_config(config: Config) -> SpeculativeConfig:
         if not (reads_text_alone(method) or method == AUTO):
             raise ArgumentError(
                 f"{method} needs the target's states or distributions, which a plug-in is not given; there are "
-                f"{', '.join(COPYING)}, {AUTO}, and module:Class for one of your own without requires, observes and "
+                f"{', '.join(COPYING)}, {AUTO}, and module:Class for one of your own without requires and "
                 "observe"
             )
     if parsed.rule is not None:
