@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import subprocess
@@ -22,18 +21,16 @@ from place import (
     differences,
     given,
     greedy,
-    moved,
     no_recording_failed,
     shipped,
     tokens_of,
     wait,
 )
 
-from contract.harness import model
 from forerun.devices import attention_kernels
-from forerun.model import Target, recordings
+from forerun.model import recordings
 from forerun.model.recordings import Recordings
-from simulated.steps import runners, with_exchanged_weights
+from simulated.steps import runners
 
 pytestmark = pytest.mark.cuda_alone
 LENGTHS = (30, 4, 120, 60, 9)
@@ -129,15 +126,6 @@ def test_three_engines_record_at_once(monkeypatch: pytest.MonkeyPatch, caplog: p
     for turns in found:
         for texts in turns:
             assert not differences(texts, expected)
-
-
-def test_a_recorded_pass_has_the_weights_that_were_exchanged() -> None:
-    expected = with_exchanged_weights(Target(copy.deepcopy(model()), rows=1, slots=16))
-    target = Target(moved(model()), rows=1, slots=16)
-    found = with_exchanged_weights(target)
-    assert len(target.recordings) == 2, "one of the prompt and one of the token behind it, each replayed"
-    for there, here in zip(found, expected, strict=True):
-        torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-4)
 
 
 def test_an_engine_that_is_gone_leaves_little_memory() -> None:
