@@ -14,7 +14,7 @@ import yaml
 
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
-from forerun.certify.contract import CHECKS, Subject
+from forerun.certify.contract import CHECKS
 from forerun.drafters import DRAFTERS
 from forerun.drafters.base import DraftContext
 
@@ -86,8 +86,7 @@ def test_a_drafter_on_its_page_works(
     monkeypatch.syspath_prepend(tmp_path)
 
     config = {"method": f"on_a_page_{number}:{name}", "adaptive": False}
-    subject = Subject(config=config)
-    assert [said for look in CHECKS.values() for passed, said in [look(subject)] if not passed] == []
+    assert [said for look in CHECKS.values() for passed, said in [look(config)] if not passed] == []
     llm = LLM(checkpoint, speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]

@@ -10,10 +10,10 @@ import torch
 
 from forerun import LLM
 from forerun.certify import checks, reference
-from forerun.certify.checks import Plan, certify
+from forerun.certify.checks import certify
 from forerun.certify.enumeration import Drawing, World, check_rule
-from forerun.cli import main, session
-from forerun.cli.options import TargetOptions
+from forerun.certify.plan import Plan
+from forerun.cli import main
 from forerun.core.probs import NodeProbs
 from forerun.core.rules.argmax_walk import ArgmaxWalk
 from forerun.core.sampling import Rng
@@ -22,11 +22,12 @@ from forerun.errors import ArgumentError
 from forerun.types import Source, Verdict
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
-SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.5)
+KINDS = ["no seed", "seeded", "top-k 8", "top-p 0.7", "min-p 0.1", "penalties", "logit bias", "grammar"]
+SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
 
 
 @pytest.fixture(autouse=True)
-def one_case_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_cases_and_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """The full enumeration has tests of its own (tests/rules); here one case stands for it."""
 
     def one(names: list[str]) -> list[object]:
@@ -35,11 +36,12 @@ def one_case_per_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         return [case for case in cases if case is not None][:1]
 
     monkeypatch.setattr(checks, "check_rules", one)
+    monkeypatch.setattr(checks, "_TRIED", 8)
 
 
 def drafting(checkpoint: Path, draft: Path, **options: object) -> LLM:
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
-    return LLM(checkpoint, speculative_config=config, max_num_seqs=4)
+    return LLM(checkpoint, speculative_config=config, max_num_seqs=32)
 
 
 @pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "without_replacement"}], ids=["chain", "tree"])
@@ -49,13 +51,13 @@ def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path, op
     names = [check.name for check in report.checks]
     assert names[0].startswith("rule ") and {"greedy equality", "log-probabilities"} <= set(names)
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
-    assert [check.name.rpartition(", ")[2] for check in sampled] == ["no seed", "seeded"] * 2
+    assert [check.name.rpartition(", ")[2] for check in sampled] == KINDS
     assert all(check.figures["depth"] == 3 - bool(options) for check in sampled)
     assert json.loads(json.dumps(report.record()))["passed"] is True
 
 
 def test_same_seed_same_text_for_deterministic_drafts(checkpoint: Path) -> None:
-    llm = LLM(checkpoint, speculative_config={"method": "ngram"}, max_num_seqs=4)
+    llm = LLM(checkpoint, speculative_config={"method": "ngram"}, max_num_seqs=32)
     report = certify(llm, TEXTS, SMALL)
     check = next(check for check in report.checks if check.name.startswith("same seed"))
     assert check.passed and check.figures["equal"] == 2
@@ -69,8 +71,19 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
     report = certify(llm, TEXTS, SMALL)
     assert report.passed, report.checks
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
-    assert len(sampled) == 4 and all(check.figures["drafted"] > 0 for check in sampled)
+    assert all(check.figures["drafted"] > 0 for check in sampled)
+    assert any(check.name.endswith("no seed, drafted by early_exit") for check in sampled)
     assert active.policy is policy
+
+
+def test_another_drafts_where_there_is_nothing_to_copy(checkpoint: Path) -> None:
+    config = {"method": "ngram", "prompt_lookup_min": 20, "prompt_lookup_max": 20}
+    llm = LLM(checkpoint, speculative_config=config, max_num_seqs=32)
+    reference_of = reference.Reference.of(llm)
+    run = checks.Run(llm=llm, reference=reference_of, prompts=[list(range(60, 80))], plan=SMALL)
+    found = list(checks._distribution_checks(run))
+    assert all(check.passed and check.name.endswith("drafted by early_exit") for check in found), found
+    assert len(found) == len(KINDS) and "block" in run.rules
 
 
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +100,7 @@ def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monke
 
 def test_a_lossy_rule_is_not_certified(checkpoint: Path) -> None:
     config = {"method": "ngram", "rule": "typical"}
-    report = certify(LLM(checkpoint, speculative_config=config, max_num_seqs=4), TEXTS, SMALL)
+    report = certify(LLM(checkpoint, speculative_config=config, max_num_seqs=32), TEXTS, SMALL)
     assert not report.passed and any("not lossless" in check.summary for check in report.checks)
 
 
@@ -124,9 +137,10 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS))
     common = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(prompts)]
-    sizes = ["--max-tokens", "24", "--detect", "0.5", "--temperature", "0", "--temperature", "0.7"]
+    sizes = ["--max-tokens", "24", "--detect", "0.8", "--temperature", "0", "--temperature", "0.7"]
     assert main([*common, *sizes, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "float32"
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
     assert main([*common, *sizes, "--rule", "typical"]) == 1
     assert "not certified" in capsys.readouterr().out
@@ -139,10 +153,10 @@ def test_rows_are_as_long_as_prompts_and_answers(
     """32 rows of the whole context are gigabytes that nobody uses."""
     loaded = []
 
-    def load(_model: str, options: TargetOptions, *_: object, **_more: object) -> None:
-        loaded.append(options.max_model_len)
+    def load(*_: object, max_model_len: int, **__: object) -> None:
+        loaded.append(max_model_len)
         raise ArgumentError("that is enough")
 
-    monkeypatch.setattr(session, "load", load)
+    monkeypatch.setattr("forerun.LLM", load)
     main(["certify", str(checkpoint), "--drafter", "ngram", "--max-tokens", "24", *asked])
     assert loaded == [slots]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,20 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.certify import checks
-from forerun.certify.checks import Check, Plan
+from forerun.certify.checks import Check
+from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
-from forerun.core.probs import NodeProbs
+from forerun.core import sampling
+from forerun.core.probs import HostResidual, NodeProbs
 from forerun.core.rules.sample_walk import SampleWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.types import Source, Verdict
+from forerun.types import Source, SpeculationStats, Verdict
 
 PLAN = Plan(detect=0.3)
 PARAMS = SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+SETTING = checks.Setting(params=PARAMS, seeded=False)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +41,7 @@ def llm(checkpoint: Path, draft_checkpoint: Path) -> LLM:
         "num_speculative_tokens": 3,
         "draw": "deterministic",
     }
-    return LLM(checkpoint, speculative_config=config, max_num_seqs=8)
+    return LLM(checkpoint, speculative_config=config, max_num_seqs=32)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +49,24 @@ def reference(llm: LLM) -> Reference:
     return Reference.of(llm)
 
 
-def examined(llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False) -> tuple[Check, set[str]]:
-    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
-    check = checks.chi_square_check(run, prompt, checks.Setting(params=PARAMS, seeded=seeded), tests=1)
-    return check, run.rules
+def toy_run(monkeypatch: pytest.MonkeyPatch, probs: dict[int, list[float]]) -> checks.Run:
+    """A run whose prompts are single tokens; each has answers of one token with these probabilities."""
+
+    def toy(_: Reference, prompt: list[int], *__: object) -> Tensor:
+        return torch.tensor(probs[prompt[0]], dtype=torch.float64)
+
+    monkeypatch.setattr(Reference, "probs", toy)
+    model: Any = None  # Nothing is asked of it
+    plan = Plan(sample_tokens=1)
+    return checks.Run(llm=model, reference=Reference.__new__(Reference), prompts=[[one] for one in probs], plan=plan)
+
+
+def examined(
+    llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False, plan: Plan = PLAN
+) -> tuple[Check, set[str]]:
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=plan)
+    test = checks.uncertain(run, checks.Setting(params=PARAMS, seeded=seeded), 0, tests=1)
+    return checks.chi_square_check(run, test), run.rules
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +93,9 @@ def test_an_impossible_answer_is_infinitely_wrong() -> None:
 
 
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    def toy(_: Reference, tokens: list[int], __: SamplingParams) -> Tensor:
+    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
         distributions = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
-        return torch.tensor(distributions[tokens[-1]] if len(tokens) > 1 else [0.5, 0.25, 0.25], dtype=torch.float64)
+        return torch.tensor(distributions[answer[-1]] if answer else [0.5, 0.25, 0.25], dtype=torch.float64)
 
     monkeypatch.setattr(Reference, "probs", toy)
     reference = Reference.__new__(Reference)
@@ -90,6 +109,26 @@ def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch:
     assert counts == {(0, 0): 1, (0,): 1, (): 2}
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    tables = np.random.default_rng(seed).dirichlet([0.3] * 4, size=(5, 5))
+
+    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
+        last, before = [4, 4, *answer][-1], [4, 4, *answer][-2]
+        return torch.tensor(tables[before, last])
+
+    monkeypatch.setattr(Reference, "probs", toy)
+    cells = checks.exact_cells(Reference.__new__(Reference), [9], PARAMS, Plan(sample_tokens=3, cells=12))
+    found = dict.fromkeys(cells, 0.0)
+    for one, two, three in itertools.product(range(4), repeat=3):
+        chance = tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
+        [cell] = checks.count(cells, [(one, two, three)])
+        found[cell] += chance
+    assert found == pytest.approx(cells, abs=1e-9)
+
+
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:
     cells = checks.exact_cells(reference, prompt, PARAMS, Plan(cells=6))
     assert 3 <= len(cells) <= 6 + 2 and sum(cells.values()) == pytest.approx(1.0)
@@ -97,22 +136,34 @@ def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: l
 
 @pytest.mark.parametrize(("freedom", "level", "detect"), [(1, 1e-6, 0.02), (23, 2.5e-7, 0.05), (60, 1e-3, 0.3)])
 def test_the_power_is_scipys(freedom: int, level: float, detect: float) -> None:
-    plan = Plan(detect=detect)
-    draws = checks.draws_for(freedom, level, plan)
+    draws = checks.draws_for(freedom, level, detect, 0.99)
     critical = stats.chi2.isf(level, freedom)
-    assert stats.ncx2.sf(critical, freedom, 4 * draws * detect**2) == pytest.approx(plan.power, abs=2e-3)
+    assert stats.ncx2.sf(critical, freedom, 4 * draws * detect**2) == pytest.approx(0.99, abs=2e-3)
 
 
 def test_the_power_is_kept() -> None:
     """Counts from a distribution that is as far away as is to be detected fail as often as promised."""
-    plan, level, cells = Plan(detect=0.1, power=0.9), 1e-4, {(token,): 1 / 8 for token in range(8)}
-    draws = checks.draws_for(7, level, plan)
+    level, cells = 1e-4, {(token,): 1 / 8 for token in range(8)}
+    draws = checks.draws_for(7, level, 0.1, 0.9)
     away = np.array([1 / 8 + (0.025 if token % 2 else -0.025) for token in range(8)])
     rng, failed = np.random.default_rng(0), 0
     for _ in range(400):
         counts = Counter({(token,): int(seen) for token, seen in enumerate(rng.multinomial(draws, away))})
         failed += checks.survival(*checks.pearson(cells, counts, draws)) < level
     assert 0.85 < failed / 400 < 0.95
+
+
+@pytest.mark.parametrize("chances", [[0.988, 0.012], [0.01] * 23 + [0.77], [0.3, 0.3, 0.2, 0.19, 0.01]], ids=len)
+def test_what_is_right_hardly_fails_more_often_than_the_level_says(
+    monkeypatch: pytest.MonkeyPatch, chances: list[float]
+) -> None:
+    """Chi-square is an approximation: where a cell expects two or three answers, eight times as many drawings fail."""
+    test = checks.uncertain(toy_run(monkeypatch, {1: chances}), SETTING, 0, tests=10)
+    assert sorted(test.cells.values()) == pytest.approx(sorted([*chances, 0.0]))
+    expected = test.samples * np.array(chances)
+    counts = np.random.default_rng(0).multinomial(test.samples, chances, size=200_000)
+    failed = ((counts - expected) ** 2 / expected).sum(1) > stats.chi2.isf(test.level, len(chances) - 1)
+    assert failed.mean() < 4 * test.level and test.level**2 == pytest.approx(1e-7)
 
 
 @pytest.mark.parametrize("seeded", [False, True], ids=["no seed", "seeded"])
@@ -123,9 +174,49 @@ def test_the_real_distribution_passes(llm: LLM, reference: Reference, prompt: li
     assert "detect a total variation of 0.3" in check.summary
 
 
-def test_a_certain_answer_is_refused(llm: LLM, reference: Reference, prompt: list[int]) -> None:
-    with pytest.raises(ArgumentError, match="nothing to compare"):
-        checks.exact_cells(reference, prompt, replace(PARAMS, top_k=1), PLAN)
+def test_prompts_with_nothing_to_compare_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = {1: [1.0, 0.0], 2: [0.999, 0.001], 3: [1 / 200] * 200, 4: [0.5, 0.5]}
+    run = toy_run(monkeypatch, heard)
+    test = checks.uncertain(run, SETTING, 1, tests=1)
+    assert test.prompt == [4] and test.passed_over == 2
+    certain = replace(run, prompts=[[1], [2], [3]])
+    with pytest.raises(ArgumentError, match=r"nothing to compare.*each of the 3 prompts.*--temperature"):
+        checks.uncertain(certain, SETTING, 0, tests=1)
+
+
+def test_a_report_says_which_prompts_were_passed_over(llm: LLM, reference: Reference, prompt: list[int]) -> None:
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
+    test = replace(checks.uncertain(run, SETTING, 0, tests=1), passed_over=2)
+    assert "2 of the prompts passed over" in checks.chi_square_check(run, test).summary
+
+
+def test_answers_that_become_uncertain_late_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
+        return torch.tensor([0.6, 0.4] if len(answer) == 2 else [0.0, 1.0], dtype=torch.float64)
+
+    run = toy_run(monkeypatch, {1: []})
+    monkeypatch.setattr(Reference, "probs", toy)
+    test = checks.uncertain(replace(run, plan=Plan(sample_tokens=3)), SETTING, 0, tests=1)
+    assert {outcome for outcome, chance in test.cells.items() if chance} == {(1, 1, 0), (1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("chances", "passed"), [((0.5,), True), ((1e-6, 0.5), True), ((1e-6, 1e-6), False), ((0.0,), False)], ids=str
+)
+def test_an_unlikely_drawing_is_drawn_again_and_an_impossible_one_is_not(
+    monkeypatch: pytest.MonkeyPatch, chances: tuple[float, ...], passed: bool
+) -> None:
+    seeds = list[int]()
+
+    def drawing(_: object, __: object, stats: SpeculationStats, ___: object, first: int) -> tuple[float, int, float]:
+        stats.num_draft_tokens += 1
+        seeds.append(first)
+        return 1.0, 1, chances[len(seeds) - 1]
+
+    run = toy_run(monkeypatch, {1: [0.5, 0.5]})
+    monkeypatch.setattr(checks, "_drawing", drawing)
+    check = checks.chi_square_check(run, checks.uncertain(run, SETTING, 0, tests=1))
+    assert check.passed is passed and len(set(seeds)) == len(seeds) == len(chances)
 
 
 def test_a_rule_that_favours_drafts_fails(
@@ -154,3 +245,75 @@ def test_no_draft_is_no_proof(
     monkeypatch.setattr(llm, "generate", undrafted)
     check = examined(llm, reference, prompt)[0]
     assert not check.passed and "nothing was drafted" in check.summary
+
+
+def test_the_pace_tells_what_is_left() -> None:
+    heard = list[str]()
+    pace = checks.Pace(tell=heard.append, total=200)
+    pace.told("T = 0.7")
+    pace.drawn = 200
+    pace.told("T = 0.7")
+    assert heard == ["T = 0.7", "T = 0.7, about 0 s left"]
+
+
+def _nucleus_before_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = sampling.distribution_of
+
+    def early(logits: Tensor, params: SamplingParams, highest: float | None = None) -> Tensor:
+        nucleus = honest(logits.clone(), replace(params, temperature=1.0), highest) > 0
+        kept = honest(logits, replace(params, top_p=1.0), highest) * nucleus
+        return kept / kept.sum()
+
+    monkeypatch.setattr(sampling, "distribution_of", early)
+
+
+def _without(**neutral: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """Requests lose parameters on their way to the engine."""
+
+    def plant(monkeypatch: pytest.MonkeyPatch) -> None:
+        honest = checks.Run.answers
+
+        def answers(run: checks.Run, prompts: Any, params: Sequence[SamplingParams], speculative: Any = None) -> Any:
+            return honest(run, prompts, [replace(one, **neutral) for one in params], speculative)
+
+        monkeypatch.setattr(checks.Run, "answers", answers)
+
+    return plant
+
+
+FAULTS = {
+    "no seed": _without(temperature=1.0),
+    "top-k 8": _without(top_k=0),
+    "top-p 0.7": _nucleus_before_temperature,
+    "min-p 0.1": _without(min_p=0.0),
+    "penalties": _without(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0),
+    "logit bias": _without(logit_bias=None),
+    "grammar": _without(structured_outputs=None),
+}
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_of_every_parameter_is_seen(
+    llm: LLM, reference: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
+    [setting] = [one for one in checks.settings_for(run, 0.7) if one.what == what]
+    FAULTS[what](monkeypatch)
+    assert not checks.chi_square_check(run, checks.uncertain(run, setting, 0, tests=1)).passed
+
+
+def test_a_residual_that_is_not_taken_is_seen(
+    checkpoint: Path,
+    draft_checkpoint: Path,
+    reference: Reference,
+    prompt: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a rejection emits is drawn from the target's whole distribution."""
+    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "temperature": 3.0}
+    llm = LLM(checkpoint, speculative_config=config, max_num_seqs=32)
+    assert examined(llm, reference, prompt)[0].passed
+    honest = HostResidual.rejected
+    monkeypatch.setattr(HostResidual, "rejected", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
+    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 3))
+    assert not check.passed and rules == {"block"}

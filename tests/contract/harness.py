@@ -28,8 +28,16 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
-from forerun.certify.checks import Plan, draws_for
-from forerun.certify.contract import PROMPT, PROMPTS, SLOTS, VOCABULARY  # noqa: F401 - the tests' prompts
+from forerun.certify.checks import draws_for
+from forerun.certify.contract import (
+    PROMPT,
+    PROMPTS,  # noqa: F401 - the tests' own
+    SLOTS,  # noqa: F401
+    VOCABULARY,
+    as_prompts,
+    tiny_engine,
+    tokens_of,
+)
 from forerun.certify.contract import tiny_target as model
 from forerun.core.rules.base import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
@@ -52,7 +60,7 @@ from forerun.drafters.heads.mtp import MtpConfig, MtpHead
 from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
-from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn, RequestOutput
+from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn
 from llamas import HEAD_SIZES
 from selection import one_of_each
 
@@ -501,26 +509,9 @@ def llm(
     tokenizer: Any = False,
     chunk: int | None = None,
 ) -> LLM:
-    """An engine on the tiny target, without the self-check at load: the suite has to find every bug itself."""
+    """An engine on the tiny target that a variant drafts for."""
     config = None if variant is None else variant.config(rule)
-    return LLM(
-        model() if target is None else target,
-        tokenizer=tokenizer,
-        speculative_config=config,
-        max_num_seqs=rows,
-        max_model_len=64,
-        max_num_batched_tokens=chunk,
-        check=check,
-        self_check=False,
-    )
-
-
-def as_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-
-
-def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
+    return tiny_engine(config, target=target, tokenizer=tokenizer, rows=rows, piece=chunk, check=check, device=None)
 
 
 def plain_greedy(prompt: Sequence[int], params: SamplingParams) -> list[int]:
@@ -576,7 +567,7 @@ def draws(detect: float = 0.2) -> int:
     The default is coarse: `test_exact_steps` enumerates the same steps without any error, these answers only show that
     what is enumerated is what runs. The slow tests look closer.
     """
-    return draws_for(MOST_CELLS, LEVEL, Plan(detect=detect, power=0.99))
+    return draws_for(MOST_CELLS, LEVEL, detect, 0.99)
 
 
 def sample(engine: LLM, draws: int, *, seeded: bool = False, weary: bool = True) -> Counter[tuple[int, ...]]:

@@ -15,7 +15,7 @@ from contract.harness import installed
 from contract.test_isolated import Leaking, OneStore
 from contract.wrong import NoOptions, Whimsical, Wrong
 from forerun.certify import contract
-from forerun.certify.contract import CHECKS, Subject
+from forerun.certify.contract import CHECKS
 from forerun.cli import main
 from forerun.core.tree import TokenTree
 from forerun.drafters.base import DraftContext, Drafter
@@ -89,8 +89,7 @@ def failures(cls: type[Drafter], checks: Iterable[str] = CHECKS) -> set[str]:
     if not hasattr(cls, "Config"):
         cls.Config = NoOptions
     with installed("planted", cls):
-        subject = Subject(config={"method": "planted"})
-        return {name for name in checks if not CHECKS[name](subject)[0]}
+        return {name for name in checks if not CHECKS[name]({"method": "planted"})[0]}
 
 
 @pytest.mark.parametrize("cls", [Fine, Whimsical])
@@ -116,8 +115,8 @@ def test_each_fault_is_found_by_its_check(cls: type[Drafter], fails: str) -> Non
 
 @pytest.mark.parametrize("method", ["suffix", "lookahead"])
 def test_drafters_that_need_nothing_keep_their_contract(method: str) -> None:
-    subject = Subject(config={"method": method})
-    assert [(name, said) for name, look in CHECKS.items() for passed, said in [look(subject)] if not passed] == []
+    config = {"method": method}
+    assert [(name, said) for name, look in CHECKS.items() for passed, said in [look(config)] if not passed] == []
 
 
 MINE = """

@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM
 
 import forerun
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.certify.checks import Plan, certify
+from forerun.certify.checks import certify
+from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
 from forerun.cli import main
 from forerun.demo.questions import QUESTIONS

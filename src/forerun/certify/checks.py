@@ -2,34 +2,51 @@
 
 Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers'
 own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. How many answers are drawn follows
-from what is to be detected. The level is shared among the tests (Bonferroni).
+from what is to be detected. A test fails if two drawings, one after the other, are unlikely: each then has a level that
+is the root of the test's, where the chi-square approximation is good and fewer answers suffice. The level of a run is
+shared among its tests (Bonferroni).
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from forerun.certify.enumeration import TOLERANCE, check_rules
+from forerun.certify.plan import Plan
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
 from forerun.core.rules import rule_named
-from forerun.errors import ArgumentError
-from forerun.types import CompletionOutput, SamplingParams, SpeculationStats
+from forerun.drafters.draft_models.token_bytes import token_to_bytes
+from forerun.engine.config import SpeculativeConfig
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.types import CompletionOutput, SamplingParams, SpeculationStats, StructuredOutputs
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.engine.llm import Speculative
 
-NUCLEUS = 0.9  # The top-p of the second chi-square test at each temperature, in float32: neither side may forget to cut
+CUTS: tuple[dict[str, Any], ...] = ({"top_k": 8}, {"top_p": 0.7}, {"min_p": 0.1})
+"""Parameters that cut tokens off, each tested by itself. In float32: rounding moves the border of what is cut, and a
+token at the border is then all or nothing."""
+PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -2.0, "frequency_penalty": -2.0}
+"""Below 0, so that tokens do come again in answers of a few tokens: only there the two are seen."""
+LETTERS = b"abcdefghijklmnopqrstuvwxyz "  # What the grammar of a test allows, for longer than its answers are
 IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
-_TOGETHER = 1024  # Answers asked for at once
+FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
+_TOGETHER = 128  # Answers asked for at once
+_TRIED = 32  # Answers in which the examined drafter has to draft something, or another drafts in its place
 
 Tokens = list[int]
 Outcome = tuple[int, ...]
+Cells = dict[Outcome, float]
 REST: Outcome = ()  # The cell of everything that has no cell of its own
 
 
@@ -54,7 +71,7 @@ def certify(
     plan = plan or Plan()
     if llm.speculative is None:
         raise ArgumentError("nothing to certify without a drafter; name one with --drafter (see: forerun drafters)")
-    texts = _token_prompts(llm, prompts, plan)
+    texts = token_prompts(llm, prompts, plan)
     if reference is None:
         progress("loading the target as transformers runs it")
         reference = Reference.of(llm)
@@ -62,30 +79,6 @@ def certify(
     checks = examined(run)
     model, device, dtype = llm.target.name_or_path, str(llm.target.device), llm.target.dtype_name
     return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """How much to check."""
-
-    prompts: int = 6  # Prompts for the greedy and the log-probability check
-    prompt_tokens: int = 192  # First tokens of each
-    max_tokens: int = 96  # Tokens of each greedy answer
-    detect: float = 0.1  # Total variation that each chi-square test is to detect; sets how many answers are drawn
-    power: float = 0.99  # Probability with which it does
-    sample_tokens: int = 5  # Tokens of each sampled answer: the first has no draft, the next have up to three levels
-    sample_prompt_tokens: int = 24
-    temperatures: tuple[float, ...] = (0.0, 1.0)  # 0 asks for the greedy checks, any other for a chi-square test
-    family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
-    cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
-    least: float = 0.01  # Least probability of a cell
-    seed: int = 20_260_101
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a prompt and its answer."""
-        sampled = self.sample_prompt_tokens + self.sample_tokens
-        return max(self.prompt_tokens + self.max_tokens, sampled) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,14 +126,16 @@ class Run:
     progress: Callable[[str], None] = lambda _: None
     rules: set[str] = field(default_factory=set)
 
-    def answers(self, prompts: Sequence[Tokens], params: Sequence[SamplingParams]) -> Iterator[CompletionOutput]:
+    def answers(
+        self, prompts: Sequence[Tokens], params: Sequence[SamplingParams], speculative: Speculative = None
+    ) -> Iterator[CompletionOutput]:
         """Speculative answers with drafting counted as free: a policy that drafts nothing, which is often right in
         answers as short as these, would leave nothing to compare."""
         with self.llm.engine.drafting.free_of_charge():
             for start in range(0, len(prompts), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
                 requests = [{"prompt_token_ids": prompt} for prompt in prompts[some]]
-                for output in self.llm.generate(requests, list(params[some])):
+                for output in self.llm.generate(requests, list(params[some]), speculative=speculative):
                     self.rules.update(output.outputs[0].speculation.steps_per_rule)
                     yield output.outputs[0]
 
@@ -151,7 +146,7 @@ def examined(run: Run) -> list[Check]:
     return [*_rule_checks(run), *checks]
 
 
-def _token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:
+def token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:
     if llm.tokenizer is None:
         raise ArgumentError("certify needs the model's tokenizer to read its prompts")
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
@@ -175,22 +170,78 @@ def _text_checks(run: Run) -> Iterator[Check]:
 
 
 def _distribution_checks(run: Run) -> Iterator[Check]:
-    # Rounding moves the border of the nucleus, and a token at the border is then all or nothing.
-    cuts = (1.0, NUCLEUS) if epsilon_of(run.llm) == 0 else (1.0,)
-    settings = [
-        Setting(
-            params=SamplingParams(temperature=temperature, top_p=top_p, top_k=0, min_p=0.0, repetition_penalty=1.0),
-            seeded=seeded,
+    settings = [one for warm in run.plan.temperatures if warm > 0 for one in settings_for(run, warm)]
+    if not settings:
+        return
+    run.progress("the exact distributions of sampled answers")
+    tests = [uncertain(run, setting, index, tests=len(settings) + 1) for index, setting in enumerate(settings)]
+    pace = Pace(tell=run.progress, total=sum(test.samples for test in [*tests, tests[0]]))
+    for test in tests:
+        yield chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
+    if run.rules <= {"argmax_walk", "sample_walk"}:
+        # The drafts of the examined drafter are never sampled: this is the only test of residuals on this model.
+        sampled = _by_a_sampling_drafter(run, tests[0])
+        if sampled is not None:
+            yield chi_square_check(run, sampled, pace)
+
+
+def _drafts(run: Run, test: Test) -> bool:
+    """Whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
+    params = test.setting.requests(_TRIED, run.plan, first=0)
+    return any(answer.speculation.num_draft_tokens for answer in run.answers([test.prompt] * _TRIED, params))
+
+
+def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
+    """The same, drafted by one that samples and is often right; None: the target cannot run its layers in part."""
+    layers = run.llm.target.num_layers
+    if layers < 2:
+        return None
+    found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": 3}
+    found["adaptive"] = False
+    try:
+        run.llm.engine.drafting.ensure(SpeculativeConfig.parse(found))
+    except UnsupportedModelError:
+        return None
+    what = f"{test.setting.what}, drafted by early_exit"
+    return replace(test, setting=replace(test.setting, speculative=found, what=what))
+
+
+def settings_for(run: Run, temperature: float) -> list[Setting]:
+    """Return the ways to ask for sampled answers at a temperature: every parameter by itself."""
+    base = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
+    bias: dict[int, float] = {}
+    for prompt in run.prompts:
+        likeliest = run.reference.logits(prompt[: run.plan.sample_prompt_tokens], 1)[0].topk(2).indices.tolist()
+        bias |= zip(likeliest, (-1.0, 1.0), strict=True)
+    named: list[tuple[str, dict[str, Any]]] = [("no seed", {}), ("seeded", {})]
+    if epsilon_of(run.llm) == 0:
+        named += [(f"{name.replace('_', '-')} {value:g}", cut) for cut in CUTS for name, value in cut.items()]
+    named += [("penalties", PENALTIES), ("logit bias", {"logit_bias": bias})]
+    found = [Setting(params=replace(base, **more), seeded=what == "seeded", what=what) for what, more in named]
+    allowed = _letters(run.llm)
+    if find_spec("llguidance") is not None and bool(allowed.any()):
+        form = StructuredOutputs(regex="[a-z ]{100,}")
+        found.append(
+            Setting(params=replace(base, structured_outputs=form), seeded=False, what="grammar", allowed=allowed)
         )
-        for temperature in run.plan.temperatures
-        if temperature > 0
-        for top_p in cuts
-        for seeded in (False, True)
-    ]
-    for index, setting in enumerate(settings):
-        prompt = run.prompts[index % len(run.prompts)][: run.plan.sample_prompt_tokens]
-        run.progress(f"sampled answers against the exact distribution, {setting.name}")
-        yield chi_square_check(run, prompt, setting, tests=len(settings))
+    return found
+
+
+def _letters(llm: LLM) -> Tensor:
+    """Return, (V,), which tokens are made of `LETTERS` alone: what the grammar allows, told without its own code.
+
+    None are where there is no tokenizer, and so no grammar.
+    """
+    allowed = torch.zeros(llm.target.vocab_size, dtype=torch.bool)
+    if llm.tokenizer is None:
+        return allowed
+    text = token_to_bytes(llm.tokenizer)
+    size = min(len(llm.tokenizer), llm.target.vocab_size)
+    special = set(llm.tokenizer.all_special_ids)
+    for token in range(size):
+        own = b"" if token in special else text(token)
+        allowed[token] = bool(own) and all(byte in LETTERS for byte in own)
+    return allowed
 
 
 def _rule_checks(run: Run) -> Iterator[Check]:
@@ -290,53 +341,125 @@ class Setting:
 
     params: SamplingParams
     seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
+    what: str = ""  # What is particular about it
+    allowed: Tensor | None = None  # (V,) tokens that its grammar allows everywhere in these answers
+    speculative: dict[str, Any] | None = None  # Another drafter than the one that is examined
 
     @property
     def name(self) -> str:
         """As a report calls it."""
-        nucleus = f", top-p {self.params.top_p:g}" if (self.params.top_p or 1) < 1 else ""
-        return f"T = {self.params.temperature:g}{nucleus}, {'seeded' if self.seeded else 'no seed'}"
+        return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
+
+    def requests(self, number: int, plan: Plan, first: int) -> list[SamplingParams]:
+        """Return so many requests; where they have seeds, these are the `first` one and those that follow it."""
+        params = replace(self.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
+        return [replace(params, seed=first + index if self.seeded else None) for index in range(number)]
 
 
-def chi_square_check(run: Run, prompt: Tokens, setting: Setting, *, tests: int) -> Check:
-    """Compare speculative answers to `prompt` with the exact distribution; one of `tests` tests."""
-    plan = run.plan
-    params = replace(setting.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
-    level = plan.family_error / tests
-    cells = exact_cells(run.reference, prompt, params, plan)
-    possible = sum(chance > 0 for chance in cells.values())
-    samples = draws_for(possible - 1, level, plan)
-    asked = [replace(params, seed=plan.seed + index if setting.seeded else None) for index in range(samples)]
-    answers, stats = list[Outcome](), SpeculationStats()
-    for answer in run.answers([prompt] * samples, asked):
-        stats.add(answer.speculation)
-        answers.append(tuple(answer.token_ids))
-    statistic, freedom = pearson(cells, count(cells, answers), samples)
-    chance, depth = survival(statistic, freedom), len(stats.drafted_per_depth)
-    drafted, accepted = stats.num_draft_tokens, stats.num_accepted_draft_tokens
-    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "level": level}
-    sample = {"samples": samples, "cells": possible, "detects_total_variation": plan.detect, "power": plan.power}
-    return Check(
-        name=f"sampled distribution, {setting.name}",
-        passed=chance >= level and drafted > 0,
-        summary=(
-            f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}); "
-            f"{samples} answers detect a total variation of {plan.detect:.3g} over {possible} cells with "
-            f"{plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
-            + ("" if drafted else "; nothing was drafted, so nothing was proved")
-        ),
-        figures={**fit, **sample, "drafted": drafted, "accepted": accepted, "depth": depth},
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Test:
+    """A test compares sampled answers to one prompt with their exact distribution."""
+
+    setting: Setting
+    prompt: Tokens
+    cells: Cells
+    level: float  # Probability below which a drawing is unlikely
+    samples: int  # Answers of a drawing
+    passed_over: int = 0  # Prompts before this one, which had nothing to compare
+
+    @property
+    def possible(self) -> int:
+        """Return how many cells answers may fall into."""
+        return sum(chance > 0 for chance in self.cells.values())
+
+
+def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
+    """Return the test of a setting, one of `tests`, on the beginning of the first prompt from `index` on whose answers
+    are not certain. ArgumentError: there is no such prompt."""
+    plan, params = run.plan, replace(setting.params, max_tokens=run.plan.sample_tokens)
+    level, power = math.sqrt(plan.family_error / tests), math.sqrt(plan.power)  # Of each of two drawings
+    for turn in range(len(run.prompts)):
+        prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
+        cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
+        likely = [chance for chance in cells.values() if chance > 0]
+        if len(likely) > 1:
+            samples = max(draws_for(len(likely) - 1, level, plan.detect, power), math.ceil(FEWEST / min(likely)))
+            return Test(setting=setting, prompt=prompt, cells=cells, level=level, samples=samples, passed_over=turn)
+    raise ArgumentError(
+        f"{setting.name}: there is nothing to compare, for the answers to each of the {len(run.prompts)} prompts are "
+        f"certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
+        "another --temperature"
     )
 
 
-def draws_for(freedom: int, level: float, plan: Plan) -> int:
-    """The fewest answers by which whatever is `plan.detect` away in total variation fails with `plan.power`. The
+@dataclass(kw_only=True, slots=True)
+class Pace:
+    """It tells how many answers are drawn and about how long the others will take."""
+
+    tell: Callable[[str], None]
+    total: int  # Answers of all tests together
+    drawn: int = 0
+    began: float = field(default_factory=time.perf_counter)
+
+    def told(self, what: str) -> None:
+        """Say what is done, and how long all that is left will take."""
+        spent = time.perf_counter() - self.began
+        rest = f", about {math.ceil(spent / self.drawn * (self.total - self.drawn))} s left" if self.drawn else ""
+        self.tell(what + rest)
+
+
+def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
+    """Compare speculative answers with the exact distribution. It fails if a drawing is unlikely, and then another one,
+    with other seeds, too; or if an answer is impossible."""
+    pace, stats = pace or Pace(tell=run.progress, total=test.samples), SpeculationStats()
+    statistic, freedom, chance = _drawing(run, test, stats, pace, 0)
+    first = None
+    if 0 < chance < test.level:
+        first, pace.total = chance, pace.total + test.samples
+        statistic, freedom, chance = _drawing(run, test, stats, pace, test.samples)
+    drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
+    summary = (
+        f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {test.level:.1g}, "
+        f"twice{'' if first is None else f'; p = {first:.3g} at first'}); "
+        f"{test.samples} answers detect a total variation of {run.plan.detect:.3g} over {test.possible} cells with "
+        f"{run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
+        + ("" if drafted else "; nothing was drafted, so nothing was proved")
+        + (f"; {test.passed_over} of the prompts passed over: nothing to compare" if test.passed_over else "")
+    )
+    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "first_p_value": first}
+    sample = {"samples": test.samples, "cells": test.possible, "level": test.level, "passed_over": test.passed_over}
+    power = {"detects_total_variation": run.plan.detect, "power": run.plan.power}
+    return Check(
+        name=f"sampled distribution, {test.setting.name}",
+        passed=chance >= test.level and drafted > 0,
+        summary=summary,
+        figures={**fit, **sample, **power, "drafted": drafted, "accepted": accepted, "depth": depth},
+    )
+
+
+def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> tuple[float, int, float]:
+    """Draw a test's answers, those with seeds from the `first` seed on; return chi-square, its degrees of freedom and
+    the probability of a larger one."""
+    answers, number = list[Outcome](), test.samples
+    requests = test.setting.requests(number, run.plan, first=run.plan.seed + first)
+    for answer in run.answers([test.prompt] * number, requests, test.setting.speculative):
+        if len(answers) % _TOGETHER == 0:
+            pace.told(f"{test.setting.name}: {len(answers)} of {number} answers")
+        stats.add(answer.speculation)
+        answers.append(tuple(answer.token_ids))
+        pace.drawn += 1
+    statistic, freedom = pearson(test.cells, count(test.cells, answers), number)
+    return statistic, freedom, survival(statistic, freedom)
+
+
+def draws_for(freedom: int, level: float, detect: float, power: float) -> int:
+    """The fewest answers by which whatever is `detect` away in total variation fails with probability `power`. The
     statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
     distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
-    wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= plan.power)
-    return math.ceil(wanted / (4 * plan.detect**2))
+    wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= power)
+    return math.ceil(wanted / (4 * detect**2))
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
@@ -360,16 +483,18 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
     return float((weights * tails).sum())
 
 
-def exact_cells(reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan) -> dict[Outcome, float]:
+def exact_cells(
+    reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan, allowed: Tensor | None = None
+) -> Cells:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
     of its own beginning. They sum to 1."""
-    cells: dict[Outcome, float] = {REST: 1.0}
+    cells: Cells = {REST: 1.0}
     going = [REST]
     while going and len(cells) < plan.cells:
         beginning = max(going, key=cells.__getitem__)
         going.remove(beginning)
-        probs = reference.probs([*prompt, *beginning], params) * cells[beginning]
+        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
         for token in torch.nonzero(probs >= plan.least).flatten().tolist():
             longer = (*beginning, token)
             cells[longer] = float(probs[token])
@@ -379,35 +504,32 @@ def exact_cells(reference: Reference, prompt: Tokens, params: SamplingParams, pl
     return _merge(cells, plan)
 
 
-def _merge(cells: dict[Outcome, float], plan: Plan) -> dict[Outcome, float]:
+def _merge(cells: Cells, plan: Plan) -> Cells:
     """What is left of a beginning beside its own cells joins a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0
         elif outcome and cells[outcome] < plan.least:
             cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
-    while IMPOSSIBLE < cells[REST] < plan.least and len(cells) > 2:
-        likely = [outcome for outcome in cells if outcome and cells[outcome] > 0]
-        cells[REST] += cells.pop(min(likely, key=cells.__getitem__))
+    while IMPOSSIBLE < cells[REST] < plan.least:
+        # Only one that no shorter cell begins: the answers of another would be counted there
+        outer = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
+        cells[REST] += cells.pop(min(outer, key=lambda outcome: (cells[outcome] == 0, cells[outcome])))
     cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
-    if sum(chance > 0 for chance in cells.values()) < 2:
-        raise ArgumentError(
-            "the answers to this prompt are certain, there is nothing to compare; give another prompt or temperature"
-        )
     return cells
 
 
-def _home(beginning: Outcome, cells: Mapping[Outcome, float]) -> Outcome:
+def _home(beginning: Outcome, cells: Cells) -> Outcome:
     """The cell that answers with this beginning fall into: the longest part of it that has one."""
     lengths = range(len(beginning), 0, -1)
     return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
 
 
-def count(cells: Mapping[Outcome, float], answers: Iterable[Outcome]) -> Counter[Outcome]:
+def count(cells: Cells, answers: Iterable[Outcome]) -> Counter[Outcome]:
     return Counter(_home(answer, cells) for answer in answers)
 
 
-def pearson(cells: dict[Outcome, float], counts: Counter[Outcome], samples: int) -> tuple[float, int]:
+def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:
     """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
     statistic, used = 0.0, 0
     for outcome, chance in cells.items():

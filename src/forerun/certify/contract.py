@@ -10,13 +10,14 @@ import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.certify.checks import Check, Plan, Run, examined
+from forerun.certify.checks import Check, Run, examined
+from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
 from forerun.drafters.base import warn_drafter
 from forerun.errors import ForerunError
@@ -40,6 +41,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, ignore
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95)
 PLAN = Plan(prompts=len(PROMPTS), max_tokens=24, detect=0.2, temperatures=(0.0, 0.8))
 
+Config = Mapping[str, Any]  # A drafter as `LLM` takes it
 Step = list[tuple[int, int, int]]  # One draft's nodes behind the root: token, parent, how it was drawn
 
 
@@ -60,27 +62,31 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     return made
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The drafter under examination: makes engines that it drafts for."""
+def tiny_engine(
+    config: Config | None,
+    *,
+    target: LlamaForCausalLM | None = None,
+    tokenizer: Any = False,
+    rows: int = 8,
+    piece: int | None = None,
+    check: bool = True,
+    device: str | None = "cpu",
+) -> LLM:
+    """Return a new engine on the tiny target, or another one as small, with a drafter that knows nothing yet. It drafts
+    the same at every step unless the config says otherwise, and has no self-check: every fault is left to be found."""
+    from forerun import LLM
 
-    config: Mapping[str, Any]  # As `LLM` takes it; the same is drafted at every step
-
-    def engine(self, *, rows: int = 8, piece: int | None = None) -> LLM:
-        """A new engine on the tiny target, with a drafter that knows nothing yet."""
-        from forerun import LLM
-
-        return LLM(
-            tiny_target(),
-            tokenizer=False,
-            speculative_config={"adaptive": False, **self.config},
-            device="cpu",
-            max_num_seqs=rows,
-            max_model_len=64,
-            max_num_batched_tokens=piece,
-            check=True,
-            self_check=False,
-        )
+    return LLM(
+        tiny_target() if target is None else target,
+        tokenizer=tokenizer,
+        speculative_config=None if config is None else {"adaptive": False, **config},
+        device=device,
+        max_num_seqs=rows,
+        max_model_len=64,
+        max_num_batched_tokens=piece,
+        check=check,
+        self_check=False,
+    )
 
 
 class Recorder:
@@ -116,47 +122,51 @@ def recorded(engine: LLM) -> Recorder:
     return made[0]
 
 
-def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **more: Any) -> list[RequestOutput]:
-    """Answers to prompts of token ids, together. Each has a seed of its own, since a drafter may draw for a greedy one,
-    too."""
-    asked = [replace(params, seed=seed) for seed in range(len(prompts))]
-    return engine.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked, **more)
+def as_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
+    """Return prompts of token ids as `LLM.generate` takes them."""
+    return [{"prompt_token_ids": list(prompt)} for prompt in prompts]
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """The first answer's token ids of each."""
+    """Return the token ids of each first answer."""
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **more: Any) -> list[RequestOutput]:
+    """Answer prompts of token ids, together. Each has a seed of its own, since a drafter may draw for a greedy one,
+    too."""
+    asked = [replace(params, seed=seed) for seed in range(len(prompts))]
+    return engine.generate(as_prompts(prompts), asked, **more)
 
 
 # --- the checks -------------------------------------------------------------------------------------------------------
 
 
-def check_drafter(config: Mapping[str, Any], progress: Callable[[str], None] = lambda _: None) -> list[Check]:
+def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: None) -> list[Check]:
     """Examine a drafter (``{"method": "module:Class", ...}``); one check's failure keeps no other from running.
 
     Raises:
         ArgumentError: there is no such drafter, or it refuses its options.
     """
-    subject = Subject(config=config)
-    subject.engine(rows=1)  # What keeps it from being built is no finding
+    tiny_engine(config, rows=1)  # What keeps it from being built is no finding
     found = []
     for name, look in CHECKS.items():
         progress(name)
         try:
-            passed, summary = look(subject)
+            passed, summary = look(config)
         except (AssertionError, ForerunError) as error:
             passed, summary = False, str(error)
         found.append(Check(name=name, passed=passed, summary=summary))
     progress("the text and the distribution of answers")
-    return [*found, *_answers(subject)]
+    return [*found, *_answers(config)]
 
 
-def _sound(subject: Subject) -> tuple[bool, str]:
+def _sound(config: Config) -> tuple[bool, str]:
     """It raised nothing, and each tree was one and within its budget."""
     total, problems = SpeculationStats(), list[str]()
     with _told(problems):
         for params in (GREEDY, SAMPLED):
-            for output in answer(subject.engine(rows=3), PROMPTS, params):
+            for output in answer(tiny_engine(config, rows=3), PROMPTS, params):
                 total.add(output.outputs[0].speculation)
     if total.drafter_errors:
         return False, f"it failed {total.drafter_errors} times; the first: {problems[0] if problems else 'not told'}"
@@ -165,47 +175,44 @@ def _sound(subject: Subject) -> tuple[bool, str]:
     return True, f"{total.num_draft_tokens} tokens drafted in {total.num_spec_steps} passes, all trees within budget"
 
 
-def _ends(subject: Subject) -> tuple[bool, str]:
+def _ends(config: Config) -> tuple[bool, str]:
     """An answer ends where plain decoding ends it, also within an accepted draft."""
-    engine = subject.engine()
+    engine = tiny_engine(config)
     whole = tokens_of(answer(engine, PROMPTS, GREEDY, speculative=False))
     for place in range(1, 8):
         cut = tokens_of(answer(engine, PROMPTS, replace(GREEDY, max_tokens=place)))
         if cut != [tokens[:place] for tokens in whole]:
             return False, f"with max_tokens={place} an answer is not the first {place} tokens of plain decoding's"
         stops = [replace(GREEDY, stop_token_ids=[tokens[place]]) for tokens in whole]
-        prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
-        cut = tokens_of(engine.generate(prompts, stops))
+        cut = tokens_of(engine.generate(as_prompts(PROMPTS), stops))
         if cut != [tokens[: tokens.index(tokens[place]) + 1] for tokens in whole]:
             return False, f"an answer does not end at the first of its stop tokens (the one at place {place})"
     return True, "answers end where plain decoding ends them, at max_tokens and at stop tokens"
 
 
-def _company(subject: Subject) -> tuple[bool, str]:
+def _company(config: Config) -> tuple[bool, str]:
     """Rows do not disturb each other: a text is the same alone and beside others."""
     for params in (GREEDY, SAMPLED):
-        together = tokens_of(answer(subject.engine(), PROMPTS, params))
+        together = tokens_of(answer(tiny_engine(config), PROMPTS, params))
         for index, prompt in enumerate(PROMPTS):
-            engine = subject.engine()
-            own = {"prompt_token_ids": list(prompt)}
-            [alone] = tokens_of(engine.generate([own], replace(params, seed=index)))
+            [alone] = tokens_of(tiny_engine(config).generate(as_prompts([prompt]), replace(params, seed=index)))
             if alone != together[index]:
                 kind = "greedy" if params.greedy else "seeded"
                 return False, f"the {kind} answer to prompt {index} is another one beside other prompts than alone"
     return True, f"{len(PROMPTS)} prompts have the same greedy and the same seeded answers alone and together"
 
 
-def _repeats(subject: Subject) -> tuple[bool, str]:
+def _repeats(config: Config) -> tuple[bool, str]:
     """All its randomness is `context.rng`'s."""
-    first, second = (_drafts(subject, SAMPLED) for _ in range(2))
+    first, second = (_drafts(config, SAMPLED) for _ in range(2))
     if first != second:
         return False, "two engines with the same seeds drafted differently: draw with context.rng alone"
     return True, "the same seeds give the same drafts"
 
 
-def _pieces(subject: Subject) -> tuple[bool, str]:
+def _pieces(config: Config) -> tuple[bool, str]:
     """A prompt that is shown in pieces is drafted for as one that is shown at once."""
-    if _drafts(subject, GREEDY, one_by_one=True) != _drafts(subject, GREEDY, one_by_one=True, piece=PIECE):
+    if _drafts(config, GREEDY, one_by_one=True) != _drafts(config, GREEDY, one_by_one=True, piece=PIECE):
         return (
             False,
             f"a prompt shown in pieces of {PIECE} tokens gets other drafts than at once: read `fresh` in extend",
@@ -213,11 +220,11 @@ def _pieces(subject: Subject) -> tuple[bool, str]:
     return True, f"prompts shown in pieces of {PIECE} tokens get the drafts of prompts shown at once"
 
 
-def _domains(subject: Subject) -> tuple[bool, str]:
+def _domains(config: Config) -> tuple[bool, str]:
     """Nothing that one isolation domain wrote shows in what is drafted for another, which has its row now."""
     drafts = []
     for others in (False, True):
-        engine = subject.engine(rows=1)
+        engine = tiny_engine(config, rows=1)
         recorder = recorded(engine)
         if others:
             answer(engine, PROMPTS[::-1], GREEDY, cache_salt="other")
@@ -230,7 +237,7 @@ def _domains(subject: Subject) -> tuple[bool, str]:
     return True, "what another isolation domain asked before, in the same row, changes no draft"
 
 
-CHECKS: dict[str, Callable[[Subject], tuple[bool, str]]] = {
+CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
     "drafts are sound": _sound,
     "answers end as plain ones": _ends,
     "rows do not disturb each other": _company,
@@ -238,13 +245,15 @@ CHECKS: dict[str, Callable[[Subject], tuple[bool, str]]] = {
     "prompts in pieces": _pieces,
     "isolation domains": _domains,
 }
-"""Name -> what says whether a subject passes, and why."""
+"""Name -> what says whether a drafter passes, and why."""
 
 
-def _answers(subject: Subject) -> list[Check]:
+def _answers(config: Config) -> list[Check]:
     """What ``forerun certify`` looks at: greedy text, log-probabilities, sampled distributions, and the rules used."""
     reference = Reference(copy.deepcopy(tiny_target()))
-    run = Run(llm=subject.engine(rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN)
+    run = Run(
+        llm=tiny_engine(config, rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN
+    )
     try:
         return examined(run)
     except (AssertionError, ForerunError) as error:
@@ -252,9 +261,9 @@ def _answers(subject: Subject) -> list[Check]:
 
 
 def _drafts(
-    subject: Subject, params: SamplingParams, *, one_by_one: bool = False, piece: int | None = None
+    config: Config, params: SamplingParams, *, one_by_one: bool = False, piece: int | None = None
 ) -> list[Step]:
-    engine = subject.engine(piece=piece)
+    engine = tiny_engine(config, piece=piece)
     recorder = recorded(engine)
     for prompts in [[prompt] for prompt in PROMPTS] if one_by_one else [PROMPTS]:
         answer(engine, prompts, params)

@@ -49,11 +49,33 @@ class Reference:
         found: Tensor = self.model(input_ids=ids, use_cache=False).logits[0, -last:].float()
         return found
 
-    def probs(self, tokens: Sequence[int], params: SamplingParams) -> Tensor:
-        """(V,) float64: the next token's distribution after transformers' temperature, top-k, top-p and min-p."""
-        from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    @torch.inference_mode()
+    def probs(
+        self, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, allowed: Tensor | None = None
+    ) -> Tensor:
+        """(V,) float64: the distribution of the token behind the beginning of an `answer`, by transformers' processors
+        for the repetition penalty, temperature, top-k, top-p and min-p; what it has none for is written out here.
+        `allowed`, (V,): the tokens that a grammar allows there."""
+        from transformers import (
+            MinPLogitsWarper,
+            RepetitionPenaltyLogitsProcessor,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
 
-        scores, ids = self.logits(tokens, 1), torch.zeros(1, 0, dtype=torch.int64)
+        text = [*prompt, *answer]
+        scores, ids = self.logits(text, 1).cpu(), torch.tensor([text])
+        if allowed is not None:
+            scores[0, ~allowed] = -torch.inf
+        for token, bias in (params.logit_bias or {}).items():
+            scores[0, token] += bias
+        if params.repetition_penalty not in (None, 1.0):
+            scores = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, scores)
+        for token in answer:
+            scores[0, token] -= params.frequency_penalty
+        for token in set(answer):
+            scores[0, token] -= params.presence_penalty
         scores = TemperatureLogitsWarper(float(params.temperature or 1.0))(ids, scores)
         if params.top_k:
             scores = TopKLogitsWarper(params.top_k)(ids, scores)
@@ -61,7 +83,7 @@ class Reference:
             scores = TopPLogitsWarper(params.top_p)(ids, scores)
         if params.min_p:
             scores = MinPLogitsWarper(params.min_p)(ids, scores)
-        found: Tensor = scores[0].double().softmax(-1).cpu()
+        found: Tensor = scores[0].double().softmax(-1)
         return found
 
 

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -165,28 +165,20 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return loaded
 
 
-def context_of(model: str) -> int:
-    """Return the tokens of a model's context, by its configuration; errors as in `load`."""
-    quiet_libraries()
-    from forerun.model.load import LoadOptions, read_config
-    from forerun.model.names import resolve
-    from forerun.model.support import most_positions
-
-    return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
-
-
 def load(
     model: str,
     options: TargetOptions,
     speculative_config: dict[str, Any] | None,
     *,
+    longest: int | None = None,
     announce: bool = False,
     **more: Any,
 ) -> LLM:
     """Load a model behind the Python API, with its progress on stderr.
 
     With `announce` a line stays that says how long that took. What is known to be wrong beforehand
-    is refused first.
+    is refused first. No text has more than `longest` tokens: many rows as long as the context could
+    take all memory.
     """
     began = time.perf_counter()
     check(model, options, speculative_config, **more)
@@ -194,12 +186,23 @@ def load(
         quiet_libraries()
         from forerun import LLM
 
+        if longest is not None and options.max_model_len is None:
+            options = replace(options, max_model_len=min(longest, _context_of(model)))
         warn_of_loss(speculative_config)
         llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
     if announce:
         what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
         console.log().print(Text(f"{model}: {what}", "dim"))
     return llm
+
+
+def _context_of(model: str) -> int:
+    """Return the tokens of a model's context, by its configuration."""
+    from forerun.model.load import LoadOptions, read_config
+    from forerun.model.names import resolve
+    from forerun.model.support import most_positions
+
+    return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
 
 
 def check(model: str, options: TargetOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
