@@ -701,15 +701,19 @@ def _test(folder: Path, fault: Fault, place: Path) -> int:
     wrong.write_text(wrong.read_text().replace(fault.old, fault.new))
     if pid := os.fork():
         return pid
-    signal.alarm(LIMIT_S)
-    os.chdir(ROOT)
-    sys.path.insert(0, str(folder / "src"))
-    os.environ["PYTHONPATH"] = str(folder / "src")  # for commands that tests run
-    sys.dont_write_bytecode = True
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    os._exit(importlib.import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *fault.tests.split()]))
+    code = 9
+    try:  # what raises here must not unwind the parent's frames
+        signal.alarm(LIMIT_S)
+        os.chdir(ROOT)
+        sys.path.insert(0, str(folder / "src"))
+        os.environ["PYTHONPATH"] = str(folder / "src")  # for commands that tests run
+        sys.dont_write_bytecode = True
+        log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        code = importlib.import_module("pytest").main(["-x", "-q", "-p", "no:cacheprovider", *fault.tests.split()])
+    finally:
+        os._exit(code)
 
 
 if __name__ == "__main__":
