@@ -313,7 +313,7 @@ def test_a_residual_that_is_not_taken_is_seen(
     config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "temperature": 3.0}
     llm = LLM(checkpoint, speculative_config=config, max_num_seqs=32)
     assert examined(llm, reference, prompt)[0].passed
-    honest = HostResidual.rejected
-    monkeypatch.setattr(HostResidual, "rejected", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
+    honest = HostResidual.reject
+    monkeypatch.setattr(HostResidual, "reject", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
     check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 3))
     assert not check.passed and rules == {"block"}
