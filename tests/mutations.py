@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE = 2
-LIMIT_S = 240  # After which tests that hang have failed
+LIMIT_S = 900  # After which tests that hang have failed
 
 
 class Fault(NamedTuple):
