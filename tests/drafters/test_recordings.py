@@ -35,7 +35,6 @@ FILTERED: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.05},
 ]
 ASKED = [
-    (CHAIN, [GREEDY, FILTERED[0]], {}),
     (TREE, [GREEDY, SAMPLED], {"kind": "hydra"}),
     *slow(
         (CHAIN, [GREEDY, *FILTERED], {}),

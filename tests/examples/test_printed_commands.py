@@ -173,17 +173,13 @@ class Reader:
         for word, instead in stand_ins.WORDS.items():
             text = re.sub(rf"(?<![\w/.-]){re.escape(word)}(?![\w/-])", lambda _, to=instead: to, text)
         if found.python:
-            if self.runs:
-                self._python(text)
-            else:
-                compile(text, "a page", "exec")
+            self._python(text)
             return
         text = text.replace("{line}", str(found.line)).replace("{endpoint}", self.endpoint)
         if not known(text, stand_ins.NOT_OURS):
             piped = ""
             for words in programs(text):
-                if self.runs:
-                    self._lay(words, found)
+                self._lay(words, found)
                 parsing = not self.runs or found.inline or known(text, stand_ins.ONLY_PARSED)
                 piped = self._program(words, found, piped, parsing)
 
@@ -237,10 +233,13 @@ class Reader:
                 self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
                 self.patch.setitem(DRAFTERS, name, entry)
             return
+        code = compile(text, "a page", "exec")
+        if not self.runs:
+            return
         if file := re.match(r"# (\w+)\.py\n", text):  # a file of the reader's own, which commands below it import
             (self.folder / f"{file[1]}.py").write_text(text)
             self.patch.delitem(sys.modules, file[1], raising=False)
-        exec(compile(text, "a page", "exec"), self.module.__dict__)
+        exec(code, self.module.__dict__)
 
     def _lay(self, words: list[str], found: Printed) -> None:
         """Put the files where the words look for them, unless an earlier command of the page has made them."""
@@ -253,9 +252,9 @@ class Reader:
             target.parent.mkdir(parents=True, exist_ok=True)
             if name in stand_ins.TEXTS:
                 target.write_text(stand_ins.TEXTS[name])
-            elif name in stand_ins.FOLDERS:
+            elif name in stand_ins.FOLDERS and self.runs:
                 stand_ins.FOLDERS[name](target, self.run)
-            if name in stand_ins.TEXTS or name in stand_ins.FOLDERS:
+            if target.exists():
                 self.laid.add(name)
             for place in (ROOT / name, (ROOT / found.page).parent / name):
                 if place.is_file():
