@@ -1,131 +1,96 @@
-"""Decides whether a model may be served, and with which of our replacements: one judgement for all
-who load a target.
+"""Keeps the self-check's result on disk, so that a second start of the same model need not repeat
+it.
 
-The structure is checked in float32, the whole in the model's own dtype (`self_check`). What fails with faster modules
-alone is served without them; a model is refused if it fails as transformers made it, and then the message says what
-would help, which has been tried.
+Kept is only that nothing was found, and which modules were accepted: by the model's configuration and files, forerun's
+own sources, the versions of torch and transformers, the device and what was asked for. Whatever limits a context or is
+put back is found, and told, at every start.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+import hashlib
+import platform
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import torch
+import transformers
 
-from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
-from forerun.model import self_check, verdicts
-from forerun.model.kernels import accelerate
-from forerun.model.layers import base_of, turn_of
-from forerun.model.sample import sample
-from forerun.model.support import name_of, refusing, text_config
-from forerun.model.twin import float32_copy, is_spread
+from forerun import caching
 
-_log = logging.getLogger(__name__)
-
-Faster = Callable[[Sequence[int], Sequence[str] | None], None]  # (text, accepted) -> nothing
-Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class
+_SOURCES = Path(__file__).parents[1]
+_READ = ("model", "core")  # Folders whose sources decide what a pass computes
 
 
-def prove_model(
-    cls: type[Made],
-    model: Any,
-    tokenizer: Callable[[], Any] | None,
-    faster: Faster | None,
-    room: int,
-    key: str | None,
-) -> tuple[Made, int | None]:
-    """Check a model as it is, and as `faster` leaves it. Returns a target of two rows that was
-    tried, and the tokens up to which the model was found right; None: any number.
-
-    Args:
-        tokenizer: gives the model's tokenizer, or None; None: there is none.
-        faster: called with a text, or with what of the model was replaced when it was found right before.
-        key: under which the verdict is kept, see `verdicts`; None: it is not.
-        room: bytes that are free on its device; a float32 copy takes half of them at most.
-
-    Raises:
-        UnsupportedModelError: it fails although nothing of it is replaced any longer.
-        NumericError: its weights or logits are not finite.
+def fingerprint(model: Any, *asked: object) -> str | None:
+    """Return the key that a verdict is kept under; None where the weights are in no folder, so that
+    they cannot be told from others. `asked` is whatever else decides about the model's passes.
     """
-    accepted = verdicts.read_verdict(key)
-    if accepted is not None:
-        return _as_before(cls, model, faster, accepted), None
-    limit, removed = None, list[str]()
-    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
-        self_check.check_embeddings(model)
-        ids = sample(model, tokenizer)
-        twin = None if self_check.is_exact(model) else _copy(model, self_check.whole_parameters(model), room)
-        if twin is not None:
-            limit = _structure(cls, twin, ids)
-        expected = self_check.expect(model, ids, sizes=twin is None)
-        if faster is not None:
-            faster(ids, None)
-        trial, found, wrong = _check_trial(cls, model, expected)
-        if wrong is not None:
-            first = wrong
-            for piece in accelerate.undo(model):
-                removed.append(piece)
-                trial, found, wrong = _check_trial(cls, model, expected)
-                if wrong is None:
-                    _log.warning("%s runs without %s: with that, %s", name_of(model), ", ".join(removed), first)
-                    break
-        if wrong is not None:
-            told = f"{wrong}. Speculation would not be lossless. {_remedy(cls, model, ids, removed, room)}"
-            raise UnsupportedModelError(told)
-    least = min((one for one in (limit, found) if one is not None), default=None)
-    if least is None and not removed:
-        verdicts.keep(key, name_of(model), accelerate.list_replaced(model))
-    return trial, least
+    folder = _folder(model)
+    if folder is None or getattr(model, "peft_config", None):
+        return None
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
+    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    device = torch.device(model.device)
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    versions = torch.__version__, transformers.__version__, _sources()
+    made = str(folder.resolve()), model.config.to_json_string(), str(model.dtype), device.type
+    told = str((made, found, chip, versions, asked))
+    return hashlib.sha256(told.encode()).hexdigest()[:32]
 
 
-def _as_before(cls: type[Made], model: Any, faster: Faster | None, accepted: Sequence[str]) -> Made:
-    """Return a target of a model that was found right before, with one token in its cache, which
-    sets the cache's shape.
+def read_verdict(key: str | None) -> list[str] | None:
+    """Return the modules that were accepted when the model was found right; None if nothing is
+    known.
     """
-    _log.debug("%s was found right before", name_of(model))
-    if faster is not None:
-        faster((), accepted)
-    with refusing(model):
-        trial: Made = cls(model, rows=2, slots=1)
-        trial.prefill([0], [[0]])
-    return trial
+    if key is None:
+        return None
+    told = caching.read_kept(_path(key))
+    accepted = told.get("accepted") if isinstance(told, dict) else None
+    right = isinstance(accepted, list) and all(isinstance(name, str) for name in accepted)
+    return accepted if right else None
 
 
-def _check_trial(cls: type[Made], model: Any, expected: self_check.Expected) -> tuple[Made, int | None, str | None]:
-    """Return a target of two rows, the tokens up to which it is right, and what is wrong with it."""
-    with refusing(model):
-        trial: Made = cls(model, rows=2, slots=expected.slots)
-    return trial, *self_check.check(trial, expected)
-
-
-def _copy(model: Any, most_parameters: int, room: int) -> Any | None:
-    """Return a float32 copy of the model, or of its first layers, or None where there can be none."""
-    return None if is_spread(model) else float32_copy(model, most_parameters, room // 2)
-
-
-def _structure(cls: type[Any], twin: Any, ids: Sequence[int]) -> int | None:
-    """Check a float32 copy, in which nothing is replaced, and return the tokens up to which it is
-    right. Raises UnsupportedModelError if it is not.
+def keep(key: str | None, name: str, accepted: Sequence[str]) -> None:
+    """Keep that a model was found right with these modules replaced. A folder that cannot be
+    written to is no error.
     """
-    _, limit, wrong = _check_trial(cls, twin, self_check.expect(twin, ids))
-    if wrong is not None:
-        raise UnsupportedModelError(f"{wrong}. Speculation would not be lossless. {UNSERVED}")
-    return limit
+    if key is not None:
+        caching.keep(_path(key), {"model": name, "accepted": list(accepted)}, "the self-check's result")
 
 
-def _remedy(cls: type[Any], model: Any, ids: Sequence[int], removed: Sequence[str], room: int) -> str:
-    """Return a sentence on what helps a model that fails in its own dtype; the remedy is tried
-    first.
-    """
-    without = f"It fails without {', '.join(removed)} too. " if removed else ""
-    whole = None if model.dtype == torch.float32 else _copy(model, model.num_parameters(), room)
-    if whole is not None:
-        try:
-            _structure(cls, whole, ids)
-        except ForerunError as error:
-            _log.debug("%s in float32: %s", name_of(model), error)
-        else:
-            return f"{without}In float32 it passes: load it with dtype='float32' (--dtype float32)"
-    return f"{without}{UNSERVED}"
+def _folder(model: Any) -> Path | None:
+    """Return the folder that a model's files were loaded from, also for a model of the hub."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _path(key: str) -> Path:
+    return caching.cache_root() / "checked" / f"{key}.json"
+
+
+@cache
+def _sources() -> str:
+    """Return a hash of the code that computes a pass."""
+    found = hashlib.sha256()
+    for folder in _READ:
+        for path in sorted((_SOURCES / folder).rglob("*")):
+            if path.suffix in (".py", ".c", ".h"):
+                found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _processor() -> str:
+    """Describe the CPU: its instructions decide which kernels run."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"

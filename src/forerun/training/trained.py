@@ -1,193 +1,171 @@
-"""This module defines what a run trains, by the role of its kind: how it starts, drafts in
-evaluation, and is written.
+"""This module shrinks a target into a draft model: some of its layers, and of what is left the
+strongest part.
+
+What goes of neurons, of key-value heads with their queries, and of the residual stream's dimensions is what the
+smallest weights write; what writes nothing goes without a trace.
 """
 
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.drafters.heads.base import Head, check_fits
-from forerun.drafters.heads.kinds import HeadKind, Role, import_named, kind_named
-from forerun.errors import ArgumentError, choices
-from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
-from forerun.training.features.store import find_loaded, target_hash
-from forerun.training.recipe import EvaluationSettings, TrainRecipe
-from forerun.types import Boundary
+from forerun.errors import ArgumentError, UnsupportedModelError, choices
+from forerun.model.layers import is_quantised
 
-TRAINED: dict[Role, str] = {
-    "head": "forerun.training.trained:TrainedHead",
-    "draft_model": "forerun.training.draft_models:TrainedModel",
-    "target": "forerun.training.targets:TrainedTarget",
-    "target_and_head": "forerun.training.targets:TrainedTargetAndHead",
-}
-"""Each role of a kind maps to ``module:Class``, a `Trained`."""
+STYLES = ("llama", "mistral", "qwen2", "qwen3")
+"""These ``model_type`` decoders have layers of ``self_attn`` and a gated ``mlp`` behind RMS norms.
+"""
+WIDTHS = ("hidden_size", "intermediate_size", "num_key_value_heads")
+"""These keys of their configurations may become smaller, besides layers."""
 
 
-def trained_class(kind: HeadKind) -> type[Trained]:
-    """Return the class of a kind's role."""
-    found: type[Trained] = import_named(TRAINED[kind.trains])
+@torch.no_grad()
+def shrink(model: Any, options: Mapping[str, Any]) -> Any:
+    """Return a causal LM in float32 on the CPU with a part of `model`'s weights.
+
+    `options`: ``layers``, how many (evenly spaced, first and last included) or which, from 0; and
+    keys of `WIDTHS`. ArgumentError for other options or sizes, UnsupportedModelError for other
+    architectures than `STYLES`, and quantised ones.
+    """
+    former = model.config
+    if former.model_type not in STYLES:
+        raise UnsupportedModelError(
+            f"{former.model_type} cannot be shrunk; {', '.join(STYLES)} can. Name a draft model instead: --draft"
+        )
+    if is_quantised(model):
+        raise UnsupportedModelError("a quantised target cannot be shrunk; name its unquantised checkpoint as target")
+    layers, config = _check_options(options, former), copy.deepcopy(former)
+    state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
+    state = _of_layers(state, layers)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [former.layer_types[layer] for layer in layers]
+    head = config.head_dim = getattr(former, "head_dim", None) or former.hidden_size // former.num_attention_heads
+    for layer in range(len(layers)):
+        if "intermediate_size" in options:
+            _keep_neurons(state, f"model.layers.{layer}.mlp.", options["intermediate_size"])
+        if "num_key_value_heads" in options:
+            queries = former.num_attention_heads // former.num_key_value_heads
+            _keep_heads(state, f"model.layers.{layer}.self_attn.", options["num_key_value_heads"], queries, head)
+            config.num_attention_heads = queries * options["num_key_value_heads"]
+    if "hidden_size" in options:
+        _keep_dimensions(state, options["hidden_size"])
+    for name in WIDTHS:
+        setattr(config, name, options.get(name, getattr(config, name)))
+    with torch.random.fork_rng(devices=[]):
+        made = type(model)(config).float()
+    made.load_state_dict(state)
+    made.generation_config = copy.deepcopy(model.generation_config)
+    return made.eval()
+
+
+def space_evenly(count: int, layers: int) -> list[int]:
+    """Return `count` of so many layers, from 0, evenly spaced; the last one too, where there are
+    two.
+    """
+    return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
+
+
+def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
+    """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
+    known = ("layers", *WIDTHS)
+    for name in options:
+        if name not in known:
+            hint = choices(name, known, "draft.options has")
+            raise ArgumentError(f"a target cannot be shrunk by {name!r}.{hint}")
+    most = {"layers": config.num_hidden_layers} | {name: getattr(config, name) for name in WIDTHS}
+    chosen = options.get("layers", config.num_hidden_layers)
+    listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)
+    for name, value in options.items():
+        if listed and name == "layers":
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most[name]:
+            raise ArgumentError(f"draft.options.{name} must be 1 to {most[name]}, as the target has, got {value!r}")
+    if not listed:
+        return space_evenly(chosen, config.num_hidden_layers)
+    if not chosen or list(chosen) != sorted(set(chosen) & set(range(config.num_hidden_layers))):
+        last = config.num_hidden_layers - 1
+        raise ArgumentError(f"draft.options.layers must be layers of the target, 0 to {last}, rising; got {chosen}")
+    return list(chosen)
+
+
+State = dict[str, Tensor]
+
+
+def _of_layers(state: State, layers: Sequence[int]) -> State:
+    """Return the weights of some layers, numbered anew, and all that belong to none."""
+    prefix, found = "model.layers.", State()
+    for name, value in state.items():
+        number, _, rest = name.removeprefix(prefix).partition(".")
+        if not name.startswith(prefix):
+            found[name] = value
+        elif int(number) in layers:
+            found[f"{prefix}{layers.index(int(number))}.{rest}"] = value
     return found
 
 
-class Trained(ABC):
-    """A `Trained` drafts for a target, before and after it was trained."""
-
-    folder: ClassVar[str]  # Folder of the finished checkpoint, in the recipe's output
-    beside: ClassVar[tuple[str, ...]] = ()  # Further folders that are written there
-    writes: ClassVar[bool] = False  # True where it can write an answer alone
-    drafts_by: ClassVar[tuple[str, ...]] = ("chain", "tree")  # The keys of `shapes`
-    module: nn.Module
-    boundaries: tuple[Boundary, ...]  # Layers at which the target is read, besides its last state
-
-    def __init__(self, recipe: TrainRecipe[Any]) -> None:
-        """Check the recipe; ArgumentError for what cannot be; nothing is loaded yet."""
-        self.recipe, writer = recipe, recipe.objective.writer
-        if writer != "data" and recipe.mode == "offline":
-            raise ArgumentError(
-                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
-            )
-        if writer == "draft" and not self.writes:
-            raise ArgumentError(
-                f"what forerun train {recipe.kind} trains does not write alone: objective.writer=target lets the "
-                "target write while it is drafted for"
-            )
-        if writer == "target" and recipe.target_parallel != "none":
-            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
-        known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
-        if (metric := recipe.training.best_metric) is not None and metric not in known:
-            raise ArgumentError(
-                f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, known)}"
-            )
-
-    @abstractmethod
-    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
-        """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
-
-    @abstractmethod
-    def blank(self) -> nn.Module:
-        """Return a module of the same shape, for other weights; ours may be distributed over
-        several processes.
-        """
-
-    def target(self, model: Any) -> Any:
-        """Return the model that is drafted for in evaluation: the target `model`, unless it is what
-        is trained.
-        """
-        return model
-
-    @abstractmethod
-    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        """Map each of `drafts_by` to a speculative configuration: how a copy of the module drafts
-        for the target `model`.
-        """
-
-    @abstractmethod
-    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
-        """Write a trained module as a checkpoint that drafts."""
-
-    def contents(self) -> dict[str, str]:
-        """Map keys of the recipe to the hash of what their directory holds."""
-        return {}
+def _strongest(scores: Tensor, count: int) -> Tensor:
+    """Return the indices (count,) of the largest scores (n,), rising; of equals the first."""
+    return scores.argsort(descending=True, stable=True)[:count].sort().values
 
 
-class TrainedHead(Trained):
-    """A `TrainedHead` is a head on a frozen target."""
-
-    folder: ClassVar[str] = "head"
-    module: Head
-
-    def __init__(self, recipe: TrainRecipe[Any]) -> None:
-        super().__init__(recipe)
-        self.kind = kind_named(recipe.kind)
-        format_for(self.kind.stored_as)  # what could not be written need not be trained
-
-    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
-        self.module = self._head(model, data)
-        self.boundaries = self.module.config.boundaries
-
-    def blank(self) -> nn.Module:
-        return type(self.module)(self.module.config)
-
-    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-        return head_shapes(self.module, model, settings)
-
-    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
-        assert isinstance(module, Head), "from `blank`"
-        write_head(HeadCheckpoint.of(module), folder, format_for(module.config.kind), facts)
-
-    def _head(self, model: Any, data: PreparedData) -> Head:
-        draft, kind = self.recipe.draft, self.kind
-        if draft.start is not None or kind.in_target is not None:
-            if draft.options or draft.vocab_size is not None:
-                what = "draft.start" if draft.start is not None else "the target"
-                raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
-            if draft.start is None:
-                found = import_named(kind.in_target or "")(self.recipe.target)
-            else:
-                found = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
-            own = found.config.kind
-            if own != kind.stored_as:
-                raise ArgumentError(
-                    f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
-                )
-            if draft.start is not None:
-                check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
-            return found.build(torch.float32)  # type: ignore[no-any-return]
-        config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
-        counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
-        ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
-        return kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
+def _keep_neurons(state: State, mlp: str, count: int) -> None:
+    """Keep the neurons of one MLP whose input and output weights are longest, multiplied."""
+    gate, up, down = (state[f"{mlp}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj"))
+    kept = _strongest(gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0), count)
+    for name in ("gate_proj", "up_proj"):
+        _select(state, f"{mlp}{name}", kept, 0)
+    _select(state, f"{mlp}down_proj", kept, 1, bias=False)
 
 
-def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
-    """Return how a copy of a head drafts for the target `model` in evaluation, as `Trained.shapes`
-    does.
+def _keep_heads(state: State, attention: str, count: int, queries: int, size: int) -> None:
+    """Keep the key-value heads of one attention, with their queries, whose values and outputs are
+    longest, multiplied.
     """
-    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
-    base = {"method": head.config.kind, "model": copy_for_drafting(head, model), "num_speculative_tokens": depth}
-    if kind_named(head.config.kind).drafts == "adapter":
-        base["exit_below"] = 0.0  # measured as far as the chain goes
-    return {
-        "chain": {**base, "shape": (1,) * depth},
-        "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
-    }
+    value, output = (state[f"{attention}{name}.weight"] for name in ("v_proj", "o_proj"))
+    written = output.view(len(output), -1, queries * size).norm(dim=(0, 2))
+    kept = _strongest(value.view(-1, size, value.shape[1]).norm(dim=(1, 2)) * written, count)
+    places = (kept.unsqueeze(1) * size + torch.arange(size)).flatten()
+    wide = (kept.unsqueeze(1) * queries * size + torch.arange(queries * size)).flatten()
+    _select(state, f"{attention}q_proj", wide, 0)
+    _select(state, f"{attention}k_proj", places, 0)
+    _select(state, f"{attention}v_proj", places, 0)
+    _select(state, f"{attention}o_proj", wide, 1, bias=False)
 
 
-def rate_name(shape: str, temperature: int, depth: int) -> str:
-    """Return evaluation's name for the share of steps in which a shape got beyond a depth, from 0."""
-    of = "" if (shape, temperature) == ("chain", 0) else f"{shape}_t{temperature}_"
-    return f"acceptance_{of}{depth}"
+WRITERS, READERS = ("o_proj", "down_proj"), ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""These matrices write into the residual stream, and read from it."""
 
 
-def metric_names(shapes: Sequence[str], depths: int) -> list[str]:
-    """Return the names of an evaluation's values: mean acceptance lengths, and the shares of so
-    many depths.
+def _keep_dimensions(state: State, count: int) -> None:
+    """Keep the dimensions of the residual stream into which embedding and layers write most.
+
+    A norm divides by the mean square of what is left, for which its weights make up.
     """
-    pairs = [(shape, temperature) for temperature in (0, 1) for shape in shapes]
-    lengths = [f"{shape}_t{temperature}" for shape, temperature in pairs]
-    return [*lengths, *(rate_name(*pair, depth) for pair in pairs for depth in range(depths))]
+    parts = {name: name.split(".")[-2] for name in state}
+    embedding = state["model.embed_tokens.weight"]
+    scores = embedding.square().mean(0)
+    for name, part in parts.items():
+        if part in WRITERS and name.endswith(".weight"):
+            scores = scores + state[name].square().sum(1)
+    kept = _strongest(scores, count)
+    scale = (scores[kept].sum() / scores.sum() * len(scores) / count).sqrt()
+    for name, part in parts.items():
+        if part in (*READERS, "embed_tokens", "lm_head") and name.endswith(".weight"):
+            state[name] = state[name][:, kept]
+        elif part in WRITERS:
+            state[name] = state[name][kept]
+        elif part in ("norm", "input_layernorm", "post_attention_layernorm"):
+            state[name] = state[name][kept] * scale
 
 
-def branches(settings: EvaluationSettings) -> int:
-    """Return the chains below the root of a tree of fixed shape that has no more nodes than
-    evaluation allows.
-    """
-    return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
-
-
-def copy_for_drafting(module: nn.Module, model: Any) -> nn.Module:
-    """Return a copy that drafts beside the target `model`."""
-    return copy.deepcopy(module).to(model.device, model.dtype).eval()
-
-
-def hash_checkpoints(names: Mapping[str, str | None]) -> dict[str, str]:
-    """Map keys to the hash of the checkpoint that they name, where they name one."""
-    return {key: target_hash(find_loaded(name)) for key, name in names.items() if name is not None}
+def _select(state: State, matrix: str, kept: Tensor, axis: int, *, bias: bool = True) -> None:
+    """Keep rows (axis 0) or columns of a matrix; a bias goes with the rows."""
+    state[f"{matrix}.weight"] = state[f"{matrix}.weight"].index_select(axis, kept)
+    if bias and f"{matrix}.bias" in state:
+        state[f"{matrix}.bias"] = state[f"{matrix}.bias"][kept]

@@ -1,136 +1,101 @@
-"""SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or in earlier outputs.
-
-arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each running request over
-its prompt and output, and a bounded store of past outputs; and, ours, a `Follower`, which stays with a text that is
-copied with changes. Each step drafts from where the expected number of accepted tokens is largest. All nodes are
-deterministic.
+"""A suffix automaton over a growing text: every string that occurs in it, how often, and what
+followed. Blumer et al. 1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of
+SuffixDecoding (arXiv 2411.04975). The work per token is done in `compiled.suffixes`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import count
 
 import numpy as np
 
-from forerun.core.sampling import Sampler
-from forerun.drafters.base import DrafterSetup, PerDomain, check_least, check_share
-from forerun.drafters.lookup.automaton import OutputStore, SuffixAutomaton
-from forerun.drafters.lookup.base import LookupDrafter
-from forerun.drafters.lookup.compiled import suffix_rows
-from forerun.drafters.lookup.compiled.batch import COUNTS, PROMPT, READ, Longs, address
-from forerun.drafters.lookup.compiled.drafts import Ints, unseen
-from forerun.drafters.lookup.compiled.suffix_rows import Options
-from forerun.errors import ArgumentError
-from forerun.types import DraftKind
+from forerun.drafters.lookup.base import IndexedText
+from forerun.drafters.lookup.compiled import suffixes
+from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR, Ints, room_for
 
-_FULL_STORES = 4  # Size of all isolation domains' stores together, in full stores
+_NUMBERS = count(1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SuffixConfig:
-    """Options of `suffix`; vLLM's names, with ``suffix_decoding_`` before them, are understood too."""
+class SuffixAutomaton(IndexedText):
+    """A suffix automaton: all substrings of a text, one state for those that end at the same
+    positions.
 
-    num_speculative_tokens: int = 24  # Most tokens on one path
-    max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
-    max_spec_factor: float = 4.0  # Tokens drafted for each token of the match
-    max_spec_offset: float = 0.0  # Tokens drafted besides
-    min_token_prob: float = 0.1
-    """Least probability of a path, in 0..1: the product of its tokens' shares by the counts; for
-    followed text, as learned.
-    """
-    min_match: int = 1  # Shortest match that is drafted from, tokens
-    nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
-    follow_edits: bool = True  # Stay with a text that is copied, over changes, and make replacements again
-    max_cached_requests: int = 10_000  # Past outputs kept of a domain (API key); 0: the request's own text only
-    max_cached_tokens: int = 500_000  # Their tokens (150 bytes each); four times as many of all domains together
-    cache_prompts: bool = False  # Keep the prompts of past requests too
-
-    def __post_init__(self) -> None:
-        check_least("suffix", self, num_speculative_tokens=1, max_tree_depth=2, min_match=1, nodes=1)
-        check_least("suffix", self, max_spec_factor=0, max_spec_offset=0)
-        check_share("suffix", self, "min_token_prob")
-        for name, least in (("max_cached_requests", 2), ("max_cached_tokens", 4)):
-            given = getattr(self, name)
-            if given < least and given != 0:
-                raise ArgumentError(f"suffix: {name} must be 0 (off) or at least {least}, got {given}")
-        if self.max_spec_factor == 0 and self.max_spec_offset < 1:
-            raise ArgumentError("suffix: max_spec_factor 0 with max_spec_offset below 1 never drafts; raise one")
-
-
-class SuffixDrafter(LookupDrafter["_Domain"]):
-    """Drafts from the longest match in the request's own text and in past outputs, and from the
-    text that is followed, whichever draft has the largest expected gain.
+    A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
+    strings of at most `depth` >= 2 tokens. One flat array of 32 bits holds states and transitions; the token of a
+    state's transition along its first occurrence is read from the text, so that only branchings need an entry of their
+    own: 92 to 190 bytes per token, and while the array grows twice that.
     """
 
-    name = "suffix"
-    Config = SuffixConfig
+    def __init__(self, depth: int, tokens: int = 0) -> None:
+        """Make the automaton of the empty text, with room for so many tokens."""
+        self.number = next(_NUMBERS)  # No two have the same
+        self.whole = _empty(tokens)
+        self.arrays = suffixes.parts_of(self.whole)
+        suffixes.start(self.arrays, depth)
 
-    def __init__(self, config: SuffixConfig, setup: DrafterSetup) -> None:
-        domains = PerDomain(
-            lambda: _Domain(config),
-            size=lambda domain: domain.store.held,
-            most_size=_FULL_STORES * config.max_cached_tokens,
-        )
-        most = max(config.num_speculative_tokens, config.nodes or 0)
-        super().__init__(domains, setup, columns=suffix_rows.COLUMNS, nodes=most)
-        self.config = config
-        self._options = tuple(
-            Options(
-                length=config.num_speculative_tokens,
-                factor=float(config.max_spec_factor),
-                offset=float(config.max_spec_offset),
-                least=float(config.min_token_prob),
-                shortest=config.min_match,
-                nodes=config.nodes or 0,
-                follows=config.follow_edits,
-            )
-        )
-        self._compile()
+    def __len__(self) -> int:
+        return int(self.whole[suffixes.SIZE])
 
-    def kind(self, sampler: Sampler) -> DraftKind:
-        return DraftKind(chain=self.config.nodes is None)
+    @property
+    def tokens(self) -> Ints:
+        return self.arrays.tokens[: len(self)]
+
+    @property
+    def room(self) -> int:
+        return len(self.arrays.tokens)
+
+    def extend(self, tokens: Sequence[int] | Ints) -> None:
+        """Append tokens to the text."""
+        self.make_room(len(self) + len(tokens))
+        suffixes.extend(self.arrays, np.asarray(tokens, np.int32))
+
+    def make_room(self, tokens: int) -> None:
+        if tokens > self.room:
+            whole = _empty(tokens)
+            larger = suffixes.parts_of(whole)
+            larger.head[: suffixes.ROOM] = self.arrays.head[: suffixes.ROOM]
+            for old, new in zip(self.arrays[1:-1], larger[1:-1], strict=True):
+                new[: len(old)] = old
+            suffixes.reindex(larger, 0)
+            self.whole, self.arrays = whole, larger
+
+
+def _empty(tokens: int) -> Ints:
+    """Allocate an array with room for so many tokens and more, the index empty."""
+    room = room_for(tokens)
+    whole = np.empty(suffixes.size_of(room), np.int32)
+    whole[: suffixes.HEAD] = 0
+    whole[suffixes.ROOM] = room
+    suffixes.parts_of(whole).slots.fill(NONE)
+    return whole
+
+
+class OutputStore:
+    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
+    SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs
+    enter the younger; when that is full, the older one is dropped and the younger takes its place.
+    """
+
+    def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
+        self._depth, self._tokens, self._requests = depth, tokens // 2, requests // 2
+        self.generations = [SuffixAutomaton(depth)]  # The youngest first; at most two
+        self._outputs = 0  # Outputs in the younger generation
+
+    @property
+    def held(self) -> int:
+        """Tokens of all outputs."""
+        return sum(map(len, self.generations))
+
+    def add(self, output: Sequence[int] | Ints) -> None:
+        """Add an output; of one longer than half the store, only the end."""
+        kept = np.asarray(output[max(0, len(output) + 1 - self._tokens) :], np.int32)
+        if not len(kept) or not self._requests or self._tokens <= 1:
+            return
+        if self._outputs == self._requests or len(self.generations[0]) + len(kept) + 1 > self._tokens:
+            self.generations, self._outputs = [SuffixAutomaton(self._depth), self.generations[0]], 0
+        self.generations[0].extend(np.append(kept, np.int32(SEPARATOR)))
+        self._outputs += 1
 
     def memory_bytes(self) -> int:
-        return super().memory_bytes() + sum(domain.store.memory_bytes() for domain in self._domains.all())
-
-    def _new_text(self, tokens: int) -> SuffixAutomaton:
-        return SuffixAutomaton(self.config.max_tree_depth, tokens)
-
-    def _point(self, row: int, domain: _Domain) -> None:
-        columns = self.batch.rows[row]
-        columns[COUNTS], columns[suffix_rows.STORED] = address(domain.counts), address(domain.stored)
-
-    def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
-        return suffix_rows.step(where, self._options, tokens, work, chains)
-
-    def _free(self, row: int) -> None:
-        """Free a row; its output enters the store of its domain."""
-        first = 0 if self.config.cache_prompts else int(self.batch.rows[row, PROMPT])
-        domain, output = self._domain[row], self._texts[row].tokens[first : self.batch.rows[row, READ]]
-        super()._free(row)
-        domain.add(output)
-        self._domains.trim()
-
-
-class _Domain:
-    """The state of an isolation domain."""
-
-    def __init__(self, config: SuffixConfig) -> None:
-        depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
-        self.store = OutputStore(depth=depth, tokens=tokens, requests=requests)
-        self.counts = unseen()
-        shape = suffix_rows.GENERATIONS, suffix_rows.STORE_COLUMNS
-        self.stored = np.zeros(shape, np.int64)  # The store, for compiled code
-        self._point()
-
-    def add(self, output: Ints) -> None:
-        """Add the output of a request that has ended."""
-        try:
-            self.store.add(output)
-        finally:
-            self._point()
-
-    def _point(self) -> None:
-        self.stored[:] = 0
-        for place, automaton in enumerate(self.store.generations):
-            self.stored[place] = automaton.number, address(automaton.whole)
+        return sum(generation.whole.nbytes for generation in self.generations)

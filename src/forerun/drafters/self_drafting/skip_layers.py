@@ -1,271 +1,249 @@
-"""Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
-
-Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
-skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see the prefix as the whole target left
-it; scoring overwrites what drafting wrote. Output is lossless whatever is skipped; with ``search="swift"`` or several
-requests at once the *text* for a seed may depend on what was decoded before, its distribution does not.
-"""
+"""Sets of attention and MLP sub-layers that a draft pass leaves out: their names, their search, their file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from operator import itemgetter
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
+from numpy.typing import NDArray
 
-from forerun.core.scores import Scores
-from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup, check_choice, check_least
-from forerun.drafters.self_drafting.base import SelfDrafter
-from forerun.drafters.self_drafting.skipping import SkipFile, SkipSet, SkipTrial, Space, evenly, every, parse, propose
-from forerun.drafters.trees import TreeOptions
-from forerun.errors import ArgumentError
-from forerun.model import LayerRange
-from forerun.model.inputs import Nodes
-from forerun.types import Budget, Drawn, Verdict
+from forerun.errors import ArgumentError, DataError, nearest
+from forerun.manifests import read_object
+from forerun.writing import written
 
-MAX_CANDIDATES = 1000
-BAYES_EVERY = 25
-GOOD_ENOUGH = 0.95
-_MEMORY = 8  # Windows after which the best set's older counts fade
-SEARCHES = ("swift",)
-_FIRST_THRESHOLD = (0.8, 0.5)  # Initial adapted threshold: greedy, sampled (Draft & Verify)
-_RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
+if TYPE_CHECKING:
+    from forerun.model import Target
+
+
+Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
+SkipSet = frozenset[Sublayer]
+
+PARTS = ("attn", "mlp")
+
+
+def every(layers: int) -> tuple[Sublayer, ...]:
+    """Return all sub-layers of a model, in the order in which they run."""
+    return tuple((layer, part) for layer in range(layers) for part in PARTS)
+
+
+def names(skip: Iterable[Sublayer]) -> list[str]:
+    """Return names such as ``["3.attn", "3.mlp"]``, in the order in which the sub-layers run."""
+    return [f"{layer}.{part}" for layer, part in sorted(skip)]
+
+
+def parse(given: Iterable[str], layers: int) -> SkipSet:
+    """Return the set behind names such as ``"3.attn"``. Raises ArgumentError if an unknown one is
+    named, or nothing or everything.
+    """
+    known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
+    chosen = list(given)
+    for name in chosen:
+        if name not in known:
+            every_name = f"0.attn, 0.mlp, ..., {layers - 1}.attn, {layers - 1}.mlp"
+            hint = nearest(str(name), known)
+            raise ArgumentError(f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{hint}")
+    skip = frozenset(known[name] for name in chosen)
+    if not skip:
+        raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
+    if len(skip) == len(known):
+        raise ArgumentError(f"skip_layers: all {len(known)} sub-layers are skipped; leave at least one to draft with")
+    return skip
+
+
+def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
+    """Return `count` of the allowed sub-layers, half of them attention, at even distances: where a
+    search may begin.
+    """
+    chosen = list[Sublayer]()
+    for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
+        own = [sublayer for sublayer in allowed if sublayer[1] == part]
+        chosen += (own[(2 * index + 1) * len(own) // (2 * share)] for index in range(share))
+    return frozenset(chosen)
+
+
+Floats = NDArray[np.floating[Any]]
+
+NOISE = 1e-2  # Variance of an observation relative to that of all values: Draft & Verify's alpha (arXiv 2309.08168)
+_LENGTHS = (0.1, 0.25, 0.5, 1.0)  # Length scales of the exponential, as a share of the number of entries
+_ADDITIVE = (0.0, 0.5, 0.9)
+
+
+def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NOISE) -> tuple[Floats, Floats]:
+    """Return mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a
+    small Gaussian process that knows `values` (n,) at `points` (n, d), with a variance of `noise`
+    relative to that of all values.
+
+    The likeness of subsets mixes the share of entries in which they agree (effects that add up) and an exponential of
+    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
+    """
+    mean, scale = float(values.mean()), float(values.std()) or 1.0
+    scaled, fits = (values - mean) / scale, []
+    for kernel in itertools.product(_LENGTHS, _ADDITIVE):
+        factor = np.linalg.cholesky(_likeness(points, points, *kernel) + noise * np.eye(len(values)))
+        weights = np.linalg.solve(factor.T, np.linalg.solve(factor, scaled))
+        evidence = -0.5 * float(scaled @ weights) - float(np.log(np.diag(factor)).sum())
+        fits.append((evidence, kernel, factor, weights))
+    _, kernel, factor, weights = max(fits, key=itemgetter(0))
+    cross = _likeness(others, points, *kernel)
+    spread = np.sqrt(np.clip(1.0 - (np.linalg.solve(factor, cross.T) ** 2).sum(0), 1e-12, None))
+    return cross @ weights * scale + mean, spread * scale
+
+
+def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
+    """Return the likeness (n, m) of subsets, in 0..1, 1 for equal ones."""
+    share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
+    likeness: Floats = additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
+    return likeness
+
+
+_KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued
+_POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
+_REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Shares of the sub-layers that the first trials skip, at even distances
+_RANDOM_STARTS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SkipLayersConfig(TreeOptions):
-    """Options of `skip_layers`."""
+class Space:
+    """The subsets that may be proposed."""
 
-    skip: Sequence[str] | str | None = None  # Sub-layers to leave out, ``["3.attn", ...]``, or the file of the tuner
-    search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
-    skip_ratio: float = 0.45  # Share of all sub-layers that ``swift`` skips, 0..1
-    search_window: int = 32  # Drafted nodes over which ``swift`` judges a set
-    search_patience: int = 300  # ``swift`` ends after so many sets in a row that were no better
-    stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
-    adapt_threshold: bool = False
-    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are
-    accepted. Without `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones.
-    """
-    target_acceptance: float = 0.9  # Accepted / drafted, 0..1, that `adapt_threshold` aims at
+    allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
+    size: int | None = None  # How many are skipped; None: any number but none and all
 
-    def __post_init__(self) -> None:
-        self.check_tree("skip_layers")
-        if (self.skip is None) == (self.search is None):
-            given = "a list such as ['3.attn', '3.mlp'] or the file that forerun tune skip-layers wrote"
-            raise ArgumentError(f"skip_layers needs either skip, {given}, or search='swift'")
-        if self.search is not None:
-            check_choice("skip_layers", self, "search", SEARCHES)
-        for name in ("skip_ratio", "stop_below", "target_acceptance"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < 1:
-                raise ArgumentError(f"skip_layers: {name} must lie between 0 and 1, got {value}")
-        check_least("skip_layers", self, search_window=1, search_patience=1)
+    def vector(self, skip: SkipSet) -> Floats:
+        """Return a subset as a vector (d,) of 0 and 1."""
+        return np.array([float(sublayer in skip) for sublayer in self.allowed])
 
+    def random(self, random: np.random.Generator) -> SkipSet:
+        """Return a random subset; without a fixed size every size is equally likely."""
+        size = int(random.integers(1, len(self.allowed))) if self.size is None else self.size
+        return frozenset(self.allowed[index] for index in random.permutation(len(self.allowed))[:size])
 
-class SkipLayersDrafter(SelfDrafter):
-    """Drafts with the target, some sub-layers left out."""
-
-    name = "skip_layers"
-    Config = SkipLayersConfig
-
-    def __init__(self, config: SkipLayersConfig, setup: DrafterSetup) -> None:
-        super().__init__(config.fixed_tree(), setup.target)
-        self.config, layers = config, setup.target.num_layers
-        self.search: OnlineSearch | None = None  # State of SWIFT's search; None if the set is given
-        self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
-        if config.search is not None:
-            self.search = OnlineSearch(layers, config)
-            self.skip = self.search.best
-        elif isinstance(config.skip, str | Path):
-            self.skip = SkipFile.read(Path(config.skip), setup.target).skip
-        else:
-            self.skip = parse(config.skip or (), layers)
-        self._thresholds: dict[int, Threshold] = {}
-        # Run one token with these left out: a model that cannot do this is refused now, not when it drafts.
-        tried = frozenset(self.search.space.allowed) if self.search else self.skip
-        row = min(range(self.target.rows), key=lambda row: self.target.lengths[row])
-        self.target.run([row], [TokenTree(0)], LayerRange(stop=layers, skip=tried))
-        self.target.truncate([row], [self.target.lengths[row]])
-
-    def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        tried = self.search is not None and self.skip != self.search.best
-        return self.target.draft(rows, nodes, LayerRange(stop=self.target.num_layers, skip=self.skip), tried=tried)[1]
-
-    def stop_below(self, row: int, *, greedy: bool) -> float | None:
-        if not self.config.adapt_threshold:
-            return self.config.stop_below
-        if row not in self._thresholds:
-            first = self.config.stop_below
-            first = _FIRST_THRESHOLD[0 if greedy else 1] if first is None else first
-            self._thresholds[row] = Threshold(first, self.config.target_acceptance)
-        return self._thresholds[row].value
-
-    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        if self.search is not None:
-            self.skip = self.search.choose()
-        return super().propose(context, budget)
-
-    def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        right = judged = 0
-        for index, (row, verdict) in enumerate(zip(context.rows, verdicts, strict=True)):
-            tree = scores.trees[index]
-            if not tree.size:
-                continue
-            threshold, depth = self._thresholds.get(row), max(tree.depths)
-            if threshold is not None:
-                whole = depth == len(self._tree.shape.widths)
-                threshold.update(len(verdict.path), depth, self.config.target_acceptance, whole=whole)
-            if self.search is not None and not self.search.done:
-                own = agreement(scores, index)
-                right, judged = right + own[0], judged + own[1]
-        if self.search is not None and judged:
-            self.search.observe(self.skip, right, judged)
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        super().truncate(rows, lengths)
-        for row, length in zip(rows, lengths, strict=True):
-            if length == 0:
-                self._thresholds.pop(row, None)
-
-
-def agreement(scores: Scores, index: int) -> tuple[int, int]:
-    """Return (nodes at which the draft's likeliest token was the target's, nodes that have
-    children) of one row's tree, accepted or not: the target was asked at all of them.
-    """
-    tree, probs = scores.trees[index], scores.row(index)
-    right = judged = 0
-    for node, children in enumerate(tree.children):
-        if not children:
-            continue
-        judged += 1
-        given = tree.drawn[children[0]] is Drawn.DETERMINISTIC
-        favourite = tree.tokens[children[0]] if given else int(tree.draft_probs[node].argmax())
-        right += favourite == probs.argmax(node)
-    return right, judged
-
-
-class OnlineSearch:
-    """SWIFT's online search: chooses the set that drafts the coming step, and learns from how it
-    did.
-
-    As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped, the first and the last layer are kept,
-    candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
-    over `search_window` drafted nodes by how often their likeliest token is the target's, until one scores .95 or
-    `search_patience` in a row were no better. ArgumentError: the ratio leaves no choice.
-
-    Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
-    scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
-    that can no longer win is dropped early, and the best set is measured on, so that a lucky one is replaced.
-    """
-
-    def __init__(self, layers: int, config: SkipLayersConfig) -> None:
-        allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
-        ratio, size = config.skip_ratio, round(config.skip_ratio * 2 * layers)
-        if not 1 <= size < len(allowed):
-            fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
-            raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
-        self.space = Space(allowed=allowed, size=size)
-        self.candidates = 0  # Judged so far
-        self._window, self._patience = config.search_window, config.search_patience
-        self._proposing, self._random = np.random.default_rng(0), np.random.default_rng(1)
-        self._best = _Record(evenly(allowed, size))
-        self._candidate: _Record | None = None
-        self._trials: list[SkipTrial] = []
-        self._failed = 0
-        self._step = 0
-
-    @property
-    def best(self) -> SkipSet:
-        """The best set so far."""
-        return self._best.skip
-
-    @property
-    def done(self) -> bool:
-        """True if only the best set is used from now on."""
-        found = self._best.judged >= 2 * self._window and self._best.score >= GOOD_ENOUGH
-        return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
-
-    def choose(self) -> SkipSet:
-        """Return the set for the coming step: the best one, every second time a candidate."""
-        self._step += 1
-        if self.done or self._step % 2 or self._best.judged < self._window:
-            return self._best.skip
-        if self._candidate is None:
-            self._candidate = _Record(self._next())
-        return self._candidate.skip
-
-    def observe(self, skip: SkipSet, right: int, judged: int) -> None:
-        """Learn from a step that drafted with `skip`: at `right` of `judged` nodes its likeliest
-        token was the target's.
+    def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
+        """Return the subset with one or two sub-layers exchanged; without a fixed size, one may be
+        added or removed as well.
         """
-        record = self._best if skip == self._best.skip else self._candidate
-        if record is None or skip != record.skip:
-            return
-        record.right, record.judged = record.right + right, record.judged + judged
-        if record is not self._best:
-            self._judge(record)
-        elif record.judged > _MEMORY * self._window:
-            record.right, record.judged = record.right / 2, record.judged / 2
+        inside, outside = sorted(skip), sorted(set(self.allowed) - skip)
+        found = set(skip)
+        for _ in range(int(random.integers(1, 3))):
+            leave = self.size is not None or random.random() < 2 / 3
+            enter = self.size is not None or not leave or random.random() < 0.5
+            if leave:
+                found.discard(inside[int(random.integers(len(inside)))])
+            if enter and outside:
+                found.add(outside[int(random.integers(len(outside)))])
+        valid = len(found) == self.size if self.size is not None else 0 < len(found) < len(self.allowed)
+        return frozenset(found) if valid else skip
 
-    def _judge(self, candidate: _Record) -> None:
-        """Decide on a candidate once its window is full, or once it cannot win any more."""
-        left = max(0.0, self._window - candidate.judged)
-        hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
-        if left and not hopeless:
-            return
-        self.candidates += 1
-        self._trials.append(SkipTrial(candidate.skip, candidate.score))
-        self._candidate = None
-        if hopeless:
-            self._failed += 1
-            return
-        self._trials.append(SkipTrial(self._best.skip, self._best.score))
-        self._best, self._failed = candidate, 0
 
-    def _next(self) -> SkipSet:
-        """Return the next candidate: a random set, every 25th time one that the trials so far
-        favour; never the best one itself.
+class SkipTrial(NamedTuple):
+    """One subset and its measured value."""
+
+    skip: SkipSet
+    value: float  # Larger is better
+
+
+def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generator) -> SkipSet | None:
+    """Return the untried subset of largest upper confidence bound by a Gaussian process; None if
+    all were tried.
+    """
+    leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
+    pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
+    pool += [space.random(random) for _ in range(_POOL)]
+    tried = {trial.skip for trial in trials}
+    pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
+    if not pool:
+        return None
+    latest, known = trials[-_REMEMBERED // 2 :], trials
+    if len(trials) > _REMEMBERED:
+        best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
+        known = [*best[: _REMEMBERED // 2], *latest]
+    points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
+    mean, spread = predict(points, np.array(values), np.stack([space.vector(skip) for skip in pool]))
+    return pool[int((mean + _KAPPA * spread).argmax())]
+
+
+class Search:
+    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and
+    at random.
+    """
+
+    def __init__(self, space: Space, *, seed: int = 0) -> None:
+        self.space = space
+        self.trials: list[SkipTrial] = []
+        self._random = np.random.default_rng(seed)
+        count = len(space.allowed)
+        starts = [evenly(space.allowed, max(1, round(share * count))) for share in _SHARES]
+        starts += [space.random(self._random) for _ in range(_RANDOM_STARTS)]
+        self._starts = list(dict.fromkeys(starts))
+
+    def ask(self) -> SkipSet | None:
+        """Return the next subset to measure, or None if every one was."""
+        if len(self.trials) < len(self._starts):
+            return self._starts[len(self.trials)]
+        return propose(self.space, self.trials, self._random)
+
+    def tell(self, skip: SkipSet, value: float) -> None:
+        """Record a subset's value."""
+        self.trials.append(SkipTrial(skip, value))
+
+
+FORMAT = "forerun-skip-layers"
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)  # Models that agree in these are taken for relatives
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SkipFile:
+    """A tuned set of sub-layers and where it comes from."""
+
+    model: str  # Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere
+    num_layers: int
+    structure: str  # `structure_hash` of the model
+    skip: SkipSet
+    num_speculative_tokens: int  # Length of the chain at which the set was the cheapest, tokens
+    measured: Mapping[str, Any] = field(default_factory=dict)  # Figures of the set, of plain decoding, and the setting
+    trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
+
+    def write(self, path: Path) -> None:
+        """Write the file; it is whole or not there. Raises DataError if it cannot be written."""
+        body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
+        try:
+            with written(path) as fresh:
+                fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
+
+    @classmethod
+    def read(cls, path: Path, target: Target) -> SkipFile:
+        """Read the file at `path`. Raises DataError if it is missing, or not what the tuner writes;
+        ArgumentError if it was tuned on another kind of model than `target`.
         """
-        found: SkipSet | None = None
-        if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
-            found = propose(self.space, self._trials, self._proposing)
-        while found is None or found == self._best.skip:
-            found = self.space.random(self._random)
+        body = read_object(path, "tune a set: forerun tune skip-layers")
+        if body.get("format") != FORMAT:
+            raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
+        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
+        try:
+            found = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path} is damaged ({error!r}); tune again") from error
+        remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
+        if found.num_layers != target.num_layers:
+            tuned = f"{path} was tuned on {found.model} with {found.num_layers} layers"
+            raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
+        if found.structure != structure_hash(target):
+            raise ArgumentError(f"{path} was tuned on {found.model}, which is built differently. {remedy}")
         return found
 
 
-@dataclass(slots=True)
-class Threshold:
-    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and
-    falls again.
-    """
-
-    value: float  # Threshold in 0..1
-    acceptance: float  # Running accepted / drafted, 0..1
-
-    def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens; `wanted`
-        is the share to aim at. With `whole` drafting was not stopped, so that a lower threshold
-        would change nothing.
-        """
-        self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
-        step = 0.0 if whole else -_STEP
-        if self.acceptance < wanted:
-            step = _STEP
-        self.value = min(1.0, max(0.0, self.value + (1 - _THRESHOLD_MEMORY) * step))
-
-
-@dataclass(slots=True)
-class _Record:
-    """The counts of how often a set's likeliest token was the target's."""
-
-    skip: SkipSet
-    right: float = 0.0
-    judged: float = 0.0
-
-    @property
-    def score(self) -> float:
-        return self.right / self.judged if self.judged else 0.0
+def structure_hash(target: Target) -> str:
+    """Return a hash of the kind of model: of family and sizes, not of the weights."""
+    facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
