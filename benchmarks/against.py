@@ -108,8 +108,8 @@ def work(options: argparse.Namespace) -> None:
 
 def models(scale: float) -> dict[str, str]:
     """Placeholder of `ARMS` -> folder; made by this checkout, for both sides."""
-    from forerun.demo import resolve
     from forerun.demo.scale import ScaledModel, scaled_head_folder
+    from forerun.shipped import resolve
 
     if not scale:
         return {word: str(resolve(name)) for word, name in SHIPPED.items()}

@@ -25,7 +25,7 @@ from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.sample_walk import SampleWalk
+from forerun.core.rules import SampleWalk
 from forerun.core.sampling import Rng, Stream
 from forerun.core.tree import TokenTree
 from forerun.types import SamplingParams, Source, Verdict

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from forerun import LLM, SamplingParams, demo
+from forerun import LLM, SamplingParams, demo, shipped
+from forerun.control.measuring import device_name
 from forerun.demo.scale import ScaledModel
-from forerun.engine.measuring import device_name
 
 SETTINGS = SamplingParams(temperature=0, max_tokens=160)
 EACH = 6
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
-    source, device = Path(demo.resolve("demo")), device_name(torch.device(asked.device))
+    source, device = Path(shipped.resolve("demo")), device_name(torch.device(asked.device))
     path = ScaledModel(source, billions=asked.scale).path if asked.scale else source
     found = {name: _speeds(path, name, asked.device, asked.repeats) for name in ("plain", *asked.drafters)}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).to(asked.device)

@@ -222,10 +222,10 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm]:
 
 def find(options: argparse.Namespace) -> None:
     """Replace the model's name by its directory, and `--gguf` by its file where it is one."""
-    from forerun import demo
+    from forerun import shipped
     from forerun.model.names import resolve
 
-    file = Path(demo.resolve(options.model))
+    file = Path(shipped.resolve(options.model))
     options.gguf = options.gguf or (file if file.suffix == ".gguf" else None)
     options.model = resolve(options.model, options.dtype)
 

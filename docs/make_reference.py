@@ -17,10 +17,9 @@ from typing import Any
 
 import forerun
 from forerun.drafters import DRAFTERS, drafter_class
-from forerun.drafters.heads.kinds import KINDS, kind_named
+from forerun.drafters.kinds import KINDS, kind_named, objective_for
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
-from forerun.training.objectives import objective_for
 from forerun.training.recipe import TrainRecipe
 
 PAGE = Path(__file__).with_name("reference.md")

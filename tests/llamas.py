@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.eagle import EagleConfig, EagleHead
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,

@@ -43,8 +43,8 @@ class Fault(NamedTuple):
         return found[0]
 
 
-RULES = "tests/rules/test_exact_laws.py tests/rules/test_rules.py"
-LADDER = "tests/rules/test_ladder.py"
+RULES = "tests/core/test_exact_laws.py tests/core/test_rules.py"
+LADDER = "tests/decode/test_residuals.py"
 SAMPLING = "tests/core/test_sampling.py"
 TREE = "tests/core/test_tree.py"
 FAULTS = [
@@ -202,7 +202,7 @@ FAULTS = [
         "all positions of a text draw with the same numbers",
         "counter=[index, stream, position, 0]",
         "counter=[index, stream, 0, 0]",
-        f"{SAMPLING} tests/rules/test_real_coins.py",
+        f"{SAMPLING} tests/core/test_real_coins.py",
     ),
     Fault(
         "sampling",
@@ -239,7 +239,7 @@ FAULTS = [
         "sampled nodes may be pruned after they were drawn",
         "return self.resume is None and not self.probes and not self.sampled",
         "return self.resume is None and not self.probes",
-        f"{TREE} tests/engine/policy",
+        f"{TREE} tests/control",
     ),
     Fault(
         "step",
@@ -410,35 +410,35 @@ FAULTS = [
         "drafting counts as free",
         "rate = tokens / time(depth, index + 1)",
         "rate = tokens / time(0, 0)",
-        "tests/engine/policy",
+        "tests/control",
     ),
     Fault(
         "policy",
         "what drafting costs is not held against what it brings",
         "gain = tokens - goodput * (times[size] + ms)",
         "gain = tokens - goodput * times[size]",
-        "tests/engine/policy",
+        "tests/control",
     ),
     Fault(
         "policy",
         "nodes are allocated whatever they cost",
         "gains.append(total - goodput * times[least + len(order)])",
         "gains.append(total)",
-        "tests/engine/policy",
+        "tests/control",
     ),
     Fault(
         "policy",
         "a drafter that failed its trials is tried as often as before",
         "self._wait = min(SETTINGS.longest, 2 * self._wait)",
         "self._wait = min(SETTINGS.longest, self._wait)",
-        "tests/engine/policy",
+        "tests/control",
     ),
     Fault(
         "policy",
         "depths behind a rejection count as rejected",
         "for depth in range(min(accepted + 1, drafted)):",
         "for depth in range(drafted):",
-        "tests/engine/policy",
+        "tests/control",
     ),
     Fault(
         "policy",
@@ -452,7 +452,7 @@ FAULTS = [
         "one slow pass moves the pace",
         "self._pace = median(self._latest)",
         "self._pace = max(self._latest)",
-        "tests/engine/test_cost.py tests/engine/policy",
+        "tests/engine/test_cost.py tests/control",
     ),
     # --- drafters ---
     Fault(
@@ -496,14 +496,14 @@ FAULTS = [
         "a head's drafted nodes do not see what they descend from",
         "sees = torch.cat([inherited, own], dim=-1)",
         "sees = torch.cat([torch.zeros_like(inherited), own], dim=-1)",
-        "tests/drafters/test_heads.py",
+        "tests/heads/test_heads.py",
     ),
     Fault(
         "drafters",
         "a head drafts at the positions of one level below",
         "positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)",
         "positions = (last.lengths + last.depth + 1).unsqueeze(1).expand(-1, width)",
-        "tests/drafters/test_heads.py",
+        "tests/heads/test_heads.py",
     ),
     Fault(
         "drafters",
@@ -532,35 +532,35 @@ FAULTS = [
         "layer ids are written as boundaries",
         "return [boundary - 1 for boundary in boundaries]",
         "return list(boundaries)",
-        "tests/checkpoints/test_layer_ids.py tests/checkpoints/test_formats.py",
+        "tests/heads/test_layer_ids.py tests/heads/test_formats.py",
     ),
     Fault(
         "formats",
         "layer ids are read as boundaries",
         "return tuple(layer + 1 for layer in layers)",
         "return tuple(layers)",
-        "tests/checkpoints/test_layer_ids.py tests/checkpoints/test_formats.py",
+        "tests/heads/test_layer_ids.py tests/heads/test_formats.py",
     ),
     Fault(
         "formats",
         "a window without a list of layers is forgotten",
         '        return {"sliding_window": window}\n    if not isinstance(kinds, list)',
         '        return {"sliding_window": None}\n    if not isinstance(kinds, list)',
-        "tests/checkpoints",
+        "tests/heads",
     ),
     Fault(
         "formats",
         "transformers 5's rope base is not read",
         'theta = float(rope.pop("rope_theta", None) or theta)',
         'theta = float(rope.pop("rope_theta", None) and theta or theta)',
-        "tests/checkpoints",
+        "tests/heads",
     ),
     Fault(
         "formats",
         "a tied output head hides a head's own",
         '"tie_word_embeddings": False,\n        **window,',
         '"tie_word_embeddings": True,\n        **window,',
-        "tests/checkpoints",
+        "tests/heads",
     ),
     # --- training ---
     Fault(
@@ -568,21 +568,21 @@ FAULTS = [
         "the loss takes the teacher's probabilities as they are, not over the student's tokens",
         "losses -= (logits @ probs.renormalised.transpose(1, 2)).squeeze(-1)",
         "losses -= (logits @ probs.full.transpose(1, 2)).squeeze(-1)",
-        "tests/training/test_chunked_loss.py",
+        "tests/losses/test_chunked_loss.py",
     ),
     Fault(
         "training",
         "the gradient of the true token is half as large",
         "torch.full_like(losses[..., None], -1.0)",
         "torch.full_like(losses[..., None], -0.5)",
-        "tests/training/test_chunked_loss.py",
+        "tests/losses/test_chunked_loss.py",
     ),
     Fault(
         "training",
         "rows of weight 0 are counted",
         "figures.flatten(1).masked_fill_(target.weights == 0, 0.0)",
         "figures.flatten(1)",
-        "tests/training/test_chunked_loss.py",
+        "tests/losses/test_chunked_loss.py",
     ),
     # --- server ---
     Fault(

@@ -15,8 +15,8 @@ import yaml
 from engine.conftest import checkpoint
 from forerun import LLM, SamplingParams
 from forerun.certify.contract import CHECKS
+from forerun.decode.drafter import DraftContext
 from forerun.drafters import DRAFTERS
-from forerun.drafters.base import DraftContext
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

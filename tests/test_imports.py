@@ -49,7 +49,7 @@ ORDER = (
 )
 """Packages and modules of forerun from the bottom up: nothing imports what stands in a later line."""
 UPWARD = {
-    ("core", "drafters"): "a step asks drafters through their protocol, `forerun.drafters.base`",
+    ("core", "drafters"): "a step asks drafters through their protocol, `forerun.decode.drafter`",
     ("drafters", "demo"): "the list of known heads has the demo model's, and asks which model that is",
     ("model", "demo"): "`demo`, `demo-draft` and `demo-eagle3` are names of models that are shipped",
 }
@@ -60,7 +60,7 @@ HOSTS = {
     "vllm": "the program that loads `forerun.training.features.connector`; it wants an environment of its own",
     "sglang": "the program that loads `forerun.deploy.sglang`; so does this one",
     "llama_cpp": "what `forerun.deploy.llama_cpp` is handed to; it is built from source",
-    "conversion": "llama.cpp's sources, in which `forerun.deploy.gguf_converter` runs",
+    "conversion": "llama.cpp's sources, in which `forerun.deploy.trials.gguf_converter` runs",
     "convert_hf_to_gguf": "these, too",
     "triton": "it comes with torch for CUDA, and `forerun.model.kernels.fused` asks for it",
 }

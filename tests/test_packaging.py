@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forerun.demo import MODELS
+from forerun.shipped import MODELS
 
 ROOT = Path(__file__).parents[1]
 MEBI = 2**20

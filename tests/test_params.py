@@ -11,8 +11,8 @@ import torch
 
 from forerun.core.sampling import distribution_of
 from forerun.drafters.draft_models.draft_model import DraftModelConfig
-from forerun.drafters.heads.drafting import HeadDrafterConfig
 from forerun.errors import ArgumentError
+from forerun.heads.drafting import HeadDrafterConfig
 from forerun.types import SamplingParams
 
 SUBNORMAL, SMALLEST, LARGEST = 5e-324, 1e-46, 1.7976931348623157e308

@@ -45,7 +45,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         "import forerun",
         "import forerun; forerun.EAGLE3_DEFAULT_CFG['config']",
-        "import forerun.demo; forerun.demo.resolve('demo'); forerun.demo.prompts()",
+        "import forerun.demo; forerun.shipped.resolve('demo'); forerun.demo.prompts()",
     ],
 )
 def test_imports_no_torch(program: str) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from forerun import LLM, SamplingParams, demo
+from forerun.shipped import resolve
 from forerun.types import RequestOutput
 from simulated.arms import ARMS
 
@@ -42,7 +43,7 @@ def wait() -> None:
 @cache
 def contexts(lengths: tuple[int, ...]) -> list[list[int]]:
     """Beginnings of the shipped files, of so many tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve("demo"))
     texts = [prompt.text for prompt in demo.prompts()]
     return [
         tokenizer.encode(texts[place % len(texts)], add_special_tokens=False, verbose=False)[:length]

@@ -14,10 +14,11 @@ from safetensors.torch import load_file
 
 from forerun import LLM, demo
 from forerun.cli import main
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
+from forerun.losses.objective import FrozenTarget
+from forerun.shipped import resolve
 from forerun.training.loop.checkpoint import capture_random, restore_random
 from forerun.training.loop.distributed import Parallel
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from training.conftest import words
@@ -163,7 +164,7 @@ def test_the_shipped_head_learns_on(tmp_path: Path) -> None:
         *("--output", str(tmp_path / "run"), "training.steps=4", "training.log_every_steps=1", "windows.length=256"),
         *(
             "windows.rows=2",
-            f"draft.start={demo.resolve('demo-eagle3')}",
+            f"draft.start={resolve('demo-eagle3')}",
             "training.dtype=bfloat16",
             "training.learning_rate=1e-4",
         ),
@@ -182,7 +183,7 @@ def test_a_drafter_is_swapped_while_it_serves_and_the_text_stays(method: str) ->
         ids = [llm.submit(prompt, params, cache_salt=str(round_)) for prompt in prompts]
         for _ in range(6):
             llm.engine.step()
-        llm.load_drafter(demo.resolve(str(DRAFTING[method]["model"])))
+        llm.load_drafter(resolve(str(DRAFTING[method]["model"])))
         for request_id in ids:
             llm.abort(request_id)
         assert tokens_of(llm.generate(prompts, params, cache_salt=str(round_))) == plain

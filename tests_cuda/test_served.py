@@ -94,7 +94,7 @@ def test_the_doctor_names_the_device(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_costs_are_measured() -> None:
-    from forerun.engine.measuring import load_or_measure
+    from forerun.control.measuring import load_or_measure
 
     llm = LLM("demo", device=DEVICE, dtype="float32", max_num_seqs=4, max_model_len=256)
     cost = load_or_measure(llm.target, nodes=(1, 4, 16), contexts=(64,), repeats=3, seconds=4.0)

@@ -16,14 +16,14 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.checkpoints.engines import export_head
-from forerun.checkpoints.formats import format_for
 from forerun.cli import main as forerun
-from forerun.demo import FOLDER
-from forerun.deploy.in_llama_cpp import InLlamaCpp
-from forerun.deploy.trial import EngineTrial, HeadDrafting, run_trial
-from forerun.drafters.heads.kinds import kind_named
+from forerun.deploy.trials.trial import EngineTrial, HeadDrafting, run_trial
+from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
+from forerun.drafters.kinds import kind_named
+from forerun.heads.engines import export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import format_for, write_head
+from forerun.shipped import FOLDER
 from tests_vllm.targets import FAMILIES
 
 ROOT = Path(__file__).parents[1]

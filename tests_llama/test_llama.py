@@ -14,9 +14,10 @@ from llama_cpp.llama_speculative import LlamaDraftModel
 from transformers import AutoTokenizer
 
 from forerun import LLM, SamplingParams
-from forerun.demo import prompts, resolve
-from forerun.deploy.in_llama_cpp import convert_to_gguf
+from forerun.demo import prompts
 from forerun.deploy.llama_cpp import ForerunDraft
+from forerun.deploy.trials.try_llama_cpp import convert_to_gguf
+from forerun.shipped import resolve
 from tests_llama.conftest import TARGET
 
 CONTEXT, TOKENS = 1024, 64

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forerun.cli import main as forerun
-from forerun.deploy.in_llama_cpp import convert_to_gguf, find_server, run_server
+from forerun.deploy.trials.try_llama_cpp import convert_to_gguf, find_server, run_server
 from tests_llama.conftest import DFLASH, TARGET, head_of
 
 K = DFLASH.k

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import heads
 from rich.table import Table
 
+import heads
 from forerun import LLM
-from forerun.demo import FOLDER, prompts
+from forerun.demo import prompts
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
-from forerun.deploy.in_vllm import ask_vllm
-from forerun.deploy.trial import (
+from forerun.deploy.trials.trial import (
     ROWS,
     ComparedSteps,
     Position,
@@ -30,6 +29,8 @@ from forerun.deploy.trial import (
     count_positions,
     mean_length,
 )
+from forerun.deploy.trials.try_vllm import ask_vllm
+from forerun.shipped import FOLDER
 
 SOURCE = Path(__file__).parents[1] / "src"
 CONTEXT, MAX_MODEL_LEN, LENGTH = 300, 1024, 5
@@ -38,7 +39,7 @@ LEARNED = 64
 """Tokens of each prompt before the answer that heads are trained on: the target's own to these prompts, so that they
 guess some tokens right after seconds."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "2", "PYTHONPATH": f"{SOURCE}{os.pathsep}{SOURCE.parent}"}
-"""Of vLLM's processes, besides what `forerun.deploy.in_vllm` gives them."""
+"""Of vLLM's processes, besides what `forerun.deploy.trials.try_vllm` gives them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,7 +18,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from forerun.cli import main as forerun
-from forerun.demo import FOLDER, prompts
+from forerun.demo import prompts
+from forerun.shipped import FOLDER
 from forerun.training.data.store import PreparedData
 from forerun.training.features.online import COSINE, compare, reference_states
 from forerun.training.features.store import FeatureStore

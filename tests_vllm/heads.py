@@ -15,12 +15,12 @@ import targets
 import torch
 from transformers import AutoModelForCausalLM
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head, write_head
-from forerun.checkpoints.engines import diagnose, engines_for, export_head
-from forerun.checkpoints.formats import format_for
 from forerun.cli import main as forerun
-from forerun.demo import FOLDER
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named
+from forerun.heads.engines import diagnose, engines_for, export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import format_for, read_head, write_head
+from forerun.shipped import FOLDER
 
 SHIPPED = FOLDER / "eagle3"
 TRAINING = (*("training.dtype=float32", "target_dtype=float32", "windows.length=256", "training.log_every_steps=8"),)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from forerun.demo import FOLDER
+from forerun.shipped import FOLDER
 
 SHIPPED = FOLDER / "target"
 EXPERTS, CHOSEN = 4, 2

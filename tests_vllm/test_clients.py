@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from forerun.demo import FOLDER
+from forerun.shipped import FOLDER
 from serve.conftest import NAME, counters, serving
 
 BENCH = """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from both import ENVIRONMENT
 
-from forerun.deploy.in_vllm import ENVIRONMENT as VLLM
+from forerun.deploy.trials.try_vllm import ENVIRONMENT as VLLM
 from launch_lines import arguments_of
 
 

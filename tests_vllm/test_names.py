@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from forerun.checkpoints.dflash import ARCHITECTURES
-from forerun.checkpoints.eagle_engines import VLLM_NAMES, vllm_name
-from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, QWEN3
-from forerun.checkpoints.medusa import ENGINE
+from forerun.heads.block_files import ARCHITECTURES
+from forerun.heads.eagle_engines import VLLM_NAMES, vllm_name
+from forerun.heads.eagle_files import FIRST_GENERATION, LATENT, LLAMA, QWEN3
+from forerun.heads.medusa import ENGINE
 
 GIVEN = ["LlamaForCausalLM", "Qwen3ForCausalLM", "EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "PEagleDraftModel"]
 GIVEN += ["Qwen3Eagle3Model", FIRST_GENERATION, LATENT, LLAMA, QWEN3, "Qwen3ForCausalLMEagle3"]

@@ -16,9 +16,9 @@ from both import ENVIRONMENT, LENGTH, Arm, Lab, counters
 from rich.console import Console
 
 from forerun.certify.reference import first_difference
-from forerun.demo import FOLDER
-from forerun.deploy.in_vllm import ENVIRONMENT as VLLM
-from forerun.deploy.trial import TrialAnswer, bound
+from forerun.deploy.trials.trial import TrialAnswer, bound
+from forerun.deploy.trials.try_vllm import ENVIRONMENT as VLLM
+from forerun.shipped import FOLDER
 
 DRAFT = {"method": "draft_model", "model": str(FOLDER / "draft")}
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}

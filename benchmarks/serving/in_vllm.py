@@ -21,9 +21,10 @@ from fleet import Server
 from transformers import AutoTokenizer
 
 from benchmarks.suite.suite import this_machine
-from forerun.demo import edits, resolve
+from forerun.demo import edits
 from forerun.demo.scale import ScaledModel
 from forerun.deploy.engines.vllm import PLUG_IN, VARIABLE
+from forerun.shipped import resolve
 
 OWN, PLAIN = "vLLM's ngram", "vLLM, plain"
 FIGURES = {"tokens_per_second": ("tokens/s", 1), "tpot_ms": ("ms TPOT", -1)}

@@ -22,11 +22,12 @@ import llama_cpp
 from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
 from transformers import AutoTokenizer
 
-from forerun.caching import cache_root
-from forerun.demo import edits, prompts, resolve
+from forerun.demo import edits, prompts
 from forerun.demo.scale import ScaledModel
-from forerun.deploy.in_llama_cpp import convert_to_gguf
 from forerun.deploy.llama_cpp import ForerunDraft
+from forerun.deploy.trials.try_llama_cpp import convert_to_gguf
+from forerun.shipped import resolve
+from forerun.writing import cache_root
 
 CONTEXT = 2048
 PLAIN = "plain"

@@ -27,9 +27,10 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer
 
 from benchmarks.suite.suite import this_machine
-from forerun.demo import edits, prompts, resolve
+from forerun.demo import edits, prompts
 from forerun.deploy.engines.vllm import VARIABLE
 from forerun.deploy.vllm import ForerunProposer
+from forerun.shipped import resolve
 
 OWN = "vLLM ngram"
 Text = tuple[list[int], list[int]]  # Prompt and answer, token ids

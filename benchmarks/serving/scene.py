@@ -10,8 +10,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from forerun.demo import contexts, resolve
+from forerun.demo import contexts
 from forerun.demo.scale import ScaledModel, scaled_head_folder
+from forerun.shipped import resolve
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the package `benchmarks`, for those who import it after this module

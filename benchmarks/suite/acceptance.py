@@ -18,13 +18,13 @@ from torch import Tensor
 from benchmarks.suite.speed import Progress
 from benchmarks.suite.workloads import loops
 from forerun import LLM, SamplingParams
-from forerun.core.row import Row
 from forerun.core.sampling import Sampler
-from forerun.core.scores import Scores
-from forerun.core.step import Group, context_for, first_tokens, step
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.scores import Scores
+from forerun.decode.step import Group, context_for, first_tokens, step
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 from forerun.model import Target

@@ -17,7 +17,7 @@ from benchmarks.suite.workloads import Setting
 from forerun import LLM, SamplingParams
 
 if TYPE_CHECKING:  # an older commit, which benchmarks/against.py runs, may have them elsewhere
-    from forerun.drafters.heads.eagle import EagleHead
+    from forerun.heads.eagle import EagleHead
     from forerun.types import StepTrace
 
 

@@ -16,8 +16,8 @@ from benchmarks.suite.planned import planned_speedup
 from benchmarks.suite.speed import ArmSummary, Progress, summarise, take_turns, warm_up
 from benchmarks.suite.workloads import Setting, settings
 from forerun import LLM
+from forerun.control.costs import CostModel, DraftCost
 from forerun.demo import CONTEXT, contexts, edits
-from forerun.engine.costs import CostModel, DraftCost
 
 FAMILY = 4
 """Similar requests in a row."""

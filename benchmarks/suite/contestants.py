@@ -15,9 +15,9 @@ from benchmarks.suite.arms import TREE_NODES, TREE_TOP_K, Arm
 from benchmarks.suite.contest import PLAIN, Contestant, TransformersContestant, Workload
 from benchmarks.suite.speed import Progress
 from forerun import LLM
+from forerun.control.costs import DraftCost
 from forerun.demo import prompts
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.engine.costs import DraftCost
+from forerun.heads.eagle import EagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data import datastore
 

@@ -10,12 +10,12 @@ from statistics import mean
 from typing import Any
 
 from forerun import LLM
+from forerun.control.config import SpeculativeConfig
+from forerun.control.costs import CostModel, DraftCost
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.base import DrafterSetup
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.costs import CostModel, DraftCost
+from forerun.plan.measured import measure_draft
 from forerun.plan.theory import predict
-from forerun.plan.trial import measure_draft
 from forerun.types import StepTrace
 
 

@@ -38,14 +38,16 @@ from benchmarks.suite.steps import StepCosts, measure_steps
 from benchmarks.suite.texts import TextComparison, TokenCount, compare_texts, count_tokens
 from benchmarks.suite.workloads import settings
 from forerun import LLM
-from forerun.caching import cache_root
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, read_head
-from forerun.demo import CONTEXT, FOLDER, MODELS, contexts, resolve
+from forerun.control.measuring import load_or_measure
+from forerun.demo import CONTEXT, contexts
 from forerun.demo.scale import ScaledModel, scale_head
-from forerun.drafters.heads.drafting import repack
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.engine.measuring import load_or_measure
 from forerun.errors import ArgumentError, CheckpointError, nearest
+from forerun.heads.drafting import repack
+from forerun.heads.eagle import EagleHead
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import read_head
+from forerun.shipped import FOLDER, MODELS, resolve
+from forerun.writing import cache_root
 
 # The goals of the contest of drafters and of what speculation may cost. Knows no printing.
 

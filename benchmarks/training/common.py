@@ -34,8 +34,8 @@ import corpus  # noqa: E402 - recipes/demo: the same files and the same split as
 
 from benchmarks.suite.goals import Goal  # noqa: E402
 from benchmarks.suite.suite import Machine, this_machine  # noqa: E402
-from forerun import demo  # noqa: E402
-from forerun.training.batch import FeatureBatch, TokenBatch  # noqa: E402
+from forerun import shipped  # noqa: E402
+from forerun.losses.batch import FeatureBatch, TokenBatch  # noqa: E402
 from forerun.training.features.online import OnlineFeatures  # noqa: E402
 
 FILES_AT_ONCE = 32
@@ -47,7 +47,7 @@ def load_target(name: str, device: str, dtype: str = "auto") -> tuple[Any, Any]:
 
     from forerun.model.load import LoadOptions, open_model, read_config
 
-    found = demo.resolve(name)
+    found = shipped.resolve(name)
     options = LoadOptions(dtype=dtype, device=device)
     model = open_model(found, options, read_config(found, options), quiet=True)
     model.requires_grad_(False)

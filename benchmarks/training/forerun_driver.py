@@ -17,14 +17,14 @@ import torch
 from common import Clock, WindowBatches
 from safetensors.torch import load_file
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import write_head
+from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop import checkpoint
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import Training
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 
 Job = dict[str, Any]
 

@@ -24,13 +24,12 @@ import torch
 from torch import nn
 
 from benchmarks.suite.goals import at_most
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.training.batch import FeatureBatch
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
+from forerun.losses.batch import FeatureBatch
+from forerun.losses.objective import FrozenTarget
 from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN
 
 GOAL = 0.15

@@ -30,9 +30,10 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.suite.goals import Goal, at_least
-from forerun import demo
-from forerun.checkpoints import TargetFacts, read_head
-from forerun.drafters.heads.eagle import default_boundaries
+from forerun import demo, shipped
+from forerun.heads.eagle import default_boundaries
+from forerun.heads.files import TargetFacts
+from forerun.heads.formats import read_head
 from forerun.training.recipe import EvaluationSettings
 from forerun.training.run import evaluate
 from forerun.training.trained import head_shapes
@@ -319,7 +320,7 @@ def main() -> None:
         return
     model, tokenizer = common.load_target(arguments.target, "cpu", "bfloat16")
     windows, search_prompts = write_windows(arguments, tokenizer)
-    target = str(Path(demo.resolve(arguments.target)).resolve())
+    target = str(Path(shipped.resolve(arguments.target)).resolve())
     boundaries = default_boundaries(model.config.num_hidden_layers)
     race = Race(arguments=arguments, target=target, boundaries=boundaries, windows=windows, interpreters=interpreters)
     scout = Judge(model, [search_prompts], arguments)

@@ -23,14 +23,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.suite.goals import at_least
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.training.batch import FeatureBatch, LossReport
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead, UnrolledStep
+from forerun.losses.batch import FeatureBatch, LossReport
+from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale, set_rate
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, UnrolledStep
 
 GOAL = 0.3
 """Share of a step's time that its matrix products take at least."""

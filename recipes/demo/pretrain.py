@@ -20,7 +20,7 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from forerun.devices import multiplies
-from forerun.training.chunked_loss import Teacher, hard_loss, soft_loss
+from forerun.losses.chunked_loss import Teacher, hard_loss, soft_loss
 from forerun.training.loop.update import Muon
 
 NOTED_EVERY = 20

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from forerun.control.config import SpeculativeConfig
     from forerun.engine.async_llm import AsyncLLM
-    from forerun.engine.config import SpeculativeConfig
     from forerun.engine.huggingface import hf
     from forerun.engine.llm import LLM
     from forerun.errors import ForerunError
@@ -32,7 +32,7 @@ _HOMES = {
     "EAGLE3_DEFAULT_CFG": "forerun.training.convert.settings",
     "ForerunError": "forerun.errors",
     "LLM": "forerun.engine.llm",
-    "SpeculativeConfig": "forerun.engine.config",
+    "SpeculativeConfig": "forerun.control.config",
     "convert": "forerun.training.convert.model",
     "enable_huggingface_checkpointing": "forerun.training.convert.model",
     "hf": "forerun.engine.huggingface",

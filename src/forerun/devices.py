@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from forerun.caching import cache_root, keep, read_kept
+from forerun.writing import cache_root, keep, read_kept
 
 WITHOUT_FLOAT64 = {"mps"}  # Types of devices
 

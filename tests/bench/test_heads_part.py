@@ -19,10 +19,11 @@ from benchmarks.suite.acceptance import NODES, Acceptance, AcceptanceLine, Accep
 from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json
 from forerun import LLM
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, write_head
 from forerun.cli.leaderboard import TrainedDrafter, find_trained
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import format_for, write_head
 from trained import checkpoint_of
 
 PLAN = AcceptancePlan(new_tokens=12, seeds=(1,))

@@ -13,16 +13,16 @@ from transformers import LlamaForCausalLM
 
 from bench.heads import head
 from forerun import LLM, SamplingParams
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, differences, format_for, read_head, write_head
-from forerun.checkpoints.base import expected_shapes
 from forerun.cli import demo
+from forerun.control.config import method_of
 from forerun.demo import scale
 from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_head_folder
-from forerun.drafters.heads.base import Head
-from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.runner import SequentialRunner
-from forerun.engine.config import method_of
+from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError
+from forerun.heads.base import Head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, expected_shapes
+from forerun.heads.formats import format_for, read_head, write_head
+from forerun.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from selection import one_in

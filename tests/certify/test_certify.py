@@ -15,7 +15,7 @@ from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.certify.plan import Plan
 from forerun.cli import main
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.argmax_walk import ArgmaxWalk
+from forerun.core.rules import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
@@ -28,7 +28,7 @@ SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
 
 @pytest.fixture(autouse=True)
 def few_cases_and_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full enumeration has tests of its own (tests/rules); here one case stands for it."""
+    """The full enumeration has tests of its own (tests/core); here one case stands for it."""
 
     def one(names: list[str]) -> list[object]:
         world = World.GREEDY_TARGET if names == ["argmax_walk"] else World.RANDOM

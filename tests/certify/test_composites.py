@@ -14,7 +14,7 @@ from forerun.certify import checks
 from forerun.certify.checks import Check
 from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
-from forerun.core import step as stepping
+from forerun.decode import step as stepping
 
 PROMPT = [2, 1, 0, 0, 2, 1]
 """Behind it the rule that was once chosen by the drawn tree was 5.3 % off, by exact enumeration."""

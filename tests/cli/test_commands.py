@@ -18,11 +18,12 @@ from transformers import AutoModelForCausalLM
 
 from cli.conftest import Ran
 from forerun import LLM, SamplingParams, SpeculativeConfig
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
 from forerun.cli import console, serve, session
 from forerun.drafters import methods
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
 from forerun.errors import ArgumentError
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import write_head
+from forerun.heads.medusa import MedusaConfig, MedusaHead
 from forerun.serve.session import Session
 
 Forerun = Callable[..., Ran]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cli.conftest import Ran
-from forerun.drafters.lookup.datastore import Datastore
+from forerun.drafters.lookup.rest import Datastore
 
 Forerun = Callable[..., Ran]
 

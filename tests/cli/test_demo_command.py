@@ -15,15 +15,15 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import Ran
-from forerun import LLM, SamplingParams
-from forerun import demo as shipped
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
+from forerun import LLM, SamplingParams, shipped
 from forerun.cli import demo, leaderboard
 from forerun.core.probs import NodeProbs
-from forerun.core.rules.argmax_walk import ArgmaxWalk
+from forerun.core.rules import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import write_head
 from forerun.types import Source, SpeculationStats, Verdict
 from llamas import tiny_eagle
 from trained import checkpoint_of

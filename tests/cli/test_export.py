@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from checkpoints.samples import PLAIN, TARGET, sample
 from cli.conftest import Ran
-from forerun.checkpoints import read_head, write_head
-from forerun.checkpoints.engines import ENGINES
+from forerun.heads.engines import ENGINES
+from forerun.heads.formats import read_head, write_head
+from heads.samples import PLAIN, TARGET, sample
 
 Forerun = Callable[..., Ran]
 FOR_DEMO = dataclasses.replace(

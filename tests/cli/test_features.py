@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from cli.conftest import Ran
 from forerun.cli.features import _read_by
-from forerun.drafters.heads.dflash import spread_boundaries
-from forerun.drafters.heads.kinds import KINDS, kind_named
+from forerun.drafters.kinds import KINDS, kind_named
+from forerun.heads.dflash import spread_boundaries
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from forerun.training.features.online import OnlineFeatures, reference_states

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 
 from cli.conftest import Ran
-from forerun.demo import resolve
-from forerun.drafters.heads.catalogue import known_heads, suggest
-from forerun.drafters.heads.kinds import KINDS
+from forerun.drafters.kinds import KINDS
+from forerun.heads.drafting import known_heads, suggest
+from forerun.shipped import resolve
 
 Forerun = Callable[..., Ran]
 

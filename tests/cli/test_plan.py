@@ -13,11 +13,12 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from cli.conftest import Ran
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, write_head
-from forerun.drafters.heads.kinds import kind_named
-from forerun.engine import measuring
-from forerun.engine.costs import DraftCost
-from forerun.plan import trial
+from forerun.control import measuring
+from forerun.control.costs import DraftCost
+from forerun.drafters.kinds import kind_named
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import write_head
+from forerun.plan import measured as trial
 
 Forerun = Callable[..., Ran]
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]

@@ -24,15 +24,15 @@ from transformers import LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWa
 from contract.harness import Variant
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import EnumeratingRng, outcomes
-from forerun.core import step as stepping
-from forerun.core.row import Row
+from forerun.control.policy import policy_for
 from forerun.core.sampling import Rng
-from forerun.core.scores import Scores
-from forerun.core.step import Emitted, Verified
+from forerun.decode import step as stepping
+from forerun.decode.row import Row
+from forerun.decode.scores import Scores
+from forerun.decode.step import Emitted, Verified
 from forerun.engine import drafting
 from forerun.engine.completion import Completion
 from forerun.engine.grammar import GrammarProcessor, MaskBudget
-from forerun.engine.policy.policy import policy_for
 from forerun.types import Source, StepTrace
 from llamas import tiny_llama
 

@@ -39,25 +39,24 @@ from forerun.certify.contract import (
     tokens_of,
 )
 from forerun.certify.contract import tiny_target as model
-from forerun.core.rules.base import RULES, default_rule, rule_named
+from forerun.core.rules import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, Drafter
 from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, methods
-from forerun.drafters.base import DraftContext, Drafter
-from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dflash2 import DFlash2Config
-from forerun.drafters.heads.domino import DominoConfig
-from forerun.drafters.heads.dspark import DSparkConfig
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.drafters.heads.experts import ExpertsConfig
-from forerun.drafters.heads.hydra import HydraConfig, HydraHead
-from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
-from forerun.drafters.heads.kinds import KINDS, kind_named
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.drafters.heads.mtp import MtpConfig, MtpHead
-from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
+from forerun.drafters.kinds import KINDS, kind_named
+from forerun.heads.dflash import DFlashConfig, DFlashHead
+from forerun.heads.dflash2 import DFlash2Config
+from forerun.heads.domino import DominoConfig
+from forerun.heads.dspark import DSparkConfig
+from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.hydra import HydraConfig, HydraHead
+from forerun.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.heads.layers import LatentConfig
+from forerun.heads.medusa import MedusaConfig, MedusaHead
+from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
+from forerun.heads.mtp import ExpertsConfig, MtpConfig, MtpHead
+from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn

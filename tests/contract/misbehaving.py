@@ -15,7 +15,7 @@ import torch
 from contract.harness import VOCABULARY
 from forerun import SamplingParams
 from forerun.core.tree import Resume, TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.types import Budget, DraftKind, Drawn
 
 VERBS = ("extend", "propose", "observe", "truncate")

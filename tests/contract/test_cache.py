@@ -10,8 +10,8 @@ import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, each_drafter, installed, llm, oracle
 from forerun import LLM, SamplingParams
+from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.drafters import drafter_class
-from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.draft_models.slem import SlemDrafter
 from forerun.drafters.draft_models.tli import TliDrafter
 from forerun.model import Target

@@ -18,7 +18,7 @@ from forerun.certify import contract
 from forerun.certify.contract import CHECKS
 from forerun.cli import main
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.decode.drafter import DraftContext, Drafter
 from forerun.types import Budget
 
 SOUND = "drafts are sound"
@@ -121,7 +121,7 @@ def test_drafters_that_need_nothing_keep_their_contract(method: str) -> None:
 
 MINE = """
 from dataclasses import dataclass
-from forerun.drafters.base import Drafter
+from forerun.decode.drafter import Drafter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:

@@ -12,7 +12,7 @@ import torch
 
 from contract.harness import PROMPT, SAMPLED, Variant, as_prompts, each_family, llm
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.runner import HeadRunner
+from forerun.heads.runner import HeadRunner
 from forerun.model.cache import SlotCache
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

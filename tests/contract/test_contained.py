@@ -11,9 +11,9 @@ import pytest
 from contract.harness import PROMPTS, VOCABULARY, Variant, as_prompts, llm, plain_greedy, relative
 from contract.misbehaving import MISBEHAVIOURS, PROPERTIES, done
 from forerun import SamplingParams
+from forerun.control.policy import policy_for
 from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.engine import drafting
-from forerun.engine.policy.policy import policy_for
 from selection import slow
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=8, seed=3)

@@ -28,12 +28,12 @@ from contract.harness import (
 )
 from contract.test_greedy import NEUTRAL, PENALISED, reference
 from forerun import LLM, SamplingParams
+from forerun.control.costs import DraftCost
+from forerun.control.policy import policy_for
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext
+from forerun.decode.drafter import DraftContext
 from forerun.engine import drafting
-from forerun.engine.costs import DraftCost
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.policy.policy import policy_for
 from forerun.types import Budget, Drawn, RequestOutput
 from selection import slow
 

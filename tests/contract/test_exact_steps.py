@@ -18,31 +18,31 @@ from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, family_of, kind_for, kind_of, variants, without_unlikely
 from contract.tongues import retold, tongue
 from forerun.certify.enumeration import TOLERANCE
-from forerun.core import step as stepping
-from forerun.core.row import Row
-from forerun.core.rules.base import default_rule
+from forerun.core.rules import default_rule
 from forerun.core.sampling import Sampler
-from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree, join
+from forerun.decode import step as stepping
+from forerun.decode.row import Row
+from forerun.decode.scores import Scores
 from forerun.drafters import trees
-from forerun.drafters.combined import first_of, merge
-from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dflash2 import DFlash2Config
-from forerun.drafters.heads.domino import DominoConfig
-from forerun.drafters.heads.dspark import DSparkConfig
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.drafters.heads.hydra import HydraConfig, HydraHead
-from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
-from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.drafters.heads.mtp import MtpConfig, MtpHead
-from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
+from forerun.drafters.combined import composed
+from forerun.drafters.kinds import kind_named
 from forerun.drafters.trees import FixedTree, Grown
 from forerun.engine import core
 from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
+from forerun.heads.dflash import DFlashConfig, DFlashHead
+from forerun.heads.dflash2 import DFlash2Config
+from forerun.heads.domino import DominoConfig
+from forerun.heads.dspark import DSparkConfig
+from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.hydra import HydraConfig, HydraHead
+from forerun.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.heads.layers import LatentConfig
+from forerun.heads.medusa import MedusaConfig, MedusaHead
+from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
+from forerun.heads.mtp import MtpConfig, MtpHead
+from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.types import LAST_HIDDEN, Drawn, Source
 from selection import one_of_each, slow
 
@@ -374,7 +374,7 @@ def test_a_composition_that_looks_at_drawn_values(monkeypatch: Patch) -> None:
             return tree.size > 0
         return tree.tokens[1] == int(tree.draft_probs[0].argmax())
 
-    monkeypatch.setattr(first_of, "_promises", promises)
+    monkeypatch.setattr(composed, "_promises", promises)
     assert _bias("first_of-model-or-copy") > 0.01
 
 
@@ -383,7 +383,7 @@ def test_a_join_that_drops_drawn_twins(monkeypatch: Patch) -> None:
         copied = {other.tokens[1] for other in others if other.size}
         return join(TokenTree(base.tokens[0]) if base.size and base.tokens[1] in copied else base, others, nodes)
 
-    monkeypatch.setattr(merge, "join", merged)
+    monkeypatch.setattr(composed, "join", merged)
     assert _bias("merge-path-beside-3") > 0.01
 
 

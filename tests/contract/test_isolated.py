@@ -26,8 +26,8 @@ from contract.harness import (
 )
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters import drafter_class
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.suffix import SuffixDrafter
 from forerun.types import Budget

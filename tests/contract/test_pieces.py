@@ -10,7 +10,7 @@ import pytest
 from contract.harness import PROMPTS, Variant, as_prompts, each_drafter, llm, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext
+from forerun.decode.drafter import DraftContext
 from forerun.drafters.guarded import Guarded
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.types import Budget

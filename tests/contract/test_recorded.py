@@ -13,8 +13,8 @@ from torch import Tensor
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, kind_for, llm, trees_of, variants
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext
 from forerun.drafters import drafter_class
-from forerun.drafters.base import DraftContext
 from forerun.types import Budget, Drawn
 from selection import one_of_each
 

@@ -10,7 +10,7 @@ import torch
 from contract.harness import NEVER, VOCABULARY, model
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.types import Budget, DraftKind, Drawn
 
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from forerun.core.row import Row
-from forerun.core.step import Emitted, Group, context_for
+from forerun.control.config import MAX_SPECULATIVE_TOKENS
+from forerun.control.costs import DraftCost, PassShape, StepCosts
+from forerun.control.policy import Arm, Policy
+from forerun.control.settings import SETTINGS
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted, Group, context_for
 from forerun.drafters.guarded import Deferred
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS
-from forerun.engine.costs import DraftCost, PassShape, StepCosts
-from forerun.engine.policy.policy import Arm, Policy
-from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, Drawn, Source, StepTrace
 
 VOCABULARY = 16

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.policy.simulation import Spec, World
-from forerun.engine.costs import DraftCost, Nominal
+from control.simulation import Spec, World
+from forerun.control.costs import DraftCost, Nominal
 from selection import one_in
 
 BEGINS, ENDS = 100, 200

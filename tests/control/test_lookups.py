@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forerun.engine.policy.explore import LookupTrials, settle
+from forerun.control.explore import LookupTrials, settle
 
 
 @pytest.mark.parametrize(

@@ -15,29 +15,21 @@ import torch
 from contract.harness import PROMPTS, as_prompts, dflash_head, eagle_head, llm, model, plain_greedy, relative
 from contract.test_greedy import NEUTRAL
 from forerun import LLM, SamplingParams
-from forerun.core.row import Row
+from forerun.control import costs, explore
+from forerun.control.config import SpeculativeConfig, arms_of, method_of
+from forerun.control.costs import DraftCost, Nominal, PassShape, StepCosts, Times
+from forerun.control.explore import Confidence, Ranking, Survival
+from forerun.control.policy import Bid, Offer, allocate, best_depth, choose, policy_for
+from forerun.control.settings import SETTINGS
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.decode.row import Row
 from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Deferred
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.prediction import PredictionDrafter
-from forerun.engine import costs, drafting
-from forerun.engine.config import SpeculativeConfig, arms_of, method_of
-from forerun.engine.costs import DraftCost, Nominal, PassShape, StepCosts, Times
-from forerun.engine.policy import explore
-from forerun.engine.policy.explore import Survival
-from forerun.engine.policy.policy import (
-    Bid,
-    Offer,
-    allocate,
-    best_depth,
-    choose,
-    policy_for,
-)
-from forerun.engine.policy.ranking import Confidence, Ranking
-from forerun.engine.policy.settings import SETTINGS
+from forerun.engine import drafting
 from forerun.errors import ArgumentError
 from forerun.types import Boundary, Budget, Drawn
 

@@ -11,9 +11,9 @@ from statistics import median
 
 import pytest
 
-from engine.policy.simulation import Passes, Spec, Steps, World, optimum, rate_at
-from forerun.drafters.base import warn_drafter
-from forerun.engine.costs import DraftCost, Nominal, PassShape
+from control.simulation import Passes, Spec, Steps, World, optimum, rate_at
+from forerun.control.costs import DraftCost, Nominal, PassShape
+from forerun.decode.drafter import warn_drafter
 
 
 def level(ms: float) -> DraftCost:

@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import pytest
 
-from engine.policy.simulation import LEVEL, Passes, Spec, World
-from forerun.engine.policy.explore import ModelTrials, few
-from forerun.engine.policy.policy import best_depth
-from forerun.engine.policy.settings import SETTINGS
+from control.simulation import LEVEL, Passes, Spec, World
+from forerun.control.explore import ModelTrials, few
+from forerun.control.policy import best_depth
+from forerun.control.settings import SETTINGS
 
 
 def steps_of(trials: ModelTrials, steps: int, *, tokens: float, cost: float = 1.5, spent: float = 0.5) -> list[int]:

@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 
+from core.rational import REFERENCE, Distributions, tree_probability
 from forerun.certify.enumeration import (
     SHAPES,
     Drawing,
@@ -22,7 +23,6 @@ from forerun.certify.enumeration import (
 )
 from forerun.core.rules import rule_named
 from forerun.core.tree import TokenTree
-from rules.rational import REFERENCE, Distributions, tree_probability
 
 
 def random_distributions(depth: int, seed: int) -> Distributions:

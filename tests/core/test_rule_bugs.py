@@ -19,9 +19,9 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core import rules
 from forerun.core.probs import HostResidual, NodeProbs, Probs
-from forerun.core.rules import block, recursive_rejection, rule_named, traversal
-from forerun.core.rules.token_rejection import TokenRejection
+from forerun.core.rules import TokenRejection, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn, Source, Verdict
@@ -39,7 +39,7 @@ def worst_error(rule, counts: tuple[int, ...], drawing: Drawing = Drawing.IID) -
     return worst
 
 
-class UnnormalisedResidual(recursive_rejection.RecursiveRejection):
+class UnnormalisedResidual(rules.RecursiveRejection):
     """The second sibling is judged against [p - q]_+ as it stands."""
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
@@ -211,11 +211,11 @@ def test_argmax_told_as_sampled() -> None:
 def test_wrong_traversal_weight(monkeypatch: pytest.MonkeyPatch, drawing: Drawing) -> None:
     """subspec_v2: S over the (renormalised) mass that the draft has left, instead of S / (S + 1 - r)."""
     assert worst_error(rule_named("traversal"), (2, 1), drawing) <= TOLERANCE
-    monkeypatch.setattr(traversal, "share", lambda mass, weight: min(mass, 1.0))
+    monkeypatch.setattr(rules, "share", lambda mass, weight: min(mass, 1.0))
     assert worst_error(rule_named("traversal"), (2, 1), drawing) > CLEARLY_WRONG
 
 
-class UncappedRatios(block.BlockVerification):
+class UncappedRatios(rules.BlockVerification):
     """Joint ratios capped only where they are used, not on the way (HSD's last ratio)."""
 
     last_only = False
@@ -237,7 +237,7 @@ def test_uncapped_ratio_of_hierarchical_decoding(last_only: bool) -> None:
     assert worst_error(rule_named("block"), (1, 1)) <= TOLERANCE
 
 
-class StopsAtFirstMiss(block.BlockVerification):
+class StopsAtFirstMiss(rules.BlockVerification):
     """Block verification that stops at the first prefix that does not hold instead of keeping the longest that does."""
 
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
@@ -282,7 +282,7 @@ def test_retrospective_pruning_is_biased() -> None:
 def test_one_number_for_two_decisions_is_refused() -> None:
     """A shared generator: every sibling asks for the same coin."""
 
-    class SharedRng(recursive_rejection.RecursiveRejection):
+    class SharedRng(rules.RecursiveRejection):
         def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
             flip = rng.flip
             rng.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.core import sampling
 from forerun.core.sampling import Rng, Sampler, Stream, distribution_of, quantiles
-from forerun.core.scores import logprobs_of
+from forerun.decode.scores import logprobs_of
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import SamplingParams
 

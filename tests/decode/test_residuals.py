@@ -22,13 +22,12 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
-from forerun.core import ladder as device
-from forerun.core.ladder import DeviceRow, Residuals, ResidualsInput
 from forerun.core.probs import HostResidual
-from forerun.core.rules import RULES, rule_named
-from forerun.core.rules.base import Reads
+from forerun.core.rules import RULES, Reads, rule_named
 from forerun.core.sampling import Rng, Sampler, first_of, process_rows
 from forerun.core.tree import TokenTree
+from forerun.decode import residuals as device
+from forerun.decode.residuals import DeviceRow, Residuals, ResidualsInput
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import Drawn, SamplingParams
 from selection import one_in
@@ -166,7 +165,7 @@ def test_the_verdicts_are_those_of_the_host(name: str, kinds: tuple[Drawn, ...])
 
 
 class Host:
-    """`NodeProbs` of one row, as `forerun.core.scores.HostRow`."""
+    """`NodeProbs` of one row, as `forerun.decode.scores.HostRow`."""
 
     def __init__(self, tree: TokenTree, logits: torch.Tensor, sampler: Sampler, outputs: Sequence[list[int]]) -> None:
         self.tree, self.logits, self.sampler, self.outputs = tree, logits, sampler, outputs

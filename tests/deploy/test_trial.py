@@ -14,10 +14,8 @@ from typing import Any, ClassVar
 import pytest
 from scipy.stats import fisher_exact
 
-from forerun.deploy import in_vllm, trial
-from forerun.deploy.in_llama_cpp import InLlamaCpp
-from forerun.deploy.in_vllm import InVllm
-from forerun.deploy.trial import (
+from forerun.deploy.trials import trial, try_vllm
+from forerun.deploy.trials.trial import (
     EngineTrial,
     HeadDrafting,
     InstalledEngine,
@@ -26,6 +24,8 @@ from forerun.deploy.trial import (
     TrialPrompts,
     fisher,
 )
+from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
+from forerun.deploy.trials.try_vllm import InVllm
 from forerun.errors import ArgumentError, ForerunError
 
 Change = Callable[[TrialAnswer], TrialAnswer]
@@ -42,7 +42,7 @@ def test_fisher_is_scipys() -> None:
 
 
 def drafting(kind: str = "eagle3") -> HeadDrafting:
-    from forerun.demo import FOLDER
+    from forerun.shipped import FOLDER
 
     return HeadDrafting(head=str(FOLDER / "eagle3"), kind=kind, target=str(FOLDER / "target"), k=K)
 
@@ -121,8 +121,8 @@ def planned(monkeypatch: pytest.MonkeyPatch, told: Mapping[str, Any] | None) -> 
         if told is not None:
             (folder / "eagle3.json").write_text(json.dumps(told))
 
-    monkeypatch.setattr(in_vllm, "ask_vllm", ask)
-    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    monkeypatch.setattr(try_vllm, "ask_vllm", ask)
+    monkeypatch.setattr(try_vllm, "vllm_version", lambda _: "0.32.0")
     engine = InVllm(drafting(), Path("x"))
     try:
         return engine.answers(TrialPrompts(prompts=[[1, 2]], tokens=8, dtype="float32", room=14))
@@ -143,14 +143,14 @@ def test_vllms_answers_what_it_refuses_and_a_vllm_that_dies(monkeypatch: pytest.
 
 def test_a_vllm_of_which_nothing_is_known_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("9.9.9", "0.32.0"):
-        monkeypatch.setattr(in_vllm, "vllm_version", lambda _, version=version: version)
+        monkeypatch.setattr(try_vllm, "vllm_version", lambda _, version=version: version)
         engine = InVllm(drafting(), Path("x"))
         assert engine.version == version and len(engine.notes) == (version == "9.9.9")
         assert all("nothing is known of vLLM 9.9.9" in note for note in engine.notes)
 
 
 def test_mtp_layers_are_tried_where_they_lie_in_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    monkeypatch.setattr(try_vllm, "vllm_version", lambda _: "0.32.0")
     whole = replace(drafting("mtp"), head=drafting().target)
     assert InVllm(whole, Path("x")).speculation == {"method": "mtp", "num_speculative_tokens": K}
     advice = r"in the target's own checkpoint: forerun export .* --to vllm .* --output DIR, then name DIR as both"
@@ -160,9 +160,9 @@ def test_mtp_layers_are_tried_where_they_lie_in_the_target(monkeypatch: pytest.M
 
 def test_a_python_without_vllm() -> None:
     with pytest.raises(ArgumentError, match="has no vLLM; name the Python"):
-        in_vllm.vllm_version(Path(sys.executable))
+        try_vllm.vllm_version(Path(sys.executable))
     with pytest.raises(ArgumentError, match="cannot be run: No such file"):
-        in_vllm.vllm_version(Path("/nowhere/python"))
+        try_vllm.vllm_version(Path("/nowhere/python"))
 
 
 # llama.cpp: its converter and its server are stand-ins here, `make test-llama` has both
@@ -295,10 +295,10 @@ def test_a_server_that_ends_while_it_answers_is_said(tmp_path: Path) -> None:
 def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
     words: tuple[str, ...], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from forerun.checkpoints import TargetFacts, write_head
-    from forerun.checkpoints.base import HeadCheckpoint
     from forerun.cli import main
-    from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
+    from forerun.heads.files import HeadCheckpoint, TargetFacts
+    from forerun.heads.formats import write_head
+    from forerun.heads.medusa import MedusaConfig, MedusaHead
     from forerun.types import LAST_HIDDEN
 
     facts = TargetFacts.read("demo")
@@ -312,7 +312,7 @@ def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
         return EngineTrial(engine="vLLM", version="0.32.0", refused="ValueError: not here")
 
     monkeypatch.setattr(trial, "run_trial", tried)
-    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    monkeypatch.setattr(try_vllm, "vllm_version", lambda _: "0.32.0")
     assert main(["doctor", str(folder), "--target", "demo", "--run", *words]) == 1, capsys.readouterr().err
     (engine,) = asked
     assert isinstance(engine, InVllm) and engine.drafting.k == engine.speculation["num_speculative_tokens"] == k
@@ -333,7 +333,7 @@ def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert main([*asked, "--engine", "llama.cpp"]) == 2 and "--llama-cpp DIR" in capsys.readouterr().err
     made = mirrored(monkeypatch, lambda one: replace(one, accepted=[0] * len(one.accepted)))
     monkeypatch.setattr(trial, "run_trial", lambda *_, **__: made)
-    monkeypatch.setattr(in_vllm, "vllm_version", lambda _: "0.32.0")
+    monkeypatch.setattr(try_vllm, "vllm_version", lambda _: "0.32.0")
     assert main(asked) == 1
     shown = capsys.readouterr()
     assert "mean acceptance length" in shown.out and "Mirror 1.0 accepts less" in shown.err

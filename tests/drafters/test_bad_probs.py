@@ -15,12 +15,12 @@ from torch import Tensor
 
 from engine.conftest import checkpoint
 from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
-from forerun.core.row import Row
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
-from forerun.core.step import Emitted, Group, first_tokens, step
 from forerun.core.tree import TokenTree, fetch_masses, without
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted, Group, first_tokens, step
 from forerun.drafters.guarded import Guarded
 from forerun.model import Target
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams

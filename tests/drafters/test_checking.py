@@ -15,7 +15,7 @@ from forerun.certify.enumeration import Distributions, World, exact_distribution
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import Resume, TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Checked, Guarded, check
 from forerun.errors import InvalidDraftError
 from forerun.types import Budget, Drawn, SamplingParams

@@ -14,7 +14,7 @@ import pytest
 from numba.core.caching import CacheImpl
 
 from forerun.core.acceptance import Acceptance, Evidence, Proposal, by_match
-from forerun.drafters.lookup.compiled import drafts
+from forerun.drafters.lookup import drafts
 
 
 def test_evidence_and_estimates_are_those_of_every_drafter_that_copies() -> None:

@@ -13,14 +13,14 @@ import torch
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
-from forerun.core.rules.base import rule_named
+from forerun.control.config import SpeculativeConfig
+from forerun.core.rules import rule_named
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree, join
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
-from forerun.drafters.combined.first_of import FirstOfConfig
-from forerun.engine.config import SpeculativeConfig
+from forerun.drafters.combined.composed import FirstOfConfig
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN, Budget, Drawn

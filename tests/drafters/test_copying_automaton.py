@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forerun.drafters.lookup.automaton import SuffixAutomaton
-from forerun.drafters.lookup.compiled import suffixes
-from forerun.drafters.lookup.compiled.drafts import NONE, SEPARATOR
-from forerun.drafters.lookup.compiled.suffixes import ROOT, Arrays
+from forerun.drafters.lookup import suffixes
+from forerun.drafters.lookup.drafts import NONE, SEPARATOR
+from forerun.drafters.lookup.suffix import SuffixAutomaton
+from forerun.drafters.lookup.suffixes import ROOT, Arrays
 
 TEXTS = st.lists(st.sampled_from([0, 1, 2, 7, SEPARATOR]), max_size=40) | st.lists(st.integers(0, 1), max_size=40)
 DEPTHS = st.integers(2, 9)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from damage import flipped
 from engine.conftest import tiny_tokenizer
-from forerun.drafters.lookup.datastore import ITEM, SEPARATOR, SORTED_TOKENS, Datastore
-from forerun.drafters.lookup.rest import merge
+from forerun.drafters.lookup.rest import ITEM, SEPARATOR, SORTED_TOKENS, Datastore, merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import build, sort_places, suffix_order, write

@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model import Target

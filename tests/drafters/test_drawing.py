@@ -15,7 +15,7 @@ from torch import Tensor
 from contract.test_recorded import LoggedRng
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext
+from forerun.decode.drafter import DraftContext
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape
 from forerun.drafters.trees import FixedTree
 from forerun.types import Drawn, SamplingParams

@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 
 from contract.harness import PROMPTS, SAMPLED, as_prompts, eagle_head, model, plain_greedy, tokens_of
 from forerun import LLM, SamplingParams
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target

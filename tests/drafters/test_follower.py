@@ -12,10 +12,10 @@ import pytest
 from drafters.test_ngram import context, paths
 from drafters.test_suffix import answered, drafter, propose
 from forerun.core.acceptance import Evidence, by_match
-from forerun.drafters.base import Drafter
-from forerun.drafters.lookup.compiled import drafts
-from forerun.drafters.lookup.follower import Follower
+from forerun.decode.drafter import Drafter
+from forerun.drafters.lookup import drafts
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
+from forerun.drafters.lookup.prediction import Follower
 from forerun.types import Budget
 
 SOURCE = list(range(10, 60))

@@ -12,7 +12,7 @@ import torch
 
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Deferred, Guarded
 from forerun.types import Budget, CommittedTokens, SamplingParams, Source, Verdict
 

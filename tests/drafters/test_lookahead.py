@@ -13,9 +13,15 @@ import torch
 from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, llm
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree, ancestor_mask
-from forerun.drafters.base import DraftContext
-from forerun.drafters.self_drafting.jacobi import JacobiConfig, JacobiDrafter, Window
-from forerun.drafters.self_drafting.lookahead import LookaheadConfig, LookaheadDrafter, Pool
+from forerun.decode.drafter import DraftContext
+from forerun.drafters.self_drafting.lookahead import (
+    JacobiConfig,
+    JacobiDrafter,
+    LookaheadConfig,
+    LookaheadDrafter,
+    Pool,
+    Window,
+)
 from forerun.errors import ArgumentError
 from forerun.types import Budget, Source, SpeculationStats, Verdict
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext
+from forerun.decode.drafter import DraftContext
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget

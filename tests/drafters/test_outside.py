@@ -19,7 +19,7 @@ __all__ = ["checkpoint"]
 
 OWN = '''
 from dataclasses import dataclass
-from forerun.drafters.base import Drafter
+from forerun.decode.drafter import Drafter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:

@@ -9,7 +9,7 @@ import torch
 
 from drafters.test_draft_model import PROMPT, WORDS, context, counted, model
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter
 from forerun.errors import ArgumentError
 from forerun.model import Target

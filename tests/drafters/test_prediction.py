@@ -13,7 +13,7 @@ import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
 from engine.conftest import tiny_tokenizer
-from forerun.drafters.base import DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.lookup.prediction import PredictionConfig, PredictionDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget

@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from contract.harness import PROMPT, as_prompts, model, tokens_of
 from forerun import LLM, SamplingParams
-from forerun.drafters.base import DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.quantized_self import (
     KERNEL_ROWS,
     Int4Linear,

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from forerun import LLM, SamplingParams
 from forerun.drafters.drawing import likeliest
-from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.runner import SequentialRunner
 from forerun.drafters.trees import DynamicTree
+from forerun.heads.drafting import HeadDrafter
+from forerun.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.model.recordings import Recordings, Work
 from selection import slow

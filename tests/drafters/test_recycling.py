@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from drafters.test_rest import context, nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.core.scores import top_ids
+from forerun.decode.scores import top_ids
 from forerun.drafters.lookup.recycling import (
     PairTable,
     RecyclingConfig,

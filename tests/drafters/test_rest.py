@@ -12,7 +12,7 @@ import pytest
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext
+from forerun.decode.drafter import DraftContext
 from forerun.drafters.lookup.rest import RestConfig, RestDrafter
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity

@@ -10,7 +10,7 @@ from torch import nn
 
 from contract.harness import Variant, model, variants
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.base import Head
+from forerun.heads.base import Head
 from forerun.types import RequestOutput
 from selection import slow
 from simulated.device import SimulatedDevice, moved

@@ -17,13 +17,22 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
 from forerun import LLM, SamplingParams
-from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
-from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
-from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter, Threshold, agreement
-from forerun.drafters.self_drafting.skipping import SkipFile, every, names, parse, structure_hash
+from forerun.decode.drafter import DraftContext, DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.scores import Scores
+from forerun.drafters.self_drafting.skip_layers import (
+    SkipFile,
+    SkipLayersConfig,
+    SkipLayersDrafter,
+    Threshold,
+    agreement,
+    every,
+    names,
+    parse,
+    structure_hash,
+)
 from forerun.errors import ArgumentError, DataError
 from forerun.model import Target
 from forerun.model.layers import cache_argument

@@ -11,9 +11,11 @@ from transformers import LlamaForCausalLM
 
 from drafters.test_skip_layers import LAYERS, TEXT, deep
 from forerun import SamplingParams
-from forerun.drafters.self_drafting.skip_layers import GOOD_ENOUGH, OnlineSearch, SkipLayersConfig
-from forerun.drafters.self_drafting.skipping import (
+from forerun.drafters.self_drafting.skip_layers import (
+    GOOD_ENOUGH,
+    OnlineSearch,
     Search,
+    SkipLayersConfig,
     SkipSet,
     Space,
     evenly,

@@ -17,7 +17,7 @@ from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
 from forerun.drafters.draft_models.token_bytes import TokenBytes
 from forerun.errors import ArgumentError

@@ -14,8 +14,8 @@ from contract import harness, test_cache, test_distribution, test_ends, test_gre
 from contract.harness import SAMPLED, as_prompts, tokens_of
 from drafters.tied import SPEED, tie, tied
 from forerun import LLM, SamplingParams
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.base import DrafterSetup
 from forerun.drafters.self_drafting.speed import shared_block
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from drafters.test_ngram import ROOMY, context, paths
+from forerun.control.config import SpeculativeConfig
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import Drafter
-from forerun.drafters.lookup.automaton import OutputStore
-from forerun.drafters.lookup.compiled.drafts import SEPARATOR
-from forerun.drafters.lookup.suffix import SuffixConfig, SuffixDrafter
-from forerun.engine.config import SpeculativeConfig
+from forerun.decode.drafter import Drafter
+from forerun.drafters.lookup.drafts import SEPARATOR
+from forerun.drafters.lookup.suffix import OutputStore, SuffixConfig, SuffixDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget
 

@@ -18,7 +18,7 @@ from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.drafters.draft_models import tli
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.tli import TliConfig, TliDrafter

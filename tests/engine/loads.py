@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.conftest import tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.heads.eagle import EagleHead
 from forerun.types import CompletionOutput, RequestOutput, StreamChunk
 from llamas import tiny_eagle
 

@@ -19,15 +19,15 @@ from pydantic import TypeAdapter
 
 from contract import harness
 from forerun import LLM, SamplingParams
+from forerun.control import measuring
+from forerun.control.costs import CostModel, DraftCost, Nominal
+from forerun.control.measuring import Point, load_or_measure, make_rising
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.base import Drafter, DrafterSetup
-from forerun.engine import measuring
-from forerun.engine.costs import CostModel, DraftCost, Nominal
-from forerun.engine.measuring import Point, load_or_measure, make_rising
 from forerun.errors import ArgumentError
 from forerun.model import Buckets, Target
-from forerun.plan.trial import Trial, TrialStep, fit, measure_draft, try_drafter
+from forerun.plan.measured import Trial, TrialStep, fit, measure_draft, try_drafter
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.core.scores import Scores
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
+from forerun.decode.scores import Scores
 from forerun.drafters import DRAFTERS, DrafterEntry
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
 from forerun.types import LAST_HIDDEN, Boundary, Budget, Verdict
 
 

@@ -15,7 +15,7 @@ from emulation import kernels_in_c, packed_linears
 from engine.two_engines import VOCABULARY, model
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
 from forerun.model import LayerRange
 from forerun.model.kernels.accelerate import CompiledForward

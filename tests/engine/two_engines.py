@@ -21,7 +21,7 @@ from transformers import LlamaForCausalLM
 
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.drafters.heads.eagle import EagleHead
+from forerun.heads.eagle import EagleHead
 from llamas import tiny_eagle, tiny_llama
 
 VOCABULARY, SIZE, ROWS = 128, 64, 4

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import forerun
 from forerun import LLM, SamplingParams
-from forerun.demo import resolve
 from forerun.serve.traffic import owner_of
+from forerun.shipped import resolve
 from model.ggufs import tiny, write_tiny
 from mtp_targets import with_fresh_layers
 

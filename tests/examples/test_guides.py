@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
-from forerun.drafters.heads.kinds import kind_named
-from forerun.training.objectives import OBJECTIVES
+from forerun.drafters.kinds import OBJECTIVES, kind_named
+from forerun.heads.eagle import EagleConfig, default_boundaries
 from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]

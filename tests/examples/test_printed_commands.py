@@ -38,10 +38,10 @@ from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
 from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, leaderboard, main
+from forerun.control import measuring
 from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.drafters.self_drafting.tuning import Probe
-from forerun.engine import measuring
-from forerun.plan import trial
+from forerun.plan import measured
 from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
 from ports import free_ports
@@ -296,7 +296,7 @@ def endpoint() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ...]]]:
     """What has been run; what costs seconds and is the same for all of it is done once."""
-    check_rules = certifying.check_rules  # of which tests/rules makes every check
+    check_rules = certifying.check_rules  # of which tests/core makes every check
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(certifying, "check_rules", lambda names: itertools.islice(check_rules(names), 3))
@@ -305,7 +305,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
             patch.setattr(leaderboard, name, 1)
         patch.setattr(leaderboard, "COPYING", {"suffix": {"method": "suffix"}})
         patch.setitem(measuring.load_or_measure.__kwdefaults__, "seconds", 0.3)
-        patch.setitem(trial.measure_draft.__kwdefaults__, "steps", 8)
+        patch.setitem(measured.measure_draft.__kwdefaults__, "steps", 8)
         patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
         yield set()
 

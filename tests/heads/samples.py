@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun import checkpoints
-from forerun.checkpoints.base import HeadCheckpoint, TargetFacts
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.drafters.heads.latent import LatentConfig
+from forerun import heads
+from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.layers import LatentConfig
 from forerun.types import LAST_HIDDEN
 
-FORMATS = [name for name, entry in checkpoints.FORMATS.items() if "eagle3" in entry.kinds]
+FORMATS = [name for name, entry in heads.FORMATS.items() if "eagle3" in entry.kinds]
 """Those that carry EAGLE-3 heads."""
 PLAIN = EagleConfig(
     hidden_size=16,

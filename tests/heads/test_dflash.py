@@ -12,13 +12,12 @@ import torch
 from torch.nn.functional import log_softmax
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead, spread_boundaries
-from forerun.drafters.heads.runner import BlockRunner
 from forerun.drafters.trees import DynamicTree
 from forerun.errors import ArgumentError
+from forerun.heads.dflash import DFlashConfig, DFlashHead, DFlashObjective, DFlashSettings, spread_boundaries
+from forerun.heads.runner import BlockRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.dflash import DFlashObjective, DFlashSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import VOCABULARY, batch_of, dflash, features, model, tokens
 
@@ -115,7 +114,7 @@ def test_the_loss_equals_a_written_out_reference() -> None:
 def test_depths_weigh_what_they_bring(few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """D-PACE, written out; a depth that does not count ends the draft."""
     if few:
-        monkeypatch.setattr("forerun.training.chunked_loss.CHUNK_ELEMENTS", 7 * VOCABULARY)
+        monkeypatch.setattr("forerun.losses.chunked_loss.CHUNK_ELEMENTS", 7 * VOCABULARY)
     made = dflash()
     batch = batch_of([tokens(12), tokens(9, seed=5)], made.config.boundaries, padding=3)
     batch.batch.loss_mask[0, 6] = False

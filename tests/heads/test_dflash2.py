@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from forerun.drafters.heads.base import Above
-from forerun.drafters.heads.dflash2 import BlockConvolution, DFlash2Config, DFlash2Head
 from forerun.errors import ArgumentError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.dflash2 import DFlash2Objective, DFlash2Settings
+from forerun.heads.base import Above
+from forerun.heads.dflash2 import BlockConvolution, DFlash2Config, DFlash2Head, DFlash2Objective, DFlash2Settings
+from forerun.losses.objective import FrozenTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 
@@ -76,7 +75,7 @@ def test_the_losses_are_those_of_what_is_drafted(
 
 def _moved(logits: Tensor, above: Above) -> Any:
     """Without the selector; a little other for each node, as `drafted` expects it."""
-    from forerun.drafters.heads.base import Followed
+    from forerun.heads.base import Followed
 
     nothing = torch.arange(above.tokens.shape[1]).view(1, -1, 1) * 1e-6 + torch.zeros_like(logits)
     return Followed(logits + nothing.flip(1), above.memory)

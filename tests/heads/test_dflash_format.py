@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from forerun.checkpoints import TargetFacts, differences, read_head, write_head
-from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import diagnose, diagnose_files, export_head
-from forerun.checkpoints.formats import read_files
 from forerun.errors import CheckpointError
+from forerun.heads.engines import diagnose, diagnose_files, export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
+from forerun.heads.formats import read_files, read_head, write_head
 from training.ttt import HIDDEN, VOCABULARY, dflash
 
 FACTS = TargetFacts(

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import log_softmax
 
-from forerun.drafters.heads.base import Above
-from forerun.drafters.heads.domino import DominoHead
 from forerun.errors import ArgumentError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.domino import DominoObjective, DominoSettings
+from forerun.heads.base import Above
+from forerun.heads.domino import DominoHead, DominoObjective, DominoSettings
+from forerun.losses.objective import FrozenTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 

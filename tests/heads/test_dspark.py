@@ -12,11 +12,10 @@ from torch.nn.functional import binary_cross_entropy, log_softmax
 
 from forerun import LLM, SamplingParams
 from forerun.drafters.drawing import Children
-from forerun.drafters.heads.base import Above
-from forerun.drafters.heads.dspark import DSparkHead
 from forerun.errors import ArgumentError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.dspark import DSparkObjective, DSparkSettings
+from forerun.heads.base import Above
+from forerun.heads.dspark import DSparkHead, DSparkObjective, DSparkSettings
+from forerun.losses.objective import FrozenTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import VOCABULARY, batch_of, dflash, drafted_block, model, tokens
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.drafters.heads.eagle import EagleHead
-from forerun.training.batch import FeatureBatch
-from forerun.training.chunked_loss import Divergence
-from forerun.training.objectives import eagle3 as attention
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, blocks_of, ttt_attention
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleHead
+from forerun.losses import unrolled_attention
+from forerun.losses.batch import FeatureBatch
+from forerun.losses.chunked_loss import Divergence
+from forerun.losses.objective import FrozenTarget
+from forerun.losses.unrolled_attention import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, batch_of, head, model, tokens
@@ -48,7 +48,7 @@ def plain_attention(
 def test_attention_and_its_gradients_equal_the_plain_ones(
     steps: int, reach: int | None, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(attention.QUERY_BLOCK, "cpu", block)
+    monkeypatch.setitem(unrolled_attention.QUERY_BLOCK, "cpu", block)
     generator = torch.Generator().manual_seed(0)
     documents = torch.tensor([[0] * 7 + [1] * 6, [0] * 3 + [1] * 8 + [-1] * 2])
     shapes = [(2, 4, 13, 8)] + [(2, 2, 13, 8)] * (2 + 2 * steps)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
 
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError
-from forerun.training.objectives import objective_for
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle import EagleObjective, EagleSettings
+from forerun.heads.eagle import EagleObjective, EagleSettings
+from forerun.losses.objective import FrozenTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import FIRST, batch_of, dflash, head, model, mtp, peagle, tokens
 

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoints.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, replaced, sample
-from forerun.checkpoints import HeadCheckpoint, differences, engines, read_head, write_head
-from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
-from forerun.checkpoints.formats import parse, read_files
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads import engines
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
+from forerun.heads.files import HeadCheckpoint, differences
+from forerun.heads.formats import parse, read_files, read_head, write_head
 from forerun.types import LAST_HIDDEN
+from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, replaced, sample
 
 EVERYWHERE = {engine: "fails" for engine in ENGINES}
 

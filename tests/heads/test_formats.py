@@ -11,19 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from checkpoints.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample, written_as
-from forerun.checkpoints import (
-    HeadCheckpoint,
-    differences,
-    format_named,
-    format_of,
-    read_head,
-    write_head,
-)
-from forerun.checkpoints.base import expected_shapes
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.files import HeadCheckpoint, differences, expected_shapes
+from forerun.heads.formats import format_named, format_of, read_head, write_head
 from forerun.types import LAST_HIDDEN
+from heads.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample, written_as
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Written = tuple[dict[str, Any], dict[str, Tensor]]

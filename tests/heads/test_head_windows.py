@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.eagle import Advanced, EagleConfig, EagleHead
-from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError
+from forerun.heads.eagle import Advanced, EagleConfig, EagleHead
+from forerun.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from training.ttt import features, head, model, tokens
@@ -128,7 +128,7 @@ def test_windows_differ_where_they_differ_and_nowhere_else() -> None:
 def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = head(sliding_window=4)
     whole = drafted(made, [tokens(LENGTH)])
-    monkeypatch.setattr("forerun.drafters.heads.runner.PREFILL_CHUNK", 5)
+    monkeypatch.setattr("forerun.heads.runner.PREFILL_CHUNK", 5)
     for one, other in zip(whole, drafted(made, [tokens(LENGTH)]), strict=True):
         torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.drafting import HeadDrafter
-from forerun.drafters.heads.eagle import EagleHead, default_boundaries
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from forerun.heads.drafting import HeadDrafter
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleHead, default_boundaries
+from forerun.losses.objective import FrozenTarget
 from training.ttt import batch_of, head, model, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)

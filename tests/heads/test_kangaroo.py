@@ -11,10 +11,10 @@ import torch
 from contract.harness import PROMPTS, SAMPLED, as_prompts
 from drafters.test_early_exit import resumes
 from forerun import LLM, SamplingParams
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.base import DrafterSetup
-from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.errors import ArgumentError
+from forerun.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.model import Target
 from model.families import make, random_tokens
 

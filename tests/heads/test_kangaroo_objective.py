@@ -10,12 +10,11 @@ from torch.nn.functional import log_softmax
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from forerun.drafters.drawing import Shape
-from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
-from forerun.drafters.heads.runner import AdapterRunner
 from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.heads.kangaroo import KangarooConfig, KangarooHead, KangarooObjective, KangarooSettings
+from forerun.heads.runner import AdapterRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.kangaroo import KangarooObjective, KangarooSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import VOCABULARY, batch_of, features, kangaroo, model, tokens
 

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
-from forerun.checkpoints import differences, format_named, format_of, read_head, write_head
-from forerun.checkpoints.engines import ENGINES, diagnose, worst
-from forerun.checkpoints.formats import parse, read_files
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
-from forerun.head_keys import MEANINGLESS, NEUTRAL
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.engines import ENGINES, diagnose, worst
+from forerun.heads.files import differences
+from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from forerun.heads.keys import MEANINGLESS, NEUTRAL
 from forerun.training.convert.settings import ARCHITECTURE_KEYS
+from heads.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
 
 PLACES = {
     "flat": ("", "eagle_config"),

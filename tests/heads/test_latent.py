@@ -13,17 +13,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
-from checkpoints.samples import LATENT, TARGET, YARN, sample
-from forerun.checkpoints import differences, format_named, format_of, read_head, write_head
-from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import diagnose_files, export_head
-from forerun.checkpoints.formats import parse, read_files
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.peagle import PEagleConfig
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
+from forerun.heads.engines import diagnose_files, export_head
+from forerun.heads.files import HeadCheckpoint, differences
+from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from forerun.heads.layers import LatentConfig
+from forerun.heads.peagle import PEagleConfig
+from forerun.losses.objective import FrozenTarget
+from heads.samples import LATENT, TARGET, YARN, sample
 from training.ttt import batch_of, model, tokens
 
 SIZES = {"kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12, "q_lora_rank": 20}

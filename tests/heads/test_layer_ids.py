@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from checkpoints.samples import PLAIN, TARGET, sample
-from forerun.checkpoints import HeadCheckpoint, differences, format_named, format_of, read_head, write_head
-from forerun.checkpoints.engines import diagnose_files, worst
-from forerun.checkpoints.formats import parse, read_files
-from forerun.drafters.heads.catalogue import known_heads
-from forerun.engine.config import method_of
+from forerun.control.config import method_of
 from forerun.errors import CheckpointError
+from forerun.heads.drafting import known_heads
+from forerun.heads.engines import diagnose_files, worst
+from forerun.heads.files import HeadCheckpoint, differences
+from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from heads.samples import PLAIN, TARGET, sample
 
 IDS, THEIRS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 FIVE = dataclasses.replace(PLAIN, boundaries=(2, 4, 5, 7, 9), qk_norm=True, own_embedding=True)

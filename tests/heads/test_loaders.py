@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from checkpoints.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample, written_as
-from forerun.checkpoints import HeadCheckpoint, differences, format_named, read_head, write_head
-from forerun.checkpoints.eagle import canonical_names, to_file
-from forerun.checkpoints.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapt_head, mismatches
-from forerun.checkpoints.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
-from forerun.checkpoints.flat import write_flat
-from forerun.checkpoints.formats import parse, read_files
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
+from forerun.heads.decoders import canonical_names, to_file
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapt_head, mismatches
+from forerun.heads.eagle_files import write_flat
+from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
+from forerun.heads.files import HeadCheckpoint, differences
+from forerun.heads.formats import format_named, parse, read_files, read_head, write_head
+from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample, written_as
 from selection import one_in
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

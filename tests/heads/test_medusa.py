@@ -10,15 +10,21 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.base import DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.drawing import Draw, Shape
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaDrafter, MedusaDrafterConfig, MedusaHead
-from forerun.drafters.heads.runner import ParallelRunner
 from forerun.drafters.trees import DynamicTree, FixedTree
 from forerun.errors import ArgumentError
+from forerun.heads.medusa import (
+    MedusaConfig,
+    MedusaDrafter,
+    MedusaDrafterConfig,
+    MedusaHead,
+    MedusaObjective,
+    MedusaSettings,
+)
+from forerun.heads.runner import ParallelRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, features, medusa, model, tokens
 

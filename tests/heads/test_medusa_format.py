@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forerun.checkpoints import TargetFacts, differences, read_head, write_head
-from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import ENGINES, diagnose, export_head
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.engines import ENGINES, diagnose, export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
+from forerun.heads.formats import read_head, write_head
 from training.ttt import HIDDEN, VOCABULARY, medusa
 
 SAFE = "medusa_lm_head.safetensors"

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.checkpoints.mtp import read_target
-from forerun.drafters.heads.runner import SequentialRunner
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.mtp_files import read_target
+from forerun.heads.runner import SequentialRunner
 from forerun.model import Target
 from llamas import tiny_llama
 from mtp_targets import FAMILIES, LAYERS, VOCABULARY, Checkpoint

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.checkpoints import TargetFacts, differences, read_head, write_head
-from forerun.checkpoints.base import HeadCheckpoint
-from forerun.checkpoints.engines import diagnose, export_head
-from forerun.checkpoints.mtp import MtpFormat, read_target, stitch
 from forerun.cli import main
-from forerun.drafters.heads.latent import query_scaling
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.engines import diagnose, export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
+from forerun.heads.formats import read_head, write_head
+from forerun.heads.layers import query_scaling
+from forerun.heads.mtp_files import MtpFormat, read_target, stitch
 from mtp_targets import FAMILIES, HIDDEN, LAYERS, Checkpoint
 
 DENSE = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
@@ -214,7 +214,7 @@ def test_broken_and_quantised_layers_are_refused(tmp_path: Path) -> None:
 
 def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target may be a thousand times larger."""
-    from forerun.checkpoints import formats
+    from forerun.heads import formats
 
     checkpoint, read, opened = Checkpoint("glm", tmp_path), list[str](), formats.safe_open
 

@@ -10,11 +10,9 @@ import torch
 from torch.nn.functional import log_softmax
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.experts import Experts, ExpertsConfig
-from forerun.drafters.heads.mtp import MtpHead
 from forerun.errors import ArgumentError
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.mtp import MtpObjective, MtpSettings
+from forerun.heads.mtp import Experts, ExpertsConfig, MtpHead, MtpObjective, MtpSettings
+from forerun.losses.objective import FrozenTarget
 from training.ttt import VOCABULARY, batch_of, model, mtp, tokens
 
 EXPERTS = ExpertsConfig(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3, topk_group=2)
@@ -77,7 +75,7 @@ def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) ->
     torch.testing.assert_close(experts(states, chosen, weights).detach(), expected)
     with torch.no_grad():
         torch.testing.assert_close(experts._gathered(states, chosen, weights), expected)
-        monkeypatch.setattr("forerun.drafters.heads.experts.GATHERED", 5000)
+        monkeypatch.setattr("forerun.heads.mtp.GATHERED", 5000)
         there = type("There", (), {"type": "xpu"})
         monkeypatch.setattr(torch.Tensor, "device", property(lambda _: there))
         pieces = experts(states, chosen, weights)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from checkpoints.samples import PLAIN, TARGET, sample
-from forerun.checkpoints import TargetFacts, write_head
-from forerun.checkpoints.engines import ENGINES, worst
-from forerun.checkpoints.pard import PardModel, export_pard
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.engines import ENGINES, worst
+from forerun.heads.files import TargetFacts
+from forerun.heads.formats import write_head
+from forerun.heads.pard_files import PardModel, export_pard
+from heads.samples import PLAIN, TARGET, sample
 from llamas import tiny_llama
 
 VOCABULARY = 40

@@ -9,14 +9,12 @@ import torch
 from torch.nn.functional import log_softmax
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
-from forerun.drafters.heads.runner import BlockRunner
 from forerun.errors import ArgumentError
+from forerun.heads.peagle import PEagleConfig, PEagleHead, PEagleObjective, PEagleSettings
+from forerun.heads.runner import BlockRunner
+from forerun.losses.batch import FeatureBatch
+from forerun.losses.objective import FrozenTarget, Masked
 from forerun.model import Target
-from forerun.training.batch import FeatureBatch
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.conditional_drop import Masked
-from forerun.training.objectives.peagle import PEagleObjective, PEagleSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, features, model, peagle, tokens
 

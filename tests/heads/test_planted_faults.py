@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from checkpoints.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, sample
-from forerun.checkpoints import write_head
 from forerun.cli import main
-from forerun.drafters.heads.eagle import EagleConfig
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.formats import write_head
+from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, sample
 
 IDS = "eagle_aux_hidden_state_layer_ids"
 Tensors = dict[str, Tensor]

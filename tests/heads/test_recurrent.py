@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.functional import gelu, linear, log_softmax, silu
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.base import RecurrentHead
-from forerun.drafters.heads.hydra import HydraConfig, HydraHead
-from forerun.drafters.heads.runner import RecurrentRunner
 from forerun.errors import ArgumentError
+from forerun.heads.base import RecurrentHead
+from forerun.heads.hydra import HydraConfig, HydraHead
+from forerun.heads.recurrent import RecurrentObjective, RecurrentSettings
+from forerun.heads.runner import RecurrentRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.recurrent import RecurrentObjective, RecurrentSettings
 from forerun.types import LAST_HIDDEN
 from training.ttt import HIDDEN, VOCABULARY, batch_of, features, hydra, mlp_speculator, model, tokens
 

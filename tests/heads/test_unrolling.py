@@ -7,15 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.drafters.heads.base import SequentialHead
-from forerun.drafters.heads.experts import ExpertsConfig
-from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.runner import SequentialRunner
+from forerun.drafters.kinds import kind_named, objective_for
+from forerun.heads.base import SequentialHead
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
+from forerun.heads.layers import LatentConfig
+from forerun.heads.mtp import ExpertsConfig
+from forerun.heads.runner import SequentialRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives import objective_for
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from forerun.types import LAST_HIDDEN
 from training.ttt import FIRST, batch_of, features, head, model, mtp, tokens
 
@@ -134,7 +133,7 @@ def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.Monkey
     seen = features(text[:-1], made.config.boundaries)
     found = []
     for piece in (512, 5):
-        monkeypatch.setattr("forerun.drafters.heads.runner.PREFILL_CHUNK", piece)
+        monkeypatch.setattr("forerun.heads.runner.PREFILL_CHUNK", piece)
         runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
         runner.ingest([0], [text[1:]], seen)
         found.append(runner.unroll([0], 0, lambda logits: logits))

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 
-from checkpoints.samples import PLAIN, TARGET, VARIANTS, sample
-from forerun.checkpoints import FORMATS, TargetFacts, format_named
-from forerun.checkpoints.base import HeadCheckpoint, StoredFiles
-from forerun.checkpoints.engines import diagnose, diagnose_files
-from forerun.checkpoints.formats import is_head, parse, read_files
-from forerun.checkpoints.mtp import read_target
-from forerun.checkpoints.pard import PardModel
 from forerun.cli import main
 from forerun.errors import CheckpointError
+from forerun.heads.engines import diagnose, diagnose_files
+from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
+from forerun.heads.formats import FORMATS, format_named, is_head, parse, read_files
+from forerun.heads.mtp_files import read_target
+from forerun.heads.pard_files import PardModel
+from heads.samples import PLAIN, TARGET, VARIANTS, sample
 from llamas import tiny_llama
 from mtp_targets import Checkpoint
 from training import ttt

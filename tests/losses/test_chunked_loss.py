@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.training import chunked_loss
-from forerun.training.chunked_loss import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
+from forerun.losses import chunked_loss
+from forerun.losses.chunked_loss import Divergence, Teacher, VocabularyLoss, hard_loss, soft_loss
 from training.divergences import divergence_of
 
 ROWS, HIDDEN, SIZE = 23, 8, 17

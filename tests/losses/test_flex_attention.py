@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
-from forerun.drafters.heads.latent import LatentConfig
 from forerun.errors import ArgumentError
-from forerun.training import flex_attention as module
-from forerun.training.flex_attention import FlexMask
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings, blocks_of, ttt_attention
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
+from forerun.heads.layers import LatentConfig
+from forerun.losses import unrolled_attention as module
+from forerun.losses.objective import FrozenTarget
+from forerun.losses.unrolled_attention import FlexMask, blocks_of, ttt_attention
 from training.ttt import batch_of, head, model, tokens
 
 LENGTH = 37
@@ -106,7 +106,7 @@ def test_compiled_it_reads_the_blocks(steps: int, reach: int | None, monkeypatch
     ids=["plain", "windows", "latent"],
 )
 def test_the_objective_is_the_same(options: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forerun.training.objectives.eagle3.check_device", lambda _: None)
+    monkeypatch.setattr("forerun.heads.eagle.check_device", lambda _: None)
     made = head(**options)
     batch = batch_of([tokens(9), tokens(14, seed=4)], made.config.boundaries, padding=3)
     losses, gradients = [], []

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from forerun.engine.config import SpeculativeConfig, drafter_bytes
+from forerun.control.config import SpeculativeConfig, drafter_bytes
 from forerun.errors import OutOfMemoryError
 from forerun.model import Target, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from emulation import forget_kernels
-from forerun import caching
-from forerun.caching import cache_root
+from forerun import writing
 from forerun.model.kernels import native
+from forerun.writing import cache_root
 
 pytestmark = pytest.mark.usefixtures("in_c")
 NAME = "little"
@@ -40,10 +40,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(native, "FOLDER", tmp_path / "source")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    caching._without_home.cache_clear()
+    writing._without_home.cache_clear()
     forget_kernels()
     yield tmp_path
-    caching._without_home.cache_clear()
+    writing._without_home.cache_clear()
     forget_kernels()
 
 
@@ -194,7 +194,7 @@ def test_a_temporary_folder_that_others_laid_ready_is_not_taken(
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     first = cache_root()
     first.chmod(mode)
-    caching._without_home.cache_clear()
+    writing._without_home.cache_clear()
     second = cache_root()
     assert second != first and second == cache_root()
     assert not second.stat().st_mode & 0o077

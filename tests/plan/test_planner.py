@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from forerun.engine.costs import CostModel, DraftCost
+from forerun.control.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from forerun.control.costs import CostModel, DraftCost, PassCost
 from forerun.drafters.drawing import Shape
-from forerun.engine.costs import CostModel, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import theory
 from forerun.plan.assumptions import FreeVerification

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.demo.download import smollm2
-from forerun.demo.questions import QUESTIONS
+from forerun.demo import QUESTIONS
 from forerun.errors import DownloadError
+from forerun.shipped import smollm2
 from forerun.types import CompletionOutput
 
 ROOT = Path(__file__).parents[2]

@@ -18,9 +18,9 @@ from forerun.certify.checks import certify
 from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
 from forerun.cli import main
-from forerun.demo.questions import QUESTIONS
+from forerun.control.config import SpeculativeConfig
+from forerun.demo import QUESTIONS
 from forerun.engine import async_llm
-from forerun.engine.config import SpeculativeConfig
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from real.conftest import ASKED, GREEDY, TOKENS, Ask

@@ -74,7 +74,7 @@ class Scene:
 
     def misfit(self) -> str:
         """A draft model with another tokenizer."""
-        from forerun.demo import resolve
+        from forerun.shipped import resolve
 
         return str(resolve("demo-draft"))
 

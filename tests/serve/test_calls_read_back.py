@@ -14,9 +14,8 @@ from engine.conftest import tiny_tokenizer
 from forerun.serve.chat_format import ChatFormat
 from forerun.serve.completing import MessageWriter
 from forerun.serve.reasoning import Marks
-from forerun.serve.tools import FORMATS
 from forerun.serve.tools.base import Function
-from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR
 
 TEXT: dict[str, Any] = {"type": "string"}
 NULL: dict[str, Any] = {"type": "null"}

@@ -18,10 +18,10 @@ import httpx
 import pytest
 from torch import Tensor
 
-from forerun.core import scores, step
-from forerun.core.rules import base
+from forerun.core import rules
 from forerun.core.sampling import Sampler
-from forerun.core.scores import logprobs_of
+from forerun.decode import scores, step
+from forerun.decode.scores import logprobs_of
 from forerun.engine import scheduling
 from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
@@ -187,7 +187,7 @@ class Rule:
 
     def verify(self, *args: Any) -> Any:
         self.fault()
-        return base.rule_named("sample_walk").verify(*args)
+        return rules.rule_named("sample_walk").verify(*args)
 
 
 def in_output(answer: Completion, fault: Fault) -> None:
@@ -283,7 +283,7 @@ class Injector:
         monkeypatch.setattr(scheduling, "logprobs_of", marked)
         monkeypatch.setattr(step, "_traced_nodes", traced)
         monkeypatch.setattr(CompletionWriter, "events", written)
-        monkeypatch.setitem(base.RULES, "faulty", f"{__name__}:Rule")
+        monkeypatch.setitem(rules.RULES, "faulty", f"{__name__}:Rule")
 
     def inject(self, place: Place, error: BaseException, after: int) -> None:
         self.place, self.fault = place, Fault(error, after)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forerun.engine.config import SpeculativeConfig
+from forerun.control.config import SpeculativeConfig
 from forerun.serve.protocol.errors import ApiError
 from forerun.serve.protocol.requests import Speculation
 from serve.conftest import Live, serving

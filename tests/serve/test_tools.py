@@ -24,9 +24,8 @@ from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import Tagged
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, find_format
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
-from forerun.serve.tools.deepseek_v3 import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR
+from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR, find_format
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import StreamChunk, StructuredOutputs
 from serve.conftest import NAME, Live, serving, with_template

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from contract.harness import PROMPTS, Variant, as_prompts, eagle_head, model, variants
 from drafters.tied import SPEED, tied
 from forerun import LLM, SamplingParams
-from forerun.drafters.heads.kinds import KINDS
-from forerun.engine.measuring import load_or_measure
+from forerun.control.measuring import load_or_measure
+from forerun.drafters.kinds import KINDS
 
 Move = Callable[[nn.Module], nn.Module]
 """Makes a copy of a module on another device."""

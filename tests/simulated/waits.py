@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # of a script, Python only adds its own folder
 
-from forerun import LLM, SamplingParams, demo
+from forerun import LLM, SamplingParams, shipped
 from forerun.model.recordings import Recordings
 from forerun.types import CompletionOutput
 from simulated.arms import ARMS, PARAMS, PROMPT
@@ -79,7 +79,7 @@ def recording(device: SimulatedDevice) -> Iterator[None]:
 @cache
 def loaded(name: str) -> torch.nn.Module:
     """A shipped model on the CPU."""
-    return AutoModelForCausalLM.from_pretrained(demo.resolve(name))  # type: ignore[no-any-return]
+    return AutoModelForCausalLM.from_pretrained(shipped.resolve(name))  # type: ignore[no-any-return]
 
 
 def engine(arm: str, rows: int) -> LLM:
@@ -89,7 +89,7 @@ def engine(arm: str, rows: int) -> LLM:
         config = {"adaptive": arm == "auto", **config}
     if config is not None and config.get("model") == "demo-draft":
         config = config | {"model": moved(loaded("demo-draft"))}
-    tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))
+    tokenizer = AutoTokenizer.from_pretrained(shipped.resolve("demo"))
     return LLM(
         moved(loaded("demo")),
         tokenizer=tokenizer,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from forerun.training.chunked_loss import Divergence
+from forerun.losses.chunked_loss import Divergence
 
 
 def divergence_of(probs: Tensor, logs: Tensor, ids: Sequence[int], divergence: Divergence) -> Tensor:

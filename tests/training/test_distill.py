@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
-from forerun.training.batch import FeatureBatch, TokenBatch
-from forerun.training.chunked_loss import Divergence
+from forerun.losses.batch import FeatureBatch, TokenBatch
+from forerun.losses.chunked_loss import Divergence
+from forerun.losses.objective import FrozenTarget, ObjectiveSettings
 from forerun.training.data.on_policy import AnswerWriter
-from forerun.training.draft_models import TrainedModel
+from forerun.training.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings
-from forerun.training.objectives.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.recipe import make_recipe
 from forerun.training.run import make_writer
+from forerun.training.trained import TrainedModel
 from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from selection import slow

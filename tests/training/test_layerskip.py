@@ -14,14 +14,9 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
+from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.layerskip import (
-    LayerSkipObjective,
-    LayerSkipSettings,
-    dropout_chances,
-    exit_weights,
-)
+from forerun.training.layerskip import LayerSkipObjective, LayerSkipSettings, dropout_chances, exit_weights
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from llamas import tiny_llama

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError
+from forerun.losses.objective import FrozenTarget
 from forerun.training.loop.distributed import Parallel
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.medusa2 import Medusa2Objective, Medusa2Settings, TargetAndHead
+from forerun.training.medusa2 import Medusa2Objective, Medusa2Settings, TargetAndHead
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from forerun.types import SpeculationStats

@@ -24,13 +24,13 @@ from transformers import (
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
-from forerun.drafters.base import DrafterSetup
+from forerun.control.config import method_of
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter, mark, mask_token
-from forerun.engine.config import method_of
 from forerun.errors import ArgumentError
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.pard import PardObjective, PardSettings
+from forerun.training.pard import PardObjective, PardSettings
 from forerun.types import LAST_HIDDEN, SpeculationStats
 from llamas import tiny_llama
 from selection import slow

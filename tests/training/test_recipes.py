@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from assistant import assistant
-from forerun import demo
+from forerun import shipped
 from forerun.cli import build_app, main
 from forerun.training.recipe import read_recipe
 from training.data.conftest import CHAT, byte_tokenizer, write_lines
@@ -158,6 +158,6 @@ def test_the_shipped_heads_recipe_runs_as_its_stage_runs_it(
         return 0
 
     monkeypatch.setattr(head, "main", run)
-    (tmp_path / "target").symlink_to(demo.resolve("demo"))
+    (tmp_path / "target").symlink_to(shipped.resolve("demo"))
     head.make_head(tmp_path)
     assert ran == ["data regenerate", "data regenerate", "data prepare", "data prepare", "train eagle3"]

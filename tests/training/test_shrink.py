@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM as Auto
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.training.shrink import shrink, space_evenly
+from forerun.training.trained import shrink, space_evenly
 
 SIZES: dict[str, Any] = {
     **{"vocab_size": 40, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4},

@@ -8,22 +8,22 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from forerun.drafters.heads.dflash import DFlashConfig, DFlashHead
-from forerun.drafters.heads.dflash2 import DFlash2Config
-from forerun.drafters.heads.domino import DominoConfig
-from forerun.drafters.heads.dspark import DSparkConfig
-from forerun.drafters.heads.eagle import EagleConfig, EagleHead
-from forerun.drafters.heads.hydra import HydraConfig, HydraHead
-from forerun.drafters.heads.kangaroo import KangarooConfig, KangarooHead
-from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.layers import DecoderHead
-from forerun.drafters.heads.medusa import MedusaConfig, MedusaHead
-from forerun.drafters.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.drafters.heads.mtp import MtpConfig, MtpHead
-from forerun.drafters.heads.peagle import PEagleConfig, PEagleHead
-from forerun.drafters.heads.runner import BlockRunner
+from forerun.drafters.kinds import kind_named
+from forerun.heads.dflash import DFlashConfig, DFlashHead
+from forerun.heads.dflash2 import DFlash2Config
+from forerun.heads.domino import DominoConfig
+from forerun.heads.dspark import DSparkConfig
+from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.hydra import HydraConfig, HydraHead
+from forerun.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.heads.layers import DecoderHead
+from forerun.heads.medusa import MedusaConfig, MedusaHead
+from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
+from forerun.heads.mtp import MtpConfig, MtpHead
+from forerun.heads.peagle import PEagleConfig, PEagleHead
+from forerun.heads.runner import BlockRunner
+from forerun.losses.batch import FeatureBatch, TokenBatch
 from forerun.model import Target
-from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.types import LAST_HIDDEN
 from llamas import HEAD_SIZES, tiny_llama
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from forerun.figures import mean_acceptance_length, tokens_per_pass
+from forerun.types import mean_acceptance_length, tokens_per_pass
 
 Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
 """The samples of a metrics page: name -> labels -> value."""

@@ -23,9 +23,9 @@ from torch import Tensor
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.plan import Plan
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
+from forerun.control.config import SpeculativeConfig
 from forerun.core.rules import rule_named
 from forerun.drafters.draft_models.token_bytes import token_to_bytes
-from forerun.engine.config import SpeculativeConfig
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.types import CompletionOutput, SamplingParams, SpeculationStats, StructuredOutputs
 

@@ -19,7 +19,7 @@ import torch
 from forerun.certify.checks import Check, Run, examined
 from forerun.certify.plan import Plan
 from forerun.certify.reference import Reference
-from forerun.drafters.base import warn_drafter
+from forerun.decode.drafter import warn_drafter
 from forerun.errors import ForerunError
 from forerun.types import SamplingParams, SpeculationStats
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from forerun import LLM
     from forerun.core.tree import TokenTree
-    from forerun.drafters.base import DraftContext
+    from forerun.decode.drafter import DraftContext
     from forerun.types import Budget, RequestOutput
 
 VOCABULARY = 12
@@ -273,7 +273,7 @@ def _drafts(
 @contextmanager
 def _told(problems: list[str]) -> Iterator[None]:
     """While open, what is said of a drafter's failures goes to `problems`, and nowhere else."""
-    log = logging.getLogger("forerun.drafters.base")
+    log = logging.getLogger("forerun.decode.drafter")
     handler, propagate = logging.Handler(), log.propagate
     handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
     warn_drafter.cache_clear()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.probs import HostResidual
-from forerun.core.rules.base import RULES, Rule, rule_named
+from forerun.core.rules import RULES, Rule, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn

@@ -130,7 +130,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     # Imported here, so that Ctrl-C during an import is a clean end, too.
     from cyclopts import CycloptsError
 
-    from forerun.engine.config import NOT_WHILE_SERVING
+    from forerun.control.config import NOT_WHILE_SERVING
 
     try:
         result = build_app()(None if arguments is None else list(arguments))

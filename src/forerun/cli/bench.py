@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import Parameter
 from rich.text import Text
 
-from forerun.bench.report import describe_source, draw, format_figure, write_page
-from forerun.bench.summary import FIGURES, find_older_loads, find_worse, select_figures
+from forerun.bench.load import (
+    FIGURES,
+    describe_source,
+    draw,
+    find_older_loads,
+    find_worse,
+    format_figure,
+    select_figures,
+    write_page,
+)
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
@@ -121,8 +129,7 @@ def bench(
         Share by which a figure may be worse.
     """
     from forerun.bench.client import Server
-    from forerun.bench.run import Bench
-    from forerun.bench.summary import parse_objectives
+    from forerun.bench.load import Bench, parse_objectives
     from forerun.bench.workloads import count_repeated, draw_tasks, read_workload
 
     loads, limits, asking = _loads(load), parse_objectives(goodput), _asking(workload, load, sampling)

@@ -14,13 +14,13 @@ from rich.text import Text
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Flag, Json, Many, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
-from forerun.plan.plot import draw_cost
+from forerun.plan.planner import draw_cost
 from forerun.plots import check_plot
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.costs import CostModel
+    from forerun.control.config import SpeculativeConfig
+    from forerun.control.costs import CostModel
 
 TEXT_TOKENS = 300  # Length of the text that a drafter is timed on
 
@@ -61,8 +61,8 @@ def calibrate(
     check_plot(plot)
     given = speculation.config()
     from forerun.cli import session
-    from forerun.engine.config import SpeculativeConfig
-    from forerun.engine.measuring import device_name, file_of, load_or_measure
+    from forerun.control.config import SpeculativeConfig
+    from forerun.control.measuring import device_name, file_of, load_or_measure
 
     config = SpeculativeConfig.parse(given)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
@@ -92,10 +92,9 @@ def calibrate(
 
 def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callable[[str], None]) -> CostModel:
     from forerun import demo
+    from forerun.decode.drafter import DrafterSetup
     from forerun.drafters import build
-    from forerun.drafters.base import DrafterSetup
-    from forerun.plan.measured import depth_of, save_draft_cost
-    from forerun.plan.trial import measure_draft
+    from forerun.plan.measured import depth_of, measure_draft, save_draft_cost
 
     tell(f"drafts of {config.method}")
     target = llm.target

@@ -11,8 +11,8 @@ from rich.text import Text
 
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, SamplingOptions, SpeculationOptions, TargetOptions
-from forerun.demo import REAL
 from forerun.errors import ArgumentError, ForerunError, choices
+from forerun.shipped import REAL
 from forerun.types import SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from forerun.cli.options import Flag, Json, SkipBad
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
-    from forerun.drafters.lookup.datastore import Manifest
+    from forerun.drafters.lookup.rest import Manifest
 
 datastore = App(name="datastore", help="Make a corpus searchable for the drafter `rest`, or say what is in one.")
 
@@ -71,7 +71,7 @@ def info(directory: Path, /, *, verify: Flag = False, json: Json = False) -> int
     verify
         Read everything and compare it with the checksums.
     """
-    from forerun.drafters.lookup.datastore import Datastore
+    from forerun.drafters.lookup.rest import Datastore
 
     store = Datastore.open(directory)
     if verify:

@@ -16,12 +16,13 @@ from rich.bar import Bar
 from rich.table import Column, Table
 from rich.text import Text
 
-from forerun import demo as shipped
+from forerun import demo as demo_texts
+from forerun import shipped
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
-from forerun.demo import REAL, Edit, Prompt
-from forerun.demo.questions import QUESTIONS, Question
+from forerun.demo import QUESTIONS, Edit, Prompt, Question
 from forerun.errors import ArgumentError, DownloadError, choices
+from forerun.shipped import REAL
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -233,8 +234,8 @@ def question(name: str) -> Edit | Prompt:
     """Return the shipped edit of this name, or the beginning of a shipped held-out file, cut at a
     line.
     """
-    known: dict[str, Edit | Prompt] = {edit.name: edit for edit in shipped.edits()}
-    for file in shipped.prompts():
+    known: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
+    for file in demo_texts.prompts():
         known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
     if name not in known:
         raise ArgumentError(f"no shipped prompt {name!r}.{choices(name, known)}")
@@ -273,8 +274,8 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
     """Return a drafter's configuration in which every head, also of drafters within it, is enlarged
     as the target was.
     """
+    from forerun.control.config import method_of
     from forerun.demo.scale import scaled_head_folder
-    from forerun.engine.config import method_of
 
     if isinstance(config, Mapping):
         grown = {key: _with_heads_for(scaled, value) for key, value in config.items()}

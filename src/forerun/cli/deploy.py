@@ -21,8 +21,7 @@ from forerun.errors import ArgumentError
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.deploy.launch import Command, Deployment
-    from forerun.deploy.schedule import Forecast
+    from forerun.deploy.launch import Command, Deployment, Forecast
 
 
 @Parameter(name="*")
@@ -91,9 +90,9 @@ def deploy(
     force
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
-    from forerun.demo import resolve
+    from forerun.control.config import SpeculativeConfig
     from forerun.deploy.launch import DeployRequest, choose_version, find_engine
-    from forerun.engine.config import SpeculativeConfig
+    from forerun.shipped import resolve
 
     chosen = find_engine(engine)
     version, notes = choose_version(chosen, engine_version, force=force)
@@ -123,7 +122,7 @@ def _forecast(
     """Return what the planner says, None where it was told too little; add what is assumed to
     `notes`.
     """
-    from forerun.deploy.schedule import Forecast
+    from forerun.deploy.launch import Forecast
 
     given = dataclasses.asdict(asked.load)
     if not asked.load.given and asked.load.text is None:

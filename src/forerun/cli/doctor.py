@@ -21,9 +21,9 @@ from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError, CheckpointError, choices
 
 if TYPE_CHECKING:
-    from forerun.checkpoints.base import TargetFacts
-    from forerun.checkpoints.engines import Finding, Severity
-    from forerun.deploy.trial import EngineTrial, HeadDrafting
+    from forerun.deploy.trials.trial import EngineTrial, HeadDrafting
+    from forerun.heads.engines import Finding, Severity
+    from forerun.heads.files import TargetFacts
 
 PACKAGES = (
     *("forerun", "torch", "transformers", "tokenizers", "safetensors"),
@@ -121,15 +121,15 @@ def doctor(
 def _examine_head(
     head: str, target: str | None, engines: tuple[str, ...], asked: TrialOptions | None, json: bool
 ) -> int:
-    from forerun import demo
+    from forerun import shipped
 
-    head = str(demo.resolve(head))
+    head = str(shipped.resolve(head))
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.telling("reading the head"):
-        from forerun.checkpoints.engines import ENGINES, TOKENS, diagnose, diagnose_files, worst
-        from forerun.checkpoints.formats import parse, read_files
-        from forerun.checkpoints.pard import PardModel
+        from forerun.heads.engines import ENGINES, TOKENS, diagnose, diagnose_files, worst
+        from forerun.heads.formats import parse, read_files
+        from forerun.heads.pard_files import PardModel
 
         unknown = [name for name in engines if name not in ENGINES]
         if unknown:
@@ -146,11 +146,13 @@ def _examine_head(
     found = [finding for finding in found if finding.engine in chosen]
     trial = None
     if asked is not None:
-        from forerun.deploy.trial import HeadDrafting
+        from forerun.deploy.trials.trial import HeadDrafting
 
         kind, depth = ("pard", None) if model else (checkpoint.config.kind, checkpoint.config.max_depth)
         k = next(tokens for tokens in (asked.num_speculative_tokens, depth, TOKENS) if tokens is not None)
-        trial = _try_head(chosen[0], HeadDrafting(head=head, kind=kind, target=str(demo.resolve(target)), k=k), asked)
+        trial = _try_head(
+            chosen[0], HeadDrafting(head=head, kind=kind, target=str(shipped.resolve(target)), k=k), asked
+        )
     if json:
         findings = [asdict(finding) for finding in found]
         report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
@@ -165,7 +167,7 @@ def _examine_head(
 
 
 def _facts(target: str) -> TargetFacts:
-    from forerun.checkpoints.base import TargetFacts
+    from forerun.heads.files import TargetFacts
 
     try:
         return TargetFacts.read(target)
@@ -179,16 +181,16 @@ def _facts(target: str) -> TargetFacts:
 
 def _try_head(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTrial:
     from forerun import demo
-    from forerun.deploy.trial import InstalledEngine, run_trial
+    from forerun.deploy.trials.trial import InstalledEngine, run_trial
     from forerun.plan.measured import read_prompts
 
     engine: InstalledEngine
     if name == "vllm":
-        from forerun.deploy.in_vllm import InVllm
+        from forerun.deploy.trials.try_vllm import InVllm
 
         engine = InVllm(drafting, asked.python)
     else:
-        from forerun.deploy.in_llama_cpp import InLlamaCpp
+        from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
 
         engine = InLlamaCpp(drafting, asked.llama_cpp, asked.python)
     given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]

@@ -27,12 +27,12 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
         Write it even if the engine would serve it worse than it was trained.
     """
     with console.telling("exporting"):
-        from forerun import demo
-        from forerun.checkpoints.base import TargetFacts
-        from forerun.checkpoints.engines import export_head
-        from forerun.checkpoints.pard import PardModel, export_pard
+        from forerun import shipped
+        from forerun.heads.engines import export_head
+        from forerun.heads.files import TargetFacts
+        from forerun.heads.pard_files import PardModel, export_pard
 
-        head = str(demo.resolve(head))
+        head = str(shipped.resolve(head))
         facts, model = TargetFacts.read(target), PardModel.at(head)
         done = (
             export_head(head, facts, to, output, force=force)

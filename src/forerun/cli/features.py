@@ -20,7 +20,7 @@ from forerun.errors import ArgumentError, DataError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from forerun.drafters.heads.kinds import HeadKind
+    from forerun.drafters.kinds import HeadKind
     from forerun.training.features.online import BoundaryCheck
     from forerun.training.features.store import Capture
     from forerun.types import Boundary
@@ -97,7 +97,7 @@ class _FeatureRun:
         if not asked.data.is_dir():
             raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
         from forerun.cli.session import quiet_libraries
-        from forerun.drafters.heads.kinds import kind_named
+        from forerun.drafters.kinds import kind_named
         from forerun.model.load import LoadOptions, read_config
         from forerun.model.names import load_tokenizer, resolve
         from forerun.model.support import context_length
@@ -133,7 +133,7 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
     `text` is the target's configuration. A draft model, and the target itself, learn from its last
     state.
     """
-    from forerun.drafters.heads.kinds import import_named
+    from forerun.drafters.kinds import import_named
     from forerun.types import LAST_HIDDEN
 
     if kind.trains != "head":

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from forerun import demo as shipped
+from forerun import demo, shipped
 from forerun.cli import console
 from forerun.errors import ArgumentError
 from forerun.types import SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.drafters.heads.kinds import HeadKind
+    from forerun.drafters.kinds import HeadKind
     from forerun.types import RequestOutput
 
 TEMPERATURES = (0.0, 1.0)
@@ -61,7 +61,7 @@ class TrainedDrafter:
         """Return a configuration that drafts the likeliest paths, so many nodes in all; None if the
         drafter has no such tree.
         """
-        from forerun.drafters.heads.kinds import import_named
+        from forerun.drafters.kinds import import_named
 
         options = {option.name for option in fields(import_named(self.kind.drafter).Config)}
         if "nodes" not in options:
@@ -70,7 +70,7 @@ class TrainedDrafter:
         return {**self._base(), "nodes": nodes, **width}
 
     def _base(self) -> dict[str, Any]:
-        from forerun.drafters.heads.kinds import import_named
+        from forerun.drafters.kinds import import_named
 
         return {"method": import_named(self.kind.drafter).name, "model": self.model}
 
@@ -116,7 +116,7 @@ class BoardLine:
     @property
     def lossless(self) -> bool:
         """Return whether every one of the rules leaves the target's distribution as it is."""
-        from forerun.core.rules.base import rule_named
+        from forerun.core.rules import rule_named
 
         return all(rule_named(rule).lossless for rule in self.rules)
 
@@ -166,15 +166,15 @@ def find_trained(folder: Path) -> list[TrainedDrafter]:
 
 
 def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> TrainedDrafter:
-    from forerun.drafters.heads.kinds import kind_named
+    from forerun.drafters.kinds import kind_named
 
     size = _weights(Path(shipped.resolve(source)))
     return TrainedDrafter(name=name, kind=kind_named(kind), model=source, parameters=size, seconds=seconds)
 
 
 def _head(name: str, source: str, seconds: float | None = None) -> TrainedDrafter:
-    from forerun.checkpoints import read_head
-    from forerun.drafters.heads.kinds import kind_named
+    from forerun.drafters.kinds import kind_named
+    from forerun.heads.formats import read_head
 
     head = read_head(shipped.resolve(source))
     return TrainedDrafter(
@@ -209,8 +209,8 @@ def questions(llm: LLM) -> list[Any]:
     """Return held-out files to continue and held-out functions to edit, the longest of the shipped
     ones.
     """
-    files = [{"prompt_token_ids": ids} for ids in shipped.contexts(llm.tokenizer, count=FILES, length=256)]
-    edits = sorted(shipped.edits(), key=lambda edit: len(edit.answer))[-EDITS:]
+    files = [{"prompt_token_ids": ids} for ids in demo.contexts(llm.tokenizer, count=FILES, length=256)]
+    edits = sorted(demo.edits(), key=lambda edit: len(edit.answer))[-EDITS:]
     return [*files, *(llm.chat_prompt(edit.messages) for edit in edits)]
 
 

@@ -25,18 +25,17 @@ from forerun.cli.options import (
     TargetOptions,
     numbers,
 )
-from forerun.engine.costs import FREE, DraftCost, PassCost
+from forerun.control.costs import FREE, DraftCost, PassCost
 from forerun.errors import ArgumentError
 from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
-from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, decide, plan_tree
+from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, decide, draw_plan, plan_tree
 from forerun.plan.planner import plan as make_plan
-from forerun.plan.plot import draw_plan
 from forerun.plots import check_plot
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.engine.costs import CostModel
+    from forerun.control.costs import CostModel
     from forerun.plan.measured import MeasuredDrafter
 
 
@@ -320,7 +319,7 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
 def on_model(asked: PlanOptions, model: str) -> Shown:
     """Plan with measured passes; acceptance is given, assumed, or measured on the user's prompts."""
     from forerun.cli import session
-    from forerun.engine.measuring import load_or_measure
+    from forerun.control.measuring import load_or_measure
 
     llm = session.load(model, asked.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:
@@ -331,7 +330,7 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
 
 
 def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
-    from forerun.engine.config import SpeculativeConfig
+    from forerun.control.config import SpeculativeConfig
     from forerun.plan import measured
 
     assert asked.prompts is not None

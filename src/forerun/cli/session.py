@@ -17,9 +17,9 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import TargetOptions
+from forerun.control.config import SpeculativeConfig, check_sizes
 from forerun.core import rules
 from forerun.drafters import DRAFTERS, check_option_names, declared_options
-from forerun.engine.config import SpeculativeConfig, check_sizes
 from forerun.model import checks
 from forerun.params import NEUTRAL
 from forerun.types import OutputToken, RequestOutput, Source

@@ -17,8 +17,8 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.demo.questions import Question
-from forerun.figures import tokens_per_pass
+from forerun.demo import Question
+from forerun.types import tokens_per_pass
 
 if TYPE_CHECKING:
     from forerun import LLM

@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError, DataError
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.drafters.self_drafting.skipping import SkipFile
+    from forerun.drafters.self_drafting.skip_layers import SkipFile
     from forerun.drafters.self_drafting.tuning import Tuned, Worth
     from forerun.training.data.records import Record
 
@@ -125,7 +125,7 @@ def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[lis
 def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: int) -> SkipFile:
     import torch
 
-    from forerun.drafters.self_drafting.skipping import SkipFile, structure_hash
+    from forerun.drafters.self_drafting.skip_layers import SkipFile, structure_hash
 
     target, best = llm.target, tuned.best
     measured = {
@@ -158,7 +158,7 @@ def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: 
 
 
 def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
-    from forerun.drafters.self_drafting.skipping import names
+    from forerun.drafters.self_drafting.skip_layers import names
 
     skip = names(found.skip)
     if tuned.interrupted:

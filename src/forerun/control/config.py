@@ -273,7 +273,7 @@ def method_of(model: Any) -> str:
         config = read_object(folder / "config.json", "expected a model's configuration")
     except DataError:
         return "draft_model"  # whose loader says what is wrong with the directory
-    from forerun.checkpoints import is_head, read_head
+    from forerun.heads.formats import is_head, read_head
 
     if is_head(config):
         return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)

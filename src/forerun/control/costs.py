@@ -17,7 +17,7 @@ from functools import lru_cache
 from statistics import median, median_low
 from typing import Protocol
 
-from forerun.engine.policy.settings import SETTINGS
+from forerun.control.settings import SETTINGS
 from forerun.errors import ArgumentError
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

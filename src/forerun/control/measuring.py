@@ -19,12 +19,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
-from forerun.caching import cache_root
+from forerun.control.costs import CostModel, Nominal, PassCost, along
+from forerun.control.settings import SETTINGS
 from forerun.devices import processor_name
-from forerun.engine.costs import CostModel, Nominal, PassCost, along
-from forerun.engine.policy.settings import SETTINGS
 from forerun.errors import ArgumentError
-from forerun.writing import written
+from forerun.writing import cache_root, written
 
 if TYPE_CHECKING:
     import torch

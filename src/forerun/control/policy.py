@@ -28,19 +28,27 @@ from dataclasses import dataclass, field
 from itertools import accumulate, combinations
 from typing import NamedTuple
 
+from forerun.control.config import SpeculativeConfig
+from forerun.control.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
+from forerun.control.explore import (
+    Confidence,
+    LookupTrials,
+    ModelTrials,
+    PassTrials,
+    Ranking,
+    Survival,
+    optimism,
+    settle,
+)
+from forerun.control.measuring import known_or_nominal
+from forerun.control.settings import SETTINGS
 from forerun.core.acceptance import Acceptance
-from forerun.core.row import Row
-from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree, prune
+from forerun.decode.drafter import DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted, Group, context_for
 from forerun.drafters import entry_named
-from forerun.drafters.base import DrafterSetup
 from forerun.drafters.guarded import Deferred
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
-from forerun.engine.measuring import known_or_nominal
-from forerun.engine.policy.explore import LookupTrials, ModelTrials, PassTrials, Survival, optimism, settle
-from forerun.engine.policy.ranking import Confidence, Ranking
-from forerun.engine.policy.settings import SETTINGS
 from forerun.types import Budget, StepTrace
 
 # --- the sentence -----------------------------------------------------------------------------------------------------

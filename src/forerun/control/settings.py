@@ -2,7 +2,7 @@
 Imports nothing.
 
 Unless it says otherwise: two cores of an AMD EPYC, target of 0.4 B parameters in bfloat16, a plain pass of 25 to 35 ms,
-November 2026 (docs/findings.md). "Simulated": chosen so that the properties in ``tests/engine/policy`` hold, not
+November 2026 (docs/findings.md). "Simulated": chosen so that the properties in ``tests/control`` hold, not
 measured on a machine. A share or ratio has no unit; "plain steps" are steps in which nothing is drafted.
 """
 

@@ -2,7 +2,7 @@
 child.
 
 The vectors do not depend on what a rule draws: draws only decide where it stops. So `HostResidual` computes a residual
-when a rule asks for it, and `core.ladder` computes all of them, for all nodes, on the device before any rule runs.
+when a rule asks for it, and `decode.residuals` computes all of them, for all nodes, on the device before any rule runs.
 Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
 weights are float64 (sums on a device without it are float32).
 """

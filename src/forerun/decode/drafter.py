@@ -21,7 +21,7 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from forerun.core.scores import Scores
+    from forerun.decode.scores import Scores
     from forerun.model import Target
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.core.probs import TINY
-from forerun.core.rules.base import Reads
+from forerun.core.rules import Reads
 from forerun.core.sampling import (
     Edits,
     Rng,
@@ -97,7 +97,7 @@ class Residuals:
         for index in (*where, flat):
             if index >= len(found):
                 raise ArgumentError(
-                    f"the rule asks for {name}, which its `reads` does not declare; see `forerun.core.rules.base.Reads`"
+                    f"the rule asks for {name}, which its `reads` does not declare; see `forerun.core.rules.Reads`"
                 )
             found = found[index]
         return found
@@ -545,6 +545,6 @@ class DeviceResidual:
     def _number(self, which: int) -> float:
         if self._step >= len(self._residuals.asked(self._flat)):
             raise ArgumentError(
-                "the rule rejects more children than its `reads` declares; see `forerun.core.rules.base.Reads`"
+                "the rule rejects more children than its `reads` declares; see `forerun.core.rules.Reads`"
             )
         return float(self._residuals.number("steps", self._flat, self._step, which))

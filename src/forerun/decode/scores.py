@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.core.ladder import DeviceRow, Logprobs, Residuals, ResidualsInput
 from forerun.core.probs import HostResidual
-from forerun.core.row import Row
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Edits, Sampler
 from forerun.core.tree import TokenTree
+from forerun.decode.residuals import DeviceRow, Logprobs, Residuals, ResidualsInput
+from forerun.decode.row import Row
 from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
 from forerun.model import largest

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forerun.core.ladder import DeviceRow, Logprobs
-from forerun.core.row import Row
 from forerun.core.rules import default_rule, rule_named
 from forerun.core.sampling import TOLERANCE
-from forerun.core.scores import HostRow, Scores
 from forerun.core.tree import TokenTree, fetch_masses, without
+from forerun.decode.drafter import DraftContext, Drafter, warn_drafter
+from forerun.decode.residuals import DeviceRow, Logprobs
+from forerun.decode.row import Row
+from forerun.decode.scores import HostRow, Scores
 from forerun.devices import sent
-from forerun.drafters.base import DraftContext, Drafter, warn_drafter
 from forerun.errors import InvalidDraftError, Isolation, NumericError
 from forerun.model import Scored, Target
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace, TracedNode, Verdict

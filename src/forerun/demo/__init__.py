@@ -7,23 +7,20 @@ from the package ``forerun-demo``. How they were trained is in ``recipes/demo``;
 the ``README.md`` next to each.
 
 ``smollm2`` means SmolLM2-135M-Instruct, a small real model, which is downloaded at its first use.
+
+These questions are put to a real model in ``forerun demo`` and in the tests. Imports no torch.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError
+from forerun.shipped import FOLDER
 
-FOLDER = Path(__file__).parent
-MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a demo model -> its folder
-PACKAGE = "forerun_demo"  # Has these folders where forerun was not installed from a checkout
-REAL = "smollm2"  # The name of a real model that is downloaded, unless there is a directory of that name
 CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
 
 
@@ -33,41 +30,6 @@ class Prompt:
 
     name: str  # Its module file, for example ``"graphlib.py"``
     text: str  # The whole file; cut it where the answer shall begin
-
-
-def resolve(name: str | Path) -> str | Path:
-    """Return the folder of a demo model for its name, SmolLM2's file for ``smollm2``; anything else unchanged.
-
-    Raises:
-        CheckpointError: the demo models are not installed.
-        DownloadError: SmolLM2 is not here yet, and cannot be downloaded.
-    """
-    if str(name) == REAL and not Path(name).exists():
-        from forerun.demo.download import smollm2
-
-        return smollm2()
-    if str(name) not in MODELS:
-        return name
-    folder = folder_of(str(name))
-    if folder is None:
-        raise CheckpointError(
-            f"the demo model {str(name)!r} is not installed: pip install forerun-demo brings it. Or name another: "
-            f"a directory, a hub id, a GGUF file, or {REAL}, a small real one that is downloaded once"
-        )
-    return folder
-
-
-def folder_of(name: str) -> Path | None:
-    """Return the folder of a demo model, None where the models are not installed."""
-    package = importlib.util.find_spec(PACKAGE)
-    roots = [FOLDER, *map(Path, package.submodule_search_locations or ())] if package else [FOLDER]
-    folders = (root / MODELS[name] for root in roots)
-    return next((folder for folder in folders if (folder / "config.json").is_file()), None)
-
-
-def is_target(name: str | Path) -> bool:
-    """Return whether a model's name, or its folder, is the demo target's."""
-    return str(name) == "demo" or Path(name) == folder_of("demo")
 
 
 def prompts() -> list[Prompt]:
@@ -124,3 +86,49 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
             raise ArgumentError(f"{found}, {count} were asked for")
         excerpts += fresh
     return excerpts[:count]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Question:
+    """A `Question` is one question to a chat model, as a user would put it."""
+
+    name: str  # For example ``"edit"``
+    title: str  # The kind of question, in a few words
+    text: str
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """Return the conversation that asks the question."""
+        return [{"role": "user", "content": self.text}]
+
+
+_LETTER = """\
+Dear Mr Smith, thank you for you letter of 3 May. We has looked into the matter and found that the parcel were sent to
+the wrong adress. We are very sorry for this mistake. A new parcel will be send to you today, and it should arive on
+Friday."""
+
+_HARBOUR = """\
+The lighthouse at Sandhope was built in 1871, after four ships had been lost on the reef in one winter. For ninety
+years a keeper lived there with his family, carried oil up its 144 steps every evening, and wrote the weather into a
+book every three hours. In 1961 the lamp became electric, and the last keeper, Ada Finch, left the tower but stayed in
+the village. The books that she and the keepers before her wrote are now read by scientists, who learn from them how
+the storms on this coast have changed. Since 2009 the tower belongs to the village, which lets rooms to guests in
+summer and pays for its paint with what they bring."""
+
+QUESTIONS = (
+    Question(
+        name="chat",
+        title="a question",
+        text="Why is the sky blue by day and red at sunset? Explain it to a child in one paragraph.",
+    ),
+    Question(
+        name="edit",
+        title="an edit",
+        text="Correct the spelling and grammar mistakes in this letter:\n\n" + _LETTER.replace("\n", " "),
+    ),
+    Question(
+        name="summary",
+        title="a summary",
+        text=_HARBOUR.replace("\n", " ") + "\n\nSummarise this text in two sentences.",
+    ),
+)

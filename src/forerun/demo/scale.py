@@ -27,15 +27,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.caching import cache_root
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_of, write_head
-from forerun.checkpoints.base import expected_shapes
-from forerun.checkpoints.formats import parse, read_files
-from forerun.demo import resolve
-from forerun.drafters.heads.base import HeadConfig
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.base import HeadConfig
+from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes
+from forerun.heads.formats import format_of, parse, read_files, write_head
 from forerun.model.load import weight_files
-from forerun.writing import written_folder
+from forerun.shipped import resolve
+from forerun.writing import cache_root, written_folder
 
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31

@@ -24,7 +24,7 @@ def reads_text_alone(method: str) -> bool:
     """
     if not is_outside(method):
         return method in COPYING
-    from forerun.drafters.base import Drafter
+    from forerun.decode.drafter import Drafter
 
     own = drafter_class(method)
     return all(getattr(own, name) is getattr(Drafter, name) for name in ("requires", "observe"))

@@ -1,17 +1,35 @@
 """The planner's costs say how much to draft at each batch size, and what it costs to draft the same
 at every one.
+
+A launch plan turns a speculative configuration into the commands, files and environment of
+another engine.
+
+An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make of a
+trained head is asked of `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import shlex
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
-from forerun.errors import ArgumentError
+from forerun.control.config import SpeculativeConfig, arms_of
+from forerun.deploy import check_plugged, list_methods, reads_text_alone
+from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
+from forerun.drafters.kinds import KINDS, import_named
+from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.manifests import read_object
 from forerun.plan import theory
 from forerun.plan.planner import PlanLoad, plan_tree
+from forerun.shipped import resolve
+
+if TYPE_CHECKING:
+    from forerun.heads.engines import Finding, Launch
 
 
 class Stretch(NamedTuple):
@@ -89,3 +107,499 @@ def _runs(lengths: list[int]) -> Iterator[Stretch]:
         last = first + len(list(group)) - 1
         yield Stretch(first, last, k)
         first = last + 1
+
+
+ENGINES: dict[str, str] = {
+    "vllm": "forerun.deploy.engines.vllm:Vllm",
+    "sglang": "forerun.deploy.engines.sglang:SGLang",
+    "trtllm": "forerun.deploy.engines.trtllm:TensorRtLlm",
+    "llamacpp": "forerun.deploy.engines.llamacpp:LlamaCpp",
+    "dynamo": "forerun.deploy.engines.dynamo:Dynamo",
+}
+COMBINED = ("first_of", "merge", AUTO, "cascade")
+DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
+"""These methods draft a tree where their options do not say otherwise."""
+_AS_STORED = "(as the files are)"  # In what is wrong with files that an export would write otherwise
+_TREE = ("tree", "shape", "top_k", "nodes", "max_branches")
+TOKENS = "num_speculative_tokens"
+_OWN = ("model", TOKENS, *_TREE)
+"""These options are translated or commented upon elsewhere than in `EngineInfo.leftover`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftSpec:
+    """A `DraftSpec` is one drafter that an engine is to run."""
+
+    method: str  # A drafter's name in forerun
+    k: int  # Tokens on one path
+    model: str | None
+    options: Mapping[str, Any]  # Those that were given
+
+    @property
+    def nodes(self) -> int:
+        """Return the most nodes of the tree, root not counted; 0 where a chain is drafted."""
+        options = self.options
+        if options.get("tree") is not None and not isinstance(options["tree"], str):
+            return len(options["tree"])
+        shape, level, count = options.get("shape"), 1, 0
+        for children in shape or ():
+            level *= children
+            count += level
+        if count > len(shape or ()):
+            return count
+        if options.get("max_branches", 1) > 1:
+            return int(options["max_branches"]) * self.k
+        grows = self.method in DRAFTS_TREES or options.get("top_k") or options.get("tree") is not None
+        return int(options.get("nodes") or (32 if grows else 0)) if shape is None else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counterpart:
+    """A `Counterpart` says how an engine names one of our methods, and what it needs besides."""
+
+    name: str
+    keys: Mapping[str, Any] = field(default_factory=dict)  # Always given
+    options: Mapping[str, str] = field(default_factory=dict)  # Our option -> the engine's
+    model: bool = True  # True where a model or head must be named
+    note: str = ""  # Note on the differences there
+    versions: tuple[str, ...] = ()  # Those that have it; empty: all
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExaminedFiles:
+    """`ExaminedFiles` hold what was read of the drafter's files."""
+
+    launch: Launch | None = None  # For `heads.engines.Destination`; None for what is no head
+    depth: int | None = None  # Most tokens that the head drafts on one path
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeployRequest:
+    """A `DeployRequest` says what is to be deployed, and where."""
+
+    model: str
+    config: SpeculativeConfig | None
+    version: str
+    tp: int = 1  # Devices that share every layer
+    pp: int = 1  # Groups of devices that share the layers out
+    nodes: int = 1  # Machines that hold the model together
+    head_address: str | None = None  # Address of the first machine, where there are several
+    port: int = 8000
+    out: Path | None = None  # Folder of the files; None: they are printed, and named in the current folder
+    forecast: Forecast | None = None
+    adaptive: bool = False  # That `config` is was said, and is not the default
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        if self.nodes == 1 and self.head_address is not None:
+            raise ArgumentError("--head-address is of the first of several machines: give --nodes, or leave it out")
+        if self.config is None and self.forecast is not None:
+            raise ArgumentError("what is accepted says how much to draft: name a --drafter, or leave that out")
+        if not 1 <= self.port <= 65535:
+            raise ArgumentError(f"--port is a number from 1 to 65535, got {self.port}")
+        if min(self.tp, self.pp, self.nodes) < 1:
+            raise ArgumentError(f"--tp, --pp and --nodes are at least 1, got {self.tp}, {self.pp}, {self.nodes}")
+        if self.tp * self.pp % self.nodes:
+            raise ArgumentError(
+                f"{self.tp} x {self.pp} devices (--tp x --pp) cannot be shared out evenly to {self.nodes} machines "
+                "(--nodes)"
+            )
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of each machine."""
+        return self.tp * self.pp // self.nodes
+
+    @property
+    def first_machine(self) -> str:
+        """Return the first machine's address; ArgumentError where none was given."""
+        if self.head_address is None:
+            raise ArgumentError(f"{self.nodes} machines need the first one's address: --head-address HOST")
+        return self.head_address
+
+    def sharing(self, tp: str, pp: str) -> list[str]:
+        """Return the flags that share the model out to devices, by an engine's names for both."""
+        return [word for name, count in ((tp, self.tp), (pp, self.pp)) if count > 1 for word in (name, str(count))]
+
+    def path(self, name: str) -> str:
+        """Return the path of a deployment's file as its command names it."""
+        return name if self.out is None else str((self.out / name).resolve())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """A `Command` is one command line."""
+
+    words: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    where: str = ""  # Purpose, or place where it is typed, if there are several
+    role: Literal["serve", "before", "elsewhere", "by hand"] = "serve"
+    """``--run`` starts it (serve), needs it done first (before), or leaves it; "by hand" has a
+    blank that the user fills in.
+    """
+    script: str = "deploy.sh"  # Which file of ``--out`` it stands in: one for each place and time
+
+    @classmethod
+    def on_machine(cls, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> Command:
+        """Return the command of one of several machines, in a script of its own."""
+        where, script = f"on machine {rank}", f"machine-{rank}.sh"
+        return cls(words=tuple(words), environment=environment, where=where, role="elsewhere", script=script)
+
+    @property
+    def line(self) -> str:
+        """Return the command as a line for a shell."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        return " ".join([*variables, shlex.join(self.words)])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deployment:
+    """A `Deployment` holds what starts the engine."""
+
+    commands: tuple[Command, ...]
+    files: Mapping[str, str] = field(default_factory=dict)  # Name -> text
+    schedule: tuple[Stretch, ...] = ()  # Draft lengths by batch size; empty: always the same
+    notes: tuple[str, ...] = ()  # Differences of the engine, and their cost
+
+
+class EngineInfo(ABC):
+    """`EngineInfo` knows one engine's flags and keys, all from its own sources of the versions
+    named.
+    """
+
+    title: ClassVar[str]
+    versions: ClassVar[tuple[str, ...]]  # Known ones, the newest last
+    ways: ClassVar[Mapping[str, Counterpart]]  # Our method -> the engine's
+    reads: ClassVar[str]  # Its name in `heads.engines`
+    rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
+    combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
+    apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
+    settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
+    variable: ClassVar[str] = ""  # Environment variable with the plug-in's options; empty: there is no plug-in
+    routes: ClassVar[bool] = False  # True where the plug-in also chooses among drafters (`auto`)
+
+    @abstractmethod
+    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
+        """Return commands and files, and add what the engine does otherwise to `notes`;
+        ArgumentError if it cannot do it.
+        """
+
+    def chosen(self, asked: DeployRequest, notes: list[str]) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
+        """Return the drafter that the engine runs, its counterpart there, and a copying one that it
+        puts before it.
+
+        ArgumentError: the engine has no counterpart, or needs a model that was not named.
+        """
+        assert asked.config is not None
+        drafts = self.drafts(asked.config)
+        main = self._main(asked, drafts)
+        copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).copies]
+        first = next(iter(copying), None)
+        lost = [one.method for one in drafts if one is not main and one is not first]
+        if lost:
+            notes.append(
+                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({asked.config.method}); "
+                f"`forerun plan MODEL --drafter {asked.config.method} --prompts FILE` measures what they bring"
+            )
+        way = self.ways[main.method]
+        if way.model and main.model is None:
+            raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
+        if main.model is not None and not way.model and same_place(main.model, asked.model):
+            main = replace(main, model=None)
+        if main.model is not None and not way.model:
+            raise ArgumentError(
+                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, asked, main)}, "
+                "leaving --drafter-model out"
+            )
+        notes += [text for text in (way.note,) if text]
+        notes += self.leftover(main, way)
+        return main, way, first
+
+    def drafts(self, config: SpeculativeConfig) -> list[DraftSpec]:
+        """Return the drafters that a configuration is made of, those that copy first.
+
+        ArgumentError: it asks for a rule that the engine does not have, or for one in a plug-in,
+        whose tokens the engine verifies by its own.
+        """
+        plugged = self.plugs_in(config)
+        if config.rule is not None and (plugged or config.rule not in self.rules):
+            have = ", ".join(self.rules)
+            own = "verifies these drafts by its own rule" if plugged or not have else f"has {have}"
+            raise ArgumentError(
+                f"{self.title} has no counterpart of the rule {config.rule!r}; it {own}: leave --rule out"
+            )
+        if plugged:
+            check_plugged(config.named)
+        return [_draft(one) for one in _members(config)]
+
+    def needs(self, config: SpeculativeConfig) -> Iterator[str]:
+        """Yield a sentence that says what a plug-in's drafters outside of forerun need."""
+        found = [*filter(is_outside, list_methods(config.named))]
+        if found:
+            yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
+
+    def _main(self, asked: DeployRequest, drafts: Sequence[DraftSpec]) -> DraftSpec:
+        able = [one for one in drafts if self.has(one.method, asked.version)]
+        if not able:
+            given = ", ".join(one.method for one in drafts)
+            have = ", ".join(name for name in self.ways if self.has(name, asked.version))
+            raise ArgumentError(
+                f"{self.title} {asked.version} has no counterpart of {given}; it has {have}. "
+                "forerun serve drafts with it here"
+            )
+        return next((one for one in able if not entry_named(one.method).copies), able[0])
+
+    def mapped(self, draft: DraftSpec, way: Counterpart) -> dict[str, Any]:
+        """Return the engine's options with the values that ours have, given or by default, because
+        its own defaults differ.
+        """
+        options = check_options(draft.method, draft.options)
+        return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
+
+    def plugs_in(self, config: SpeculativeConfig) -> bool:
+        """Return whether this drafter goes into the engine as forerun's plug-in.
+
+        It does where it reads text alone, and the engine has none like it. Of `auto`, the drafters
+        named to choose from decide.
+        """
+        method, *made_of = list_methods(config.named)
+        fits = "model" not in config.options and self.routes if method == AUTO else reads_text_alone(method)
+        return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, made_of))
+
+    def has(self, method: str, version: str) -> bool:
+        """Return whether this version drafts by that method."""
+        way = self.ways.get(method)
+        return way is not None and (not way.versions or version in way.versions)
+
+    def leftover(self, draft: DraftSpec, way: Counterpart) -> Iterator[str]:
+        """Yield a sentence that names the options without a counterpart."""
+        lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
+        if lost:
+            yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
+
+    def chain_only(self, asked: DeployRequest, draft: DraftSpec, k: int, notes: list[str]) -> None:
+        """Note that the tree of `draft` becomes a chain of `k`, and what that costs."""
+        if draft.nodes == 0:
+            return
+        cost = asked.forecast.chain_cost(k, draft.nodes) if asked.forecast is not None else None
+        ask = "--rank-acceptance with --params and --device predicts what that costs"
+        notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
+
+    def schedule(self, asked: DeployRequest, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
+        """Return what to draft at which batch size; empty where it is always `k`, or was asked to
+        be.
+
+        `able` says whether the engine can vary it.
+        """
+        forecast, config = asked.forecast, asked.config
+        if config is None or not config.adaptive:
+            return ()
+        if forecast is None:
+            if able:
+                notes.append(
+                    "the draft is as long at every batch; --text chat --params 8e9 --device h100, say, computes how "
+                    "long it should be at which"
+                )
+            return ()
+        if not able:
+            cost = forecast.fixed_cost(k)
+            notes += [f"{self.title} drafts as much at every batch: {cost}"] if cost else []
+            return ()
+        found = forecast.stretches(k)
+        if found[0].k == 0:
+            raise ArgumentError(
+                f"no draft of up to {k} tokens is predicted to be faster than plain decoding, at any batch; deploy "
+                "without --drafter, or give --no-adaptive to draft nevertheless"
+            )
+        return () if len(found) == 1 and found[0].k == k else found
+
+    def read_drafter(self, asked: DeployRequest, draft: DraftSpec, notes: list[str]) -> tuple[ExaminedFiles, int]:
+        """Read the drafter's files, add what `notes` should tell, and return them with the tokens
+        on one path. Errors as `examined` and `depth`.
+        """
+        examined = self.examined(asked, draft)
+        notes += examined.notes
+        if self.guesses(draft, examined):
+            notes.append(f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k")
+        return examined, self.depth(draft, examined)
+
+    def guesses(self, draft: DraftSpec, examined: ExaminedFiles) -> bool:
+        """Return whether the draft length is a guess: the head drafts all tokens at once, and
+        neither its files nor the user say how many.
+        """
+        at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
+        return at_once and examined.depth is None and TOKENS not in draft.options
+
+    def depth(self, draft: DraftSpec, examined: ExaminedFiles) -> int:
+        """Return the tokens on one path; ArgumentError for more than the head has."""
+        most = examined.depth
+        if most is None:
+            return draft.k
+        given = TOKENS in draft.options
+        if given and draft.k > most:
+            raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
+        return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
+
+    def examined(self, asked: DeployRequest, draft: DraftSpec) -> ExaminedFiles:
+        """Return what this engine would do with the drafter's files, where they and the target's
+        are on this machine.
+
+        CheckpointError, unless `DeployRequest.force`: it would not load them, or draft worse; the
+        error says what to do.
+        """
+        if not asked.force:
+            self._check_models(asked, draft)
+        if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
+            return ExaminedFiles()
+        if not (is_local(draft.model) and is_local(asked.model)):
+            doctor = f"forerun doctor {draft.model} --target {asked.model}"
+            return ExaminedFiles(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
+        found, seen = _findings(asked.model, draft)
+        found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
+        wrong = [one for one in found if one.severity in ("degrades", "fails")]
+        if wrong and not asked.force:
+            rewritten = all(_AS_STORED in one.what for one in wrong)
+            todo = f" So {_export(self, asked, draft)}." if rewritten else ""
+            raise CheckpointError(
+                f"{self.title} would not serve {draft.model} as it was trained. {'; '.join(map(self._told, wrong))}."
+                f"{todo} To go on nevertheless: --force"
+            )
+        return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
+
+    def _check_models(self, asked: DeployRequest, draft: DraftSpec) -> None:
+        """Raise CheckpointError where the target brings no MTP layers, or the draft model has
+        another vocabulary.
+
+        Only files on this machine are checked.
+        """
+        if not is_local(asked.model):
+            return
+        target = _read_config(asked.model)
+        if draft.method == "mtp":
+            from forerun.heads.mtp_files import COUNTS
+
+            if not any(target.get(key) for key in COUNTS):
+                raise CheckpointError(
+                    f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
+                    "another method; to go on nevertheless: --force"
+                )
+        elif draft.method in ("draft_model", "pard") and self.apart is not None and is_local(draft.model or ""):
+            ours, theirs = (one.get("vocab_size") for one in (_read_config(str(draft.model)), target))
+            if ours and theirs and abs(ours - theirs) > self.apart:
+                allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
+                raise CheckpointError(
+                    f"the vocabulary of {draft.model} has {ours} tokens, the target's {theirs}; {self.title} wants one "
+                    f"{allowed}: name a draft model of the target's family. To go on nevertheless: --force"
+                )
+
+    def _told(self, finding: Finding) -> str:
+        remedy = f" ({finding.remedy})" if finding.remedy else ""
+        return f"{finding.what}: {self.title} {finding.why}{remedy}"
+
+
+def find_engine(name: str) -> EngineInfo:
+    """Return the engine of that name; an ArgumentError names the nearest where there is none."""
+    if name not in ENGINES:
+        raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
+    return import_named(ENGINES[name])()  # type: ignore[no-any-return]
+
+
+def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+    """Return the version to write for, and a note where it is not the one that was asked for.
+
+    ArgumentError: nothing is known of `wanted`, and not `force`.
+    """
+    known = engine.versions
+    if wanted is None or wanted in known:
+        return wanted or known[-1], []
+    release = wanted.partition(" ")[0].partition("+")[0].removesuffix("-dev")
+    if release in known:  # what `--version` says: 0.5.0-dev (build 1, commit 0c1e570), 0.32.0+cpu
+        return release, []
+    if not force:
+        raise ArgumentError(
+            f"nothing is known of {engine.title} {wanted}; known are {', '.join(known)}, and flags change between "
+            f"versions. To write what is right for {known[-1]}: --force"
+        )
+    return known[-1], [f"nothing is known of {engine.title} {wanted}: this is right for {known[-1]}"]
+
+
+def same_place(one: str, other: str) -> bool:
+    """Return whether two names are of the same directory."""
+    return Path(one).expanduser().resolve() == Path(other).expanduser().resolve()
+
+
+def is_local(name: str) -> bool:
+    """Return whether a model or head is a directory on this machine."""
+    return bool(name) and Path(name).expanduser().is_dir()
+
+
+def _read_config(folder: str) -> dict[str, Any]:
+    """Return a model's configuration, merged with that of its text part."""
+    file = Path(folder).expanduser() / "config.json"
+    config = read_object(file, "expected a model's configuration", CheckpointError)
+    return {**config, **(config.get("text_config") or {})}
+
+
+def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFiles]:
+    """Return what engines do with the drafter's files."""
+    from forerun.heads.engines import Launch, diagnose, diagnose_files
+    from forerun.heads.files import TargetFacts
+    from forerun.heads.formats import parse, read_files
+    from forerun.heads.pard_files import PardModel
+
+    facts, directory = TargetFacts.read(target), Path(str(draft.model)).expanduser()
+    if draft.method == "pard":
+        model = PardModel.at(directory)
+        if model is None:
+            raise ArgumentError(f"{directory} holds no PARD draft model; deploy it with --drafter draft_model")
+        return list(model.findings(facts)), ExaminedFiles()
+    stored = read_files(directory)
+    head = parse(stored, num_layers=facts.num_layers)
+    if head.config.kind != KINDS[draft.method].stored_as:
+        raise ArgumentError(f"{directory} holds a {head.config.kind} head: --drafter {head.config.kind}")
+    found = diagnose(head, facts) + diagnose_files(stored, head, facts)
+    launch = Launch(head=head, target=facts, directory=directory)
+    return found, ExaminedFiles(launch=launch, depth=head.config.max_depth)
+
+
+def _export(engine: EngineInfo, asked: DeployRequest, draft: DraftSpec) -> str:
+    from forerun.heads.engines import engines_for
+
+    known = (
+        list(engines_for(KINDS[draft.method].stored_as).destinations) if draft.method in KINDS else ["vllm", "trtllm"]
+    )
+    to = engine.reads if engine.reads in known else next(iter(known), "hf")
+    words = ["forerun", "export", str(draft.model), "--to", to, "--target", asked.model, "--output", "DIR"]
+    return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
+
+
+def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
+    """Return the drafters that a combined one is made of, those that copy first; itself where it is
+    none.
+    """
+    from forerun.drafters.combined.composed import options_of
+
+    if config.method == AUTO:
+        return arms_of(config, every=True)  # An engine may have `ngram` alone
+    if config.method not in COMBINED:
+        return [config]
+    options = check_options(config.method, config.drafter_options)
+    given = [options.inner] if config.method == "cascade" else list(options.drafters)
+    if config.method == "cascade":
+        given.append({"method": "draft_model", "model": options.model})
+    found = list[SpeculativeConfig]()
+    for member in given:
+        method, own = options_of(config.method, member)
+        one = SpeculativeConfig.parse({"method": method, **own})
+        assert one is not None
+        found.append(replace(one, num_speculative_tokens=one.num_speculative_tokens or config.num_speculative_tokens))
+    return found
+
+
+def _draft(config: SpeculativeConfig) -> DraftSpec:
+    check_options(config.method, config.drafter_options)
+    k = config.num_speculative_tokens or default_length(config.method) or 1
+    given = config.options.get("model")
+    model = None if given is None else str(resolve(str(given)))
+    return DraftSpec(method=config.method, k=k, model=model, options=config.drafter_options)

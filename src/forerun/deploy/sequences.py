@@ -1,16 +1,49 @@
 """This module recognises which sequence a row of tokens belongs to, for engines that move rows and
 tell no request ids.
+
+`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
+request ids.
+
+Rows are recognised by the tokens they hold. How much to draft is decided by the same policy as in
+forerun's own engine; the time from one call to the next counts as that of a step.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.compiled.batch import END, ROW, START, WORK, Longs
-from forerun.drafters.lookup.compiled.drafts import NONE, Ints, compiled
+from forerun.control.config import SpeculativeConfig, arms_of
+from forerun.control.costs import Nominal
+from forerun.control.policy import Policy, policy_for
+from forerun.core.rules import walk
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DrafterSetup, warn_drafter
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted, context_for, propose_trees
+from forerun.deploy import COPYING, check_plugged, list_methods, reads_text_alone
+from forerun.drafters import AUTO, check_options, drafter_class
+from forerun.drafters.combined.composed import options_of
+from forerun.drafters.guarded import Guarded
+from forerun.drafters.lookup.base import LookupDrafter
+from forerun.drafters.lookup.batch import DEPTH, END, NODES, ROW, START, WORK, Longs
+from forerun.drafters.lookup.drafts import NONE, Ints, compiled
+from forerun.errors import ArgumentError, of_the_process
+from forerun.manifests import read_object
+from forerun.types import Budget, SamplingParams, StepTrace
+
+if TYPE_CHECKING:
+    from forerun.model import Target
+
 
 _BLOCK = 64  # Tokens that are compared before a difference is looked for: without branches, so several at a time
 
@@ -151,3 +184,318 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
         if free[place]:
             order[at], at = place, at + 1
     return lost, new
+
+
+Config = Mapping[str, Any] | str | SpeculativeConfig | None
+TOKENS = "num_speculative_tokens"
+_GREEDY = Sampler(SamplingParams(temperature=0.0), ())  # Copied tokens are deterministic, whatever the request samples
+
+
+def read_options(variable: str) -> dict[str, Any]:
+    """Return the drafter that an environment variable configures, ``suffix`` where it is not set.
+
+    The variable holds JSON, or names a file with it. ArgumentError: no JSON object.
+    """
+    text = os.environ.get(variable) or "{}"
+    if text.lstrip().startswith("{"):
+        try:
+            found: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise ArgumentError(f"{variable} is no JSON: {error}") from error
+    else:
+        remedy = f"{variable} is neither a JSON object nor a file that holds one"
+        found = read_object(Path(text).expanduser(), remedy, ArgumentError)
+    return {"method": "suffix", **found}
+
+
+def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
+    """Return the drafter that an environment variable configures, for an engine that scores as many
+    drafted tokens at every step.
+
+    `tokens` are scored for each request. ArgumentError: no drafter can draft that way.
+    """
+    given = {"num_speculative_tokens": tokens, "adaptive": False, **read_options(variable)}
+    if given["method"] == AUTO or given["adaptive"] is not False:
+        raise ArgumentError(
+            f"{variable}: this engine scores as many tokens for each request at every step, so that nothing is "
+            f"adaptive; leave adaptive out, and name a drafter that copies instead of {AUTO}"
+        )
+    return parse_config(given)
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignTarget:
+    """A `ForeignTarget` holds what is known of a target that another engine runs."""
+
+    vocab_size: int
+    num_layers: int = 0
+    computes_padding: bool = False
+
+    def memory_bytes(self) -> int:
+        """Return 1, because the size is unknown and no drafter here has weights to compare it with."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftedStep:
+    """A `_DraftedStep` keeps what was drafted, until it is known how the texts go on."""
+
+    rows: Sequence[Row]
+    lengths: Sequence[int]  # Their tokens then
+    trees: Sequence[TokenTree]
+    began: float  # s
+    ended: float
+
+
+class Sequences:
+    """`Sequences` are the rows of tokens that another engine keeps, with a drafter's drafts for
+    them.
+
+    What is in no row any more is forgotten; a request that was preempted is read again.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        vocab_size: int,
+        rows: int,
+        slots: int,
+        nodes: int,
+        tokenizer: Any = None,
+        chains: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Build the drafter and its policy.
+
+        Args:
+            config: as `LLM` takes it. Where it is ``adaptive``, a policy decides how much is drafted; how long the
+                engine takes for a step it sees from when it is called.
+            vocab_size: of the target.
+            rows: most sequences at a time.
+            slots: most tokens of one.
+            nodes: most drafted tokens of one.
+            tokenizer: of the target, for drafters that were made of texts.
+            chains: the engine scores no trees; of each the best path is drafted.
+            clock: seconds.
+
+        Raises:
+            ArgumentError: the drafter, or one that it is made of, is none of `COPYING`, ``auto`` or a drafter outside
+                of forerun that reads text alone.
+        """
+        parsed = parse_config(config)
+        setup = DrafterSetup(
+            target=cast("Target", ForeignTarget(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots
+        )
+        self._policy: Policy | None = None
+        if parsed.adaptive:
+            arms = [one for one in arms_of(parsed) if reads_text_alone(one.method)]  # `auto` knows others
+            self._policy = policy_for(
+                arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains, clock=clock
+            )
+            self.drafters: list[Guarded] = [arm.drafter for arm in self._policy.arms]
+        else:
+            self.drafters = [Guarded.build(parsed.method, parsed.drafter_options, setup)]
+        self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
+        self._known = KnownRows(rows)
+        self._rows: dict[int, Row] = {}  # By the place where they are known
+        self._step: _DraftedStep | None = None
+        inside = self.drafters[0].drafter if self._policy is None else None
+        chained = isinstance(inside, LookupDrafter) and inside.kind(_GREEDY).chain
+        self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
+
+    def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
+        """Draft at most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and
+        answer so far, for each row.
+
+        Of a tree the best path is taken. `ngram` and `suffix` without a policy draft for all rows
+        in one go. A failure costs this step's drafts and is logged.
+        """
+        if self._lookup is None:
+            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
+        try:
+            found = self._recognised(table, lengths)
+            begun = {int(found.work[ROW, index]): int(lengths[index]) for index in found.new}
+            if gone := [place for place in found.gone if place not in begun]:
+                self._lookup.truncate(gone, [0] * len(gone))
+            for place, length in begun.items():
+                self._lookup.begin(place, _prompt(length))
+            found.work[NODES] = found.work[DEPTH] = most
+            return self._lookup.chains(self._known.tokens, found.work)
+        except BaseException as error:
+            self._lose(error)
+            return [[] for _ in lengths]
+
+    def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+        """Draft a tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``, for
+        each row.
+
+        It is the root alone for 0 nodes, and where something fails, as in `chains`.
+        """
+        try:
+            return self._grown(table, lengths, most)
+        except BaseException as error:
+            self._lose(error)
+            return [TokenTree(int(text[length - 1])) for text, length in zip(table, lengths, strict=False)]
+
+    def _grown(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+        began = self._clock()
+        rows, fresh = self._found(table, lengths)
+        if self._policy is not None and self._step is not None:
+            self._learn(self._policy, self._step, began)
+        if grown := [index for index, count in enumerate(fresh) if count]:
+            context = context_for(rows, grown, [fresh[index] for index in grown], {})
+            for drafter in self.drafters:
+                drafter.extend(context)
+        trees, limits = dict[int, TokenTree](), [min(limit, self._nodes) for limit in most.tolist()]
+        asked = [index for index, limit in enumerate(limits) if limit > 0]
+        self._step = None
+        if asked:
+            chosen = [rows[index] for index in asked]
+            drafted = self._drafted(chosen, [limits[index] for index in asked])
+            trees = dict(zip(asked, drafted, strict=True))
+            self._step = _DraftedStep(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
+        return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
+
+    def _lose(self, error: BaseException) -> None:
+        """Forget all rows, so that they are read again: after `error` it is unknown how much of
+        each was read.
+
+        The error is logged, or raised where it is the process's.
+        """
+        held = list(self._rows)
+        self._known.clear()
+        self._rows.clear()
+        self._step = None
+        if self._lookup is not None:
+            self._lookup.clear()
+        else:
+            self._truncate(held)
+        if of_the_process(error):
+            raise error
+        warn_drafter(self.drafters[0].method, "to propose", repr(error))
+
+    def _truncate(self, places: Sequence[int]) -> None:
+        nothing = [0] * len(places)
+        if self._policy is not None:
+            self._policy.forget(places, nothing)
+        else:
+            self.drafters[0].truncate(places, nothing)
+
+    def clear(self) -> None:
+        """Forget all rows."""
+        self.trees(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
+
+    def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
+        if self._policy is None:
+            context = context_for(rows, range(len(rows)), [0] * len(rows), {})
+            trees = self.drafters[0].propose(context, Budget(nodes=tuple(limits), depth=tuple(limits)))
+        else:
+            for row in rows:
+                row.tokens_left = max(1, self._slots - len(row.tokens))
+            trees = self._policy.admit(propose_trees(rows, self._policy.plan(rows, range(len(rows)), limits)))
+        if self._chains:
+            trees = [tree if max(tree.depths) == tree.size else tree.only(tree.best_path()) for tree in trees]
+        return trees
+
+    def _learn(self, policy: Policy, step: _DraftedStep, now: float) -> None:
+        """Tell the policy how the texts went on; the outcome for rows that have left is unknown."""
+        running = {id(row) for row in self._rows.values()}
+        gained = [row.tokens[length:] for row, length in zip(step.rows, step.lengths, strict=True)]
+        if not all(gained) or not all(id(row) in running for row in step.rows):
+            return
+        draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
+        policy.learn([_make_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
+
+    def _recognised(self, table: Ints, lengths: Ints) -> RecognisedRows:
+        """Recognise the rows of a step."""
+        return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
+
+    def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
+        """Return each row and how many of its tokens are new; texts that no row holds any more are
+        forgotten.
+        """
+        found = self._recognised(table, lengths)
+        if found.gone:
+            self._truncate(found.gone)
+            for place in found.gone:
+                self._rows.pop(place, None)
+        rows, fresh, places = list[Row](), list[int](), found.work[ROW]
+        for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
+            if place not in self._rows:
+                self._rows[place] = _row(place, length)
+            row = self._rows[place]
+            fresh.append(length - len(row.tokens))
+            row.commit(text[len(row.tokens) : length].tolist())
+            rows.append(row)
+        return rows, fresh
+
+
+def _prompt(tokens: int) -> int:
+    """Return how many of a new text's tokens are the prompt's: the target has answered it with one."""
+    return max(1, tokens - 1)
+
+
+def _make_emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
+    """Build the engine's step result for a row from the text that it went on with."""
+    found = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
+    trace = StepTrace(
+        step=0,
+        position=0,
+        drafter=None,
+        rule="",
+        nodes=(),
+        path=found.path,
+        next_token=found.next_token,
+        kind=found.kind,
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        commit_ms=0.0,
+    )
+    return Emitted(tokens=tokens, sources=[], drafted=tree.size, depth=max(tree.depths), logprobs=None, trace=trace)
+
+
+def _row(place: int, tokens: int) -> Row:
+    return Row(
+        cache_row=place,
+        tokens=[],
+        prompt_length=_prompt(tokens),
+        sampler=_GREEDY,
+        seed=0,
+        stop_ids=frozenset(),
+        tokens_left=1,
+    )
+
+
+def parse_config(config: Config) -> SpeculativeConfig:
+    """Parse a plug-in's configuration; ArgumentError if no plug-in drafts by it, or an option is
+    unknown or missing.
+    """
+    parsed = SpeculativeConfig.parse(config)
+    if parsed is None:
+        raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
+    given = [*list_methods(parsed.named)]
+    given += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
+    for method in given:
+        if not (reads_text_alone(method) or method == AUTO):
+            raise ArgumentError(
+                f"{method} needs the target's states or distributions, which a plug-in is not given; there are "
+                f"{', '.join(COPYING)}, {AUTO}, and module:Class for one of your own without requires and "
+                "observe"
+            )
+    if parsed.rule is not None:
+        raise ArgumentError(f"the engine verifies a plug-in's drafts by its own rule: leave rule {parsed.rule!r} out")
+    check_plugged(parsed.named)
+    if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
+        parsed = replace(parsed, num_speculative_tokens=None)
+    for arm in arms_of(parsed):
+        _check_options(arm.method, arm.drafter_options)
+    return parsed
+
+
+def _check_options(method: str, given: Mapping[str, Any]) -> None:
+    """Raise ArgumentError where an option of the drafter, or of one that it is made of, is unknown,
+    missing or out of range.
+    """
+    for member in getattr(check_options(method, given), "drafters", ()):
+        _check_options(*options_of("member", member))

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.drafters.heads.kinds import KINDS, import_named
+from forerun.drafters.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, choices
 
 if TYPE_CHECKING:
-    from forerun.drafters.base import Drafter, DrafterSetup
+    from forerun.decode.drafter import Drafter, DrafterSetup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
         summary="the target guesses several positions at once and copies the n-grams it came across; no draft model",
     ),
     "jacobi": DrafterEntry(
-        path="forerun.drafters.self_drafting.jacobi:JacobiDrafter",
+        path="forerun.drafters.self_drafting.lookahead:JacobiDrafter",
         summary="a chain of guesses that every pass of the target corrects; no draft model",
     ),
     "suffix": DrafterEntry(
@@ -55,11 +55,11 @@ DRAFTERS: dict[str, DrafterEntry] = {
         needs_prediction=True,
     ),
     "first_of": DrafterEntry(
-        path="forerun.drafters.combined.first_of:FirstOfDrafter",
+        path="forerun.drafters.combined.composed:FirstOfDrafter",
         summary="several drafters, the first whose draft promises enough: copy where the match is long, else a model",
     ),
     "merge": DrafterEntry(
-        path="forerun.drafters.combined.merge:MergeDrafter",
+        path="forerun.drafters.combined.composed:MergeDrafter",
         summary="several drafters, their trees joined under one node budget",
     ),
     "cascade": DrafterEntry(
@@ -154,7 +154,7 @@ def entry_named(name: str) -> DrafterEntry:
 
 
 def _from_outside(path: str) -> DrafterEntry:
-    from forerun.drafters.base import Drafter
+    from forerun.decode.drafter import Drafter
 
     try:
         found = import_named(path)
@@ -165,7 +165,7 @@ def _from_outside(path: str) -> DrafterEntry:
     is_drafter = isinstance(found, type) and issubclass(found, Drafter)
     if not is_drafter or not dataclasses.is_dataclass(getattr(found, "Config", None)):
         raise ArgumentError(
-            f"{path!r} is no drafter; expected a subclass of forerun.drafters.base.Drafter with a dataclass Config"
+            f"{path!r} is no drafter; expected a subclass of forerun.decode.drafter.Drafter with a dataclass Config"
         )
     return DrafterEntry(path=path, summary=path)
 

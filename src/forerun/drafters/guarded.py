@@ -24,14 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, make_repeatable, warn_drafter
 from forerun.drafters import build
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, make_repeatable, warn_drafter
 from forerun.errors import InvalidDraftError, of_the_process
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.scores import Scores
+    from forerun.decode.scores import Scores
     from forerun.model import Target
 
 T = TypeVar("T")

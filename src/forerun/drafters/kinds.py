@@ -4,6 +4,9 @@ of a kind.
 A new kind is one file for the head (`drafters/heads/`), one for what it is trained to do (`training/objectives/`) and,
 where its checkpoints look like nobody else's, one for their format (`checkpoints/`); a line in each folder's registry.
 Importing this imports no torch.
+
+Objectives are what heads and draft models learn: one file per objective and one line here.
+Importing this imports no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from forerun.errors import ArgumentError, choices
 
 if TYPE_CHECKING:
-    from forerun.drafters.heads.base import Head
+    from forerun.heads.base import Head
+
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
-READ_HEAD = "forerun.checkpoints.formats:read_head"
+READ_HEAD = "forerun.heads.formats:read_head"
 """Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not
 the reverse.
 """
@@ -62,7 +66,7 @@ class HeadKind:
         return found
 
 
-_EAGLE = "forerun.drafters.heads.eagle"
+_EAGLE = "forerun.heads.eagle"
 KINDS: dict[str, HeadKind] = {
     kind.name: kind
     for kind in (
@@ -95,24 +99,24 @@ KINDS: dict[str, HeadKind] = {
             name="peagle",
             title="P-EAGLE",
             summary="an EAGLE-3 head that drafts all depths in one pass, from masks; the tree of the likeliest paths",
-            module="forerun.drafters.heads.peagle:PEagleHead",
-            drafter="forerun.drafters.heads.peagle:PEagleDrafter",
+            module="forerun.heads.peagle:PEagleHead",
+            drafter="forerun.heads.peagle:PEagleDrafter",
             drafts="block",
         ),
         HeadKind(
             name="medusa",
             title="Medusa-1",
             summary="an output head for each token further ahead, all from one hidden state (Medusa)",
-            module="forerun.drafters.heads.medusa:MedusaHead",
-            drafter="forerun.drafters.heads.medusa:MedusaDrafter",
+            module="forerun.heads.medusa:MedusaHead",
+            drafter="forerun.heads.medusa:MedusaDrafter",
             drafts="parallel",
         ),
         HeadKind(
             name="medusa2",
             title="Medusa-2",
             summary="Medusa's output heads and the target itself, which learn together (Medusa-2)",
-            module="forerun.drafters.heads.medusa:MedusaHead",
-            drafter="forerun.drafters.heads.medusa:MedusaDrafter",
+            module="forerun.heads.medusa:MedusaHead",
+            drafter="forerun.heads.medusa:MedusaDrafter",
             drafts="parallel",
             trains="target_and_head",
             same_head_as="medusa",
@@ -121,65 +125,65 @@ KINDS: dict[str, HeadKind] = {
             name="hydra",
             title="Hydra",
             summary="Medusa's heads in a row: each reads the tokens drafted above it (Hydra, Hydra++)",
-            module="forerun.drafters.heads.hydra:HydraHead",
-            drafter="forerun.drafters.heads.hydra:HydraDrafter",
+            module="forerun.heads.hydra:HydraHead",
+            drafter="forerun.heads.hydra:HydraDrafter",
             drafts="recurrent",
         ),
         HeadKind(
             name="mlp_speculator",
             title="MLP speculator",
             summary="a small recurrent network over the target's last state and the drafted tokens (IBM)",
-            module="forerun.drafters.heads.mlp_speculator:MlpSpeculatorHead",
-            drafter="forerun.drafters.heads.mlp_speculator:MlpSpeculatorDrafter",
+            module="forerun.heads.mlp_speculator:MlpSpeculatorHead",
+            drafter="forerun.heads.mlp_speculator:MlpSpeculatorDrafter",
             drafts="recurrent",
         ),
         HeadKind(
             name="dflash",
             title="DFlash",
             summary="a block of tokens in one pass, from masks (DFlash); the tree of the likeliest paths",
-            module="forerun.drafters.heads.dflash:DFlashHead",
-            drafter="forerun.drafters.heads.dflash:DFlashDrafter",
+            module="forerun.heads.dflash:DFlashHead",
+            drafter="forerun.heads.dflash:DFlashDrafter",
             drafts="block",
         ),
         HeadKind(
             name="dspark",
             title="DSpark",
             summary="a block in one pass whose tokens depend on the one before, and which says where to stop (DSpark)",
-            module="forerun.drafters.heads.dspark:DSparkHead",
-            drafter="forerun.drafters.heads.dspark:DSparkDrafter",
+            module="forerun.heads.dspark:DSparkHead",
+            drafter="forerun.heads.dspark:DSparkDrafter",
             drafts="block",
         ),
         HeadKind(
             name="dflash2",
             title="DFlash 2",
             summary="a block in one pass with convolutions in it, whose likeliest tokens a selector scores (DFlash 2)",
-            module="forerun.drafters.heads.dflash2:DFlash2Head",
-            drafter="forerun.drafters.heads.dflash2:DFlash2Drafter",
+            module="forerun.heads.dflash2:DFlash2Head",
+            drafter="forerun.heads.dflash2:DFlash2Drafter",
             drafts="block",
         ),
         HeadKind(
             name="domino",
             title="Domino",
             summary="a block in one pass whose depths a recurrent network over the tokens above corrects (Domino)",
-            module="forerun.drafters.heads.domino:DominoHead",
-            drafter="forerun.drafters.heads.domino:DominoDrafter",
+            module="forerun.heads.domino:DominoHead",
+            drafter="forerun.heads.domino:DominoDrafter",
             drafts="block",
         ),
         HeadKind(
             name="mtp",
             title="MTP",
             summary="the multi-token prediction layers that the target's own checkpoint brings; needs no head of yours",
-            module="forerun.drafters.heads.mtp:MtpHead",
-            drafter="forerun.drafters.heads.mtp:MtpDrafter",
+            module="forerun.heads.mtp:MtpHead",
+            drafter="forerun.heads.mtp:MtpDrafter",
             drafts="sequential",
-            in_target="forerun.checkpoints.mtp:read_target",
+            in_target="forerun.heads.mtp_files:read_target",
         ),
         HeadKind(
             name="kangaroo",
             title="Kangaroo",
             summary="the target's first layers and a trained layer of attention draft, its others verify (Kangaroo)",
-            module="forerun.drafters.heads.kangaroo:KangarooHead",
-            drafter="forerun.drafters.heads.kangaroo:KangarooDrafter",
+            module="forerun.heads.kangaroo:KangarooHead",
+            drafter="forerun.heads.kangaroo:KangarooDrafter",
             drafts="adapter",
         ),
         HeadKind(
@@ -224,3 +228,37 @@ def import_named(path: str) -> Any:
     """Import and return the attribute that ``module:attribute`` names."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+OBJECTIVES: dict[str, str] = {
+    "eagle3": "forerun.heads.eagle:Eagle3Objective",
+    "eagle": "forerun.heads.eagle:EagleObjective",
+    "peagle": "forerun.heads.peagle:PEagleObjective",
+    "medusa": "forerun.heads.medusa:MedusaObjective",
+    "medusa2": "forerun.training.medusa2:Medusa2Objective",
+    "hydra": "forerun.heads.recurrent:RecurrentObjective",
+    "mlp_speculator": "forerun.heads.recurrent:RecurrentObjective",
+    "dflash": "forerun.heads.dflash:DFlashObjective",
+    "dspark": "forerun.heads.dspark:DSparkObjective",
+    "kangaroo": "forerun.heads.kangaroo:KangarooObjective",
+    "dflash2": "forerun.heads.dflash2:DFlash2Objective",
+    "domino": "forerun.heads.domino:DominoObjective",
+    "mtp": "forerun.heads.mtp:MtpObjective",
+    "layerskip": "forerun.training.layerskip:LayerSkipObjective",
+    "pard": "forerun.training.pard:PardObjective",
+    "distill": "forerun.training.distill:DistillObjective",
+}
+"""Kinds of head, or the ones that they are stored as, map to ``module:Class``, a `batch.Objective`.
+"""
+
+
+def objective_for(kind: HeadKind) -> Any:
+    """Return the class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are
+    the recipe's.
+
+    ArgumentError for heads that cannot be trained here.
+    """
+    found = OBJECTIVES.get(kind.name) or OBJECTIVES.get(kind.stored_as)
+    if found is None:
+        raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
+    return import_named(found)

@@ -15,8 +15,8 @@ from torch import Tensor
 from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
+from forerun.decode.drafter import DraftContext, Drafted, PerDomain, check_choice, check_least, with_params
 from forerun.devices import fetched
-from forerun.drafters.base import DraftContext, Drafted, PerDomain, check_choice, check_least, with_params
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE

@@ -11,7 +11,8 @@ from forerun.model.names import resolve, tokenizer_beside
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from forerun.drafters.base import DrafterSetup
+    from forerun.decode.drafter import DrafterSetup
+
 
 _REMEDY = (
     "A draft model needs the target's own tokenizer: take a smaller model of the same family, let this one draft in "
@@ -83,3 +84,11 @@ def _load(source: Any) -> PreTrainedTokenizerBase | None:
         tokenizer: PreTrainedTokenizerBase = source
         return tokenizer
     return tokenizer_beside(resolve_shipped(source)) if str(source) else None
+
+
+def spare_token(config: Any) -> int:
+    """Return a token that texts hardly hold, of a target with this configuration: the padding
+    token, or the last one.
+    """
+    padding = getattr(config, "pad_token_id", None)
+    return int(config.vocab_size - 1 if padding is None else padding)

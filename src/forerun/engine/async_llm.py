@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from forerun.control.config import SpeculativeConfig
 from forerun.engine.completion import Request
-from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM, Speculative
 from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
 from forerun.errors import CLOSED, EngineError, RequestError, SlowReaderError

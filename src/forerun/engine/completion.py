@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from forerun.core.row import Row
-from forerun.core.step import Emitted
-from forerun.engine.config import SpeculativeConfig
+from forerun.control.config import SpeculativeConfig
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted
 from forerun.errors import Isolation
 from forerun.types import (
     CompletionOutput,

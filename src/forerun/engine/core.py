@@ -1,7 +1,7 @@
 """The engine: rows that advance unevenly, finish, are replaced by waiting requests, and are
 preempted when memory runs out.
 
-Who gets the next row is decided in `scheduling`, what a step does in `core.step`.
+Who gets the next row is decided in `scheduling`, what a step does in `decode.step`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from forerun.core.step import first_tokens, step
 from forerun.core.tree import TokenTree
+from forerun.decode.step import first_tokens, step
 from forerun.engine.completion import Completion, Request
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.engine.grammar import drop_forbidden

@@ -13,18 +13,18 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forerun.core.row import Row
+from forerun.control.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, repeats
+from forerun.control.costs import PassCost
+from forerun.control.measuring import keep_steps
+from forerun.control.policy import Policy, policy_for
 from forerun.core.rules import check_fits, rule_named
 from forerun.core.sampling import Sampler
-from forerun.core.step import Emitted, Group, context_for
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import Drafter, DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.step import Emitted, Group, context_for
 from forerun.drafters import AUTO
-from forerun.drafters.base import Drafter, DrafterSetup
 from forerun.drafters.guarded import Guarded
-from forerun.engine.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, repeats
-from forerun.engine.costs import PassCost
-from forerun.engine.measuring import keep_steps
-from forerun.engine.policy.policy import Policy, policy_for
 from forerun.types import Boundary, SamplingParams, SpeculationStats
 
 log = logging.getLogger(__name__)

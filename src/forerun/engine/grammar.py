@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.core.row import Row
 from forerun.core.tree import TokenTree, prune
+from forerun.decode.row import Row
 from forerun.engine import grammar_trial
 from forerun.engine.grammar_trial import TRIAL_S, compile_grammar, complaint
 from forerun.errors import ArgumentError, Isolation

@@ -15,9 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from forerun.drafters.base import DrafterSetup
-from forerun.engine.completion import Request
-from forerun.engine.config import (
+from forerun.control.config import (
     MAX_SPECULATIVE_TOKENS,
     NOT_WHILE_SERVING,
     SpeculativeConfig,
@@ -25,9 +23,11 @@ from forerun.engine.config import (
     drafter_bytes,
     from_old_keywords,
 )
+from forerun.control.measuring import known_or_nominal
+from forerun.decode.drafter import DrafterSetup
+from forerun.engine.completion import Request
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.measuring import known_or_nominal
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, about, nearest

@@ -22,11 +22,11 @@ from numbers import Integral
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
-from forerun.core.row import Row
+from forerun.control.config import SpeculativeConfig
 from forerun.core.sampling import Sampler, check_token_ids, request_seed
+from forerun.decode.row import Row
 from forerun.devices import trim_heap
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
-from forerun.engine.config import SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler, MaskBudget
 from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, nearest
 from forerun.params import NEUTRAL, token_ids

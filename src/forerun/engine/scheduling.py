@@ -17,7 +17,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from forerun.core.scores import logprobs_of
+from forerun.decode.scores import logprobs_of
 from forerun.engine.completion import Completion, Request
 from forerun.errors import ArgumentError, Isolation
 from forerun.model import Scored, Target

@@ -6,8 +6,8 @@ converted to and from it here, and nowhere else.
 
 from __future__ import annotations
 
-from forerun.checkpoints.base import Format, HeadCheckpoint, TargetFacts, differences
-from forerun.checkpoints.formats import FORMATS, format_for, format_named, format_of, is_head, read_head, write_head
+from forerun.heads.files import Format, HeadCheckpoint, TargetFacts, differences
+from forerun.heads.formats import FORMATS, format_for, format_named, format_of, is_head, read_head, write_head
 
 __all__ = [
     "FORMATS",

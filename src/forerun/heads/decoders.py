@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from forerun.checkpoints.base import HeadCheckpoint, target_mask, with_vocabulary
-from forerun.drafters.heads.eagle import default_boundaries
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.drafters.heads.layers import ROPE_KINDS, DecoderConfig
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.head_keys import Keys
+from forerun.heads.eagle import default_boundaries
+from forerun.heads.files import HeadCheckpoint, target_mask, with_vocabulary
+from forerun.heads.keys import Keys
+from forerun.heads.layers import ROPE_KINDS, DecoderConfig, LatentConfig
 from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 

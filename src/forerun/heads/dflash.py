@@ -2,20 +2,42 @@
 
 A block is the root and masks behind it. Each layer's keys and values are its projection of the fused states of what is
 committed, and behind them those of the block, in which every place sees every other. Parameter names are those on disk.
+
+DFlash's objective (arXiv 2602.06036) predicts blocks behind random anchors, each in one pass.
+
+An anchor is a token of an answer: the root of a block. The block sees the states of what stands before its anchor in
+the same document, and itself. Depth k, from 0, predicts token anchor + 1 + k: its distribution is pulled towards the
+target's. Early depths weigh more, since a draft ends where it
+first fails.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from forerun.drafters.heads.base import Angles, Attend, BlockHead, HeadConfig
-from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm, spare_token
+from forerun.drafters.vocabulary import spare_token
+from forerun.errors import ArgumentError
+from forerun.heads.base import Angles, Attend, BlockHead, HeadConfig
+from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
+from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
+from forerun.losses.batch import FeatureBatch, LossReport, TokenBatch
+from forerun.losses.chunked_loss import DraftPaths, VocabularyLoss
+from forerun.losses.objective import (
+    DecoderObjective,
+    DecoderSettings,
+    chain_metrics,
+    mark_counted,
+    order_evenly,
+    run_or_checkpoint,
+)
+from forerun.types import LAST_HIDDEN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,3 +157,151 @@ class DFlashDrafter(BestFirstDrafter):
 
     name = "dflash"
     Config = BlockDrafterConfig
+
+
+# What it learns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DFlashSettings(DecoderSettings):
+    """`DFlashSettings` are anchors, weights and divergence of the objective."""
+
+    anchors: int = 64
+    """Blocks in a row of tokens, at most."""
+    smoothing: float = 0.5
+    """Smoothing of the weights by which each depth weighs what it brings (D-PACE, arXiv
+    2605.18810).
+
+    They follow the acceptance that the head has: an acceptance q counts (1 - smoothing) q +
+    smoothing.
+    """
+    gamma: float | None = None
+    """With gamma, depth k weighs exp(-k / gamma) instead, whatever the head does. The paper: 4 for
+    blocks of 8, 7 for 16.
+    """
+
+    def __post_init__(self) -> None:
+        if self.anchors < 1:
+            raise ArgumentError(f"objective: anchors must be at least 1, got {self.anchors}")
+        if self.gamma is not None and not self.gamma > 0:
+            raise ArgumentError(f"objective: gamma must be positive, got {self.gamma}")
+        if not 0 <= self.smoothing <= 1:
+            raise ArgumentError(f"objective: smoothing must be in [0, 1], got {self.smoothing}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockOutputs:
+    """`BlockOutputs` are the blocks of a batch, A in a row."""
+
+    anchors: Tensor  # (B, A) int64: index of each root in its row
+    counted: Tensor  # (B, A, K) bool: depth k predicts a token that counts
+    output: Tensor  # (B, A, K, H): what the output head reads at depth k
+
+
+class DFlashObjective(DecoderObjective):
+    """A `DFlashObjective` is the loss of a DFlash head on a batch of features."""
+
+    Settings: ClassVar[type[DFlashSettings]] = DFlashSettings
+    head: DFlashHead
+    settings: DFlashSettings
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """Return the weighted sum over all blocks and counted depths, and how often a chain got to
+        each depth.
+        """
+        blocks = self.blocks(batch)
+        depths = blocks.counted.shape[-1]
+        gamma = math.inf if self.settings.gamma is None else self.settings.gamma
+        weights = torch.tensor([math.exp(-depth / gamma) for depth in range(depths)], device=blocks.output.device)
+        found = self._loss(blocks, blocks.counted * weights, batch)
+        agrees, overlap = (part.view(blocks.counted.shape).movedim(-1, 0) for part in (found.agrees, found.overlap))
+        metrics = chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap)
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+
+    def blocks(self, batch: FeatureBatch) -> BlockOutputs:
+        """Return the head's outputs behind the anchors."""
+        tokens, config = batch.batch, self.head.config
+        anchors, chosen = self._anchors(tokens)
+        fused = self.fused(batch)
+        context = self.head.context(fused, self.head.angles(tokens.positions, fused))
+        size, depths = self.head.places, config.max_depth
+        assert depths is not None, "a block has so many depths"
+        ids = torch.full((*anchors.shape, size), self.head.mask_token, device=anchors.device)
+        ids[..., 0] = tokens.tokens.gather(1, anchors)
+        places = torch.arange(size, device=anchors.device)
+        positions = (tokens.positions.gather(1, anchors).unsqueeze(-1) + places).flatten(1)
+        seen = {layer: self._visible(tokens, anchors, positions, layer) for layer in range(config.num_hidden_layers)}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            keys, values = (torch.cat(pair, 2) for pair in zip(context[layer], (key, value), strict=True))
+            attended = scaled_dot_product_attention(
+                query.to(values.dtype), keys.to(values.dtype), values, seen[layer].unsqueeze(1), enable_gqa=True
+            )
+            return attended.transpose(1, 2)
+
+        def run(embeds: Tensor) -> Tensor:
+            return self.head.block(embeds, self.head.angles(positions, embeds), attend)
+
+        embeds = self.embed(ids.flatten(1)).to(fused.dtype)
+        output = run_or_checkpoint(run, embeds, again=self.settings.gradient_checkpointing)
+        output = output.view(*anchors.shape, size, -1)[:, :, self.head.first : self.head.first + depths]
+        each = torch.stack([mark_counted(tokens, depth - 1).gather(1, anchors) for depth in range(depths)], -1)
+        return BlockOutputs(anchors=anchors, counted=each & chosen.unsqueeze(-1), output=output)
+
+    def _anchors(self, tokens: TokenBatch) -> tuple[Tensor, Tensor]:
+        """Return indices (B, A) of roots, rising, and which of them are in use.
+
+        They are random ones of those whose next token counts; in evaluation evenly spaced ones.
+        """
+        usable = mark_counted(tokens, -1) & (tokens.positions > 0)
+        order = order_evenly(usable, self.head.training).masked_fill(~usable, -1.0)
+        best = order.topk(min(self.settings.anchors, usable.shape[1]), dim=1).indices
+        anchors = best.sort(dim=1).values
+        return anchors, usable.gather(1, anchors)
+
+    def _visible(self, tokens: TokenBatch, anchors: Tensor, positions: Tensor, layer: int) -> Tensor:
+        """Return (B, A * b, S + A * b) bool: what the places of the blocks see of the row and of
+        all blocks, in a layer.
+        """
+        size, window = self.head.places, self.head.config.window(layer)
+        index = torch.arange(tokens.tokens.shape[1], device=anchors.device)
+        root = anchors.repeat_interleave(size, 1)
+        same = tokens.documents.unsqueeze(1) == tokens.documents.gather(1, root).unsqueeze(2)
+        before = same & (index < root.unsqueeze(2))
+        block = torch.arange(root.shape[1], device=anchors.device) // size
+        beside = (block.unsqueeze(0) == block.unsqueeze(1)).expand(len(root), -1, -1)
+        if self.head.causal(layer):
+            beside = beside.tril()
+        if window is not None:
+            before = before & (positions.unsqueeze(2) - tokens.positions.unsqueeze(1) < window)
+            beside = beside & (positions.unsqueeze(2) - positions.unsqueeze(1) < window)
+        return torch.cat([before, beside], 2)
+
+    def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
+        """Return the loss of all blocks at once, in the order of `weights` (B, A, K)."""
+        return self._of_blocks(blocks.output, self.output_head(), weights, blocks, batch.features[LAST_HIDDEN])
+
+    def _of_blocks(
+        self, output: Tensor, weight: Tensor, weights: Tensor, blocks: BlockOutputs, last: Tensor
+    ) -> VocabularyLoss:
+        """Return the loss of `output` (B, A, K, H) through `weight` (Vd, H) from the target, whose
+        states `last` are (B, S, Ht).
+        """
+        states = self.behind(blocks, last)
+        paths = DraftPaths(weights.shape[-1], self.settings.smoothing) if self.settings.gamma is None else None
+        return self.divergence(output.flatten(0, 2), weight, weights.flatten(), states, paths)
+
+    def behind(self, blocks: BlockOutputs, last: Tensor) -> Tensor:
+        """Return the target's state, (B, A * K, Ht) of `last` (B, S, Ht), from which it predicts
+        each depth's token.
+        """
+        index = self._places_above(blocks, last.shape[1])
+        return last.gather(1, index.unsqueeze(-1).expand(-1, -1, last.shape[-1]))
+
+    def above(self, blocks: BlockOutputs, batch: FeatureBatch) -> Tensor:
+        """Return the token (B * A, K) that came before each depth's: the root above the first."""
+        tokens = batch.batch.tokens
+        return tokens.gather(1, self._places_above(blocks, tokens.shape[1])).view(blocks.counted.shape).flatten(0, 1)
+
+    def _places_above(self, blocks: BlockOutputs, length: int) -> Tensor:
+        """Return the index (B, A * K) of the token above each depth's in rows of so many tokens."""
+        depths = torch.arange(blocks.counted.shape[-1], device=blocks.anchors.device)
+        return (blocks.anchors.unsqueeze(-1) + depths).clamp_max(length - 1).flatten(1)

@@ -1,22 +1,54 @@
 """EAGLE (arXiv 2401.15077, 2406.16858, 2503.01840): a small decoder over hidden states of the target.
 
 One module for EAGLE-1 and -2, which continue the target's last hidden state, and EAGLE-3 with its variants, which fuses
-several; `EagleConfig` says which. EAGLE-3.1's ``fc_norm`` and ``norm_output`` follow its notes of May 2026."""
+several; `EagleConfig` says which. EAGLE-3.1's ``fc_norm`` and ``norm_output`` follow its notes of May 2026.
+
+EAGLE-3's objective is the training-time test (arXiv 2503.01840): the head is unrolled on its own
+features for T steps.
+
+At step t, index i reads the embedding of token i + 1 + t and its own feature of step t - 1 (at t =
+0 the target's), stands at position i + t, and predicts token i + 2 + t: its distribution is pulled
+towards the target's after token i + 1 + t. Only predictions of counted tokens of the same document
+enter.
+
+EAGLE-1's objective (arXiv 2401.15077) learns the target's next feature, by regression, and its
+next token.
+
+The head reads the target's own features with noise on them, as it reads its own, inexact ones when it drafts. Its
+output is pulled towards the target's feature of the next token (smooth L1, mean over the entries), and through the
+output head towards its probabilities. With several steps it is unrolled as in `eagle3`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 
-from forerun.drafters.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
-from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.drafters.heads.latent import LatentConfig, attention
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadMLP, RMSNorm
 from forerun.errors import ArgumentError
+from forerun.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
+from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.heads.layers import DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
+from forerun.losses.batch import FeatureBatch, LossReport
+from forerun.losses.chunked_loss import VocabularyLoss
+from forerun.losses.objective import (
+    DecoderObjective,
+    DecoderSettings,
+    FrozenTarget,
+    chain_metrics,
+    check_unrolling,
+    mark_counted,
+    run_or_checkpoint,
+    shift_left,
+    shift_right,
+    unrolled_weights,
+)
+from forerun.losses.unrolled_attention import FlexMask, Mask, blocks_of, check_device, ttt_attention
 from forerun.types import LAST_HIDDEN
 
 FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -238,3 +270,163 @@ class HeadLayer(nn.Module):
         states = residual + self.self_attn(inputs, angles, attend)
         mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
         return mixed
+
+
+# What EAGLE-3 learns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Eagle3Settings(DecoderSettings):
+    """`Eagle3Settings` are steps, weights and divergence of the objective."""
+
+    steps: int = 7
+    """T, the number of times that the head is unrolled."""
+    decay: float = 0.8
+    """Base of the steps' weights: step t weighs decay^t, normalised to sum 1."""
+    flex_attention: bool = False
+    """On CUDA: FlexAttention, which makes no mask of queries times keys; the figures are the same."""
+
+    def __post_init__(self) -> None:
+        check_unrolling(self.steps, self.decay)
+
+    @property
+    def weights(self) -> list[float]:
+        """Return the weights (T,) of the steps, summing to 1."""
+        return unrolled_weights(self.steps, self.decay)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnrolledStep:
+    """An `UnrolledStep` is one step of the unrolled head."""
+
+    step: int
+    output: Tensor  # (B, S, H): what the output head reads; entry i predicts token i + 2 + step
+    counted: Tensor
+
+
+class Eagle3Objective(DecoderObjective):
+    """An `Eagle3Objective` is the loss of a head on a batch of features."""
+
+    kind: ClassVar[str] = "eagle3"
+    Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
+    head: EagleHead
+    settings: Eagle3Settings
+
+    def __init__(self, head: EagleHead, target: FrozenTarget, settings: Eagle3Settings | None = None) -> None:
+        if head.config.kind != self.kind:
+            raise ArgumentError(f"this objective trains heads of the kind {self.kind}, this one is {head.config.kind}")
+        super().__init__(head, target, settings)
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """Return the weighted sum over all steps and counted predictions, and acceptance by step."""
+        last = batch.features[LAST_HIDDEN]
+        steps = list(self.unroll(batch))
+        shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
+        counts = torch.stack([step.counted for step in steps])
+        found = self._loss(steps, counts * shares, last)
+        metrics = chain_metrics(counts, found.agrees, found.overlap)
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+
+    def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
+        """Yield the head's outputs, step by step."""
+        tokens, past = batch.batch, list[tuple[Tensor, ...]]()
+        features = self.fused(batch)
+        windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
+        mask_of: Callable[..., Mask] = blocks_of
+        if self.settings.flex_attention:
+            check_device(tokens.documents.device)
+            mask_of = FlexMask
+        everything = mask_of(tokens.documents) if None in windows else ()
+        for step in range(self.settings.steps):
+            blocks = {size: everything if size is None else mask_of(tokens.documents, size - step) for size in windows}
+            ids = shift_left(tokens.tokens, step + 1, 0)
+            features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
+            past.append(tuple(own))
+            yield UnrolledStep(step=step, output=output, counted=mark_counted(tokens, step))
+
+    def _advance(
+        self,
+        ids: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        blocks: Mapping[int | None, Mask],
+        past: list[tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
+        """Return (feature, output, key of layer 0, value of layer 0, key of layer 1, ...) of one
+        step; `blocks` are by window.
+        """
+
+        def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
+            own: list[Tensor] = []
+            size = 2 * len(self.head.layers)
+            steps = [flat[start : start + size] for start in range(0, len(flat), size)]
+
+            def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+                own.extend((key, value))
+                line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
+                window = self.head.config.window(layer)
+                near = line[1:] if window is None else line[1:][-window:]
+                return ttt_attention(query, line[0][0], line[0][1], near, blocks[window])
+
+            embeds = self.embed(ids).to(features.dtype)
+            result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
+            return (result.feature, result.output, *own)
+
+        flat = [tensor for step in past for tensor in step]
+        found: tuple[Tensor, ...] = run_or_checkpoint(run, features, *flat, again=self.settings.gradient_checkpointing)
+        return found
+
+    def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        """Return the loss of all steps at once, so that the output head has one gradient.
+
+        `weights` are (T, B, S), `last` is (B, S, Ht). It is arranged by the predicted token: there
+        all steps follow the same distribution of the target.
+        """
+        outputs = torch.stack([shift_right(step.output, step.step + 1) for step in steps], 2)
+        shares = torch.stack([shift_right(weights[step.step], step.step + 1) for step in steps], 2)
+        found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
+        entered, agrees, overlap, losses = (
+            torch.stack([shift_left(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
+            for values in (found.weights, found.agrees, found.overlap, found.losses)
+        )
+        return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap, losses=losses)
+
+
+# What EAGLE-1 and EAGLE-2 learn
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EagleSettings(Eagle3Settings):
+    """`EagleSettings` are steps, weights and noise of the objective; the defaults are the paper's."""
+
+    steps: int = 1
+    """Times that the head is unrolled; beyond the first on its own features."""
+    regression_weight: float = 1.0
+    """Weight of the distance to the target's features."""
+    token_weight: float = 0.1
+    """Weight of the cross-entropy, or of what `divergence` says."""
+    noise: float = 0.1
+    """Uniform noise on the target's states, see `DecoderSettings`."""
+
+    def __post_init__(self) -> None:
+        Eagle3Settings.__post_init__(self)
+        if min(self.regression_weight, self.token_weight, self.noise) < 0:
+            raise ArgumentError("objective: regression_weight, token_weight and noise must not be negative")
+        if not self.regression_weight + self.token_weight:
+            raise ArgumentError("objective: one of regression_weight and token_weight must be positive")
+
+
+class EagleObjective(Eagle3Objective):
+    """An `EagleObjective` is the loss of an EAGLE-1 head on a batch of features, noisy while the
+    head is in training mode.
+    """
+
+    kind: ClassVar[str] = "eagle"
+    Settings: ClassVar[type[EagleSettings]] = EagleSettings
+    settings: EagleSettings
+
+    def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
+        found = super()._loss(steps, weights, last)
+        loss = self.settings.token_weight * found.loss
+        for step, weight in zip(steps, found.weights, strict=True):
+            # What comes around at the end of a row is not counted.
+            wanted = torch.roll(last, -(step.step + 1), dims=1)
+            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
+            loss = loss + self.settings.regression_weight * (distance * weight).sum()
+        return dataclasses.replace(found, loss=loss)

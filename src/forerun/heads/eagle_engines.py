@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
-from forerun.checkpoints.eagle import IDS, LAYER_IDS, canonical_names, is_default, to_file, to_outputs
-from forerun.checkpoints.engines import (
+from forerun.heads.decoders import IDS, LAYER_IDS, canonical_names, is_default, to_file, to_outputs
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.eagle_files import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
+from forerun.heads.engines import (
+    COUNTING,
     EVERY,
     TOKENS,
     Destination,
@@ -34,14 +36,12 @@ from forerun.checkpoints.engines import (
     fails,
     forerun_line,
     ok,
+    start_lines_with,
 )
-from forerun.checkpoints.flat import FIRST_GENERATION, LATENT, LLAMA, POST_NORM, REGULAR, write_flat
-from forerun.checkpoints.gguf import COUNTING, start_lines_with
-from forerun.checkpoints.speculators import KIND, LAYERS
-from forerun.drafters.heads.eagle import EagleConfig
-from forerun.drafters.heads.latent import LatentConfig
-from forerun.head_keys import NESTED
-from forerun.head_keys import architectures as names_of
+from forerun.heads.files import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
+from forerun.heads.keys import KIND, LAYERS, NESTED
+from forerun.heads.keys import architectures as names_of
+from forerun.heads.layers import LatentConfig
 from forerun.types import LAST_HIDDEN
 
 TRTLLM = "trtllm.yaml"

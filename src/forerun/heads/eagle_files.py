@@ -4,6 +4,10 @@ Both lists of layer ids are written, each in its own convention, so that vLLM an
 and EAGLE-2 heads have the same format with ``layers.0.*``; so have DeepSpec's EAGLE-3 heads (``Qwen3Eagle3Model``),
 with ``target_layer_ids`` (deepspec/modeling/eagle3: the output of layer i, ``hidden_states[i + 1]``), and heads with
 latent attention (``Eagle3DeepseekV2ForCausalLM``: vLLM's deepseek_eagle3.py, SGLang's kimi_k25_eagle3.py, TorchSpec).
+
+NVIDIA ModelOpt's export: flat keys, an ``eagle_config`` that describes the layer norms, tensors ``layers.0.*``.
+
+ModelOpt counts layers from 0; the boundary list is written too, because vLLM reads nothing else.
 """
 
 from __future__ import annotations
@@ -15,11 +19,12 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.checkpoints import eagle
-from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.drafters.heads.eagle import EagleConfig
 from forerun.errors import CheckpointError
-from forerun.head_keys import NESTED, Keys
+from forerun.heads import decoders
+from forerun.heads.decoders import to_file
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.keys import NESTED, NEUTRAL, Keys
 from forerun.types import LAST_HIDDEN
 
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
@@ -29,7 +34,7 @@ for MTP layers.
 """
 OTHER_KINDS = re.compile(r"PEagle|DFlash|DSpark|Medusa|Gemma4Eagle3", re.IGNORECASE)
 """Matches architectures of heads that are no EAGLE heads as we know them."""
-INNER = f"{NESTED}.{eagle.IDS}"
+INNER = f"{NESTED}.{decoders.IDS}"
 SEMANTICS = "eagle_aux_layer_semantics"  # vLLM's: whether the ids at the top count as SGLang's
 TARGET_LAYERS = "num_target_layers"
 REGULAR = "next_layer_regular"  # TensorRT-LLM's and ModelOpt's, inside ``eagle_config``
@@ -41,7 +46,7 @@ FEEDBACK_NOTE = (
 )
 COUNTED_NOTE = (
     f"The layer ids in {NESTED} are read as layers counted from 0, as SGLang, SpecForge and ModelOpt mean them. Some "
-    f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them on top as {eagle.IDS}."
+    f"publishers wrote boundaries there (one more); if hardly any draft is accepted, say them on top as {decoders.IDS}."
 )
 UNREAD_NOTE = (
     f"{NESTED}.use_aux_hidden_state is false, so the head reads the last hidden state; the layers that "
@@ -68,7 +73,9 @@ class FlatFormat(Format):
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config
         single = config.generation == 3 and config.num_hidden_layers == 1
-        return write_flat(checkpoint), eagle.to_file(checkpoint, first=eagle.MIDLAYER if single else eagle.FIRST)
+        return write_flat(checkpoint), decoders.to_file(
+            checkpoint, first=decoders.MIDLAYER if single else decoders.FIRST
+        )
 
 
 def read_flat(
@@ -80,9 +87,9 @@ def read_flat(
     keys = Keys(config)
     if OTHER_KINDS.search(names := " ".join(map(str, keys.get("architectures") or []))):
         raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
-    nested, fields = keys.nested(NESTED), eagle.read_layers(keys)
+    nested, fields = keys.nested(NESTED), decoders.read_layers(keys)
     regular = _regular(nested, tensors, fields["hidden_size"])
-    found = eagle.to_canonical(tensors, regular=regular)
+    found = decoders.to_canonical(tensors, regular=regular)
     if "layers.0.input_layernorm.weight" in found and not any(".mlp." in name or "fc." in name for name in found):
         raise CheckpointError(
             "the tensors are those of a Kangaroo adapter, whose file does not say after how many layers of the target "
@@ -92,12 +99,14 @@ def read_flat(
     fields |= {"next_layer_regular": regular, **_read_features(keys, nested, fields["hidden_size"])}
     ids, layers = _layer_ids(keys, nested, num_layers), _target_layers(keys, num_layers)
     if generation == 3 and fields["use_aux_hidden_state"]:
-        fields["boundaries"] = eagle.agree_boundaries(*ids, count=keys.get("num_aux_hidden_states"), num_layers=layers)
+        fields["boundaries"] = decoders.agree_boundaries(
+            *ids, count=keys.get("num_aux_hidden_states"), num_layers=layers
+        )
     else:
         keys.get("num_aux_hidden_states")
         fields["boundaries"] = (LAST_HIDDEN,)
     named = [one.name for one in ids if one.ids is not None]
-    if latent := eagle.read_latent(keys):
+    if latent := decoders.read_latent(keys):
         fields |= {"latent": latent, "head_dim": latent.qk_rope_head_dim}  # as transformers has it; no engine reads it
     declared_bias, rest = keys.get("bias"), nested.rest()
     notes = {
@@ -105,9 +114,9 @@ def read_flat(
         TIED_NOTE: keys.flag("tie_word_embeddings"),
         COUNTED_NOTE: generation == 3 and named == [INNER],
         UNREAD_NOTE: not fields["use_aux_hidden_state"] and bool(named),
-        eagle.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
+        decoders.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
-    return eagle.make_head(
+    return decoders.make_head(
         made,
         found,
         notes,
@@ -121,16 +130,19 @@ def read_flat(
     )
 
 
-def _layer_ids(keys: Keys, nested: Keys, num_layers: int | None) -> list[eagle.LayerIds]:
+def _layer_ids(keys: Keys, nested: Keys, num_layers: int | None) -> list[decoders.LayerIds]:
     """Return all lists of layer ids: at the top, inside, and DeepSpec's."""
-    counting, inner = keys.text(SEMANTICS, "vllm"), nested.integers(eagle.IDS)
+    counting, inner = keys.text(SEMANTICS, "vllm"), nested.integers(decoders.IDS)
     if counting not in ("vllm", "sglang"):
         raise CheckpointError(f"{SEMANTICS} of config.json must be vllm or sglang, got {counting!r}")
     return [
-        eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=counting == "sglang"),
+        decoders.LayerIds(decoders.IDS, keys.integers(decoders.IDS), outputs=counting == "sglang"),
         # No layer has the number of layers for its id: then they are boundaries (NVIDIA's third head of gpt-oss-120b).
-        eagle.LayerIds(INNER, inner, outputs=inner is None or num_layers is None or max(inner) != num_layers),
-        *(eagle.LayerIds(eagle.LAYER_IDS, part.integers(eagle.LAYER_IDS), outputs=True) for part in (keys, nested)),
+        decoders.LayerIds(INNER, inner, outputs=inner is None or num_layers is None or max(inner) != num_layers),
+        *(
+            decoders.LayerIds(decoders.LAYER_IDS, part.integers(decoders.LAYER_IDS), outputs=True)
+            for part in (keys, nested)
+        ),
     ]
 
 
@@ -202,12 +214,12 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     config = checkpoint.config
     keys: dict[str, Any] = {
         "architectures": [FIRST_GENERATION if config.generation == 1 else QWEN3 if config.qk_norm else LLAMA],
-        **eagle.write_layers(config),
-        "torch_dtype": eagle.dtype_name(checkpoint),
+        **decoders.write_layers(config),
+        "torch_dtype": decoders.dtype_name(checkpoint),
         "target_hidden_size": config.target_hidden_size,
         # Null tells SGLang to take the target's output head.
         "draft_vocab_size": config.draft_vocab_size if config.own_lm_head else None,
-        **{flag: getattr(config, flag) for flag in eagle.FLAGS if config.generation == 3 or getattr(config, flag)},
+        **{flag: getattr(config, flag) for flag in decoders.FLAGS if config.generation == 3 or getattr(config, flag)},
     }
     if config.generation == 1 and not config.fc_bias:
         # EAGLE's own code takes its absence for true. True would be for fc, but engines give the attention biases then.
@@ -215,8 +227,8 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
     if config.generation == 3:
         nested: dict[str, Any] = {"use_aux_hidden_state": config.use_aux_hidden_state}
         if config.use_aux_hidden_state:
-            nested[eagle.IDS] = eagle.to_outputs(config.boundaries)
-            keys |= {"num_aux_hidden_states": len(config.boundaries), eagle.IDS: list(config.boundaries)}
+            nested[decoders.IDS] = decoders.to_outputs(config.boundaries)
+            keys |= {"num_aux_hidden_states": len(config.boundaries), decoders.IDS: list(config.boundaries)}
         if config.norm_before_fc:
             nested["norm_before_fc"] = True  # where TensorRT-LLM looks for it
         if config.norm_output:
@@ -228,3 +240,34 @@ def write_flat(checkpoint: HeadCheckpoint) -> dict[str, Any]:
         keys |= {"architectures": [LATENT], "model_type": KIMI, **dataclasses.asdict(config.latent)}
         del keys["head_dim"]
     return {**config.extra, **keys}
+
+
+NAMES = ("use_input_layernorm_in_first_layer", "use_last_layernorm", "use_mtp_layernorm", "parallel_draft_step")
+LAYER_NORMS = {name: NEUTRAL[name][0] for name in NAMES}
+"""ModelOpt's own keys, at the values that make an EAGLE-3 head; other values make a head of another
+kind.
+"""
+
+
+class ModelOptFormat(Format):
+    """EAGLE-3 heads that ModelOpt's ``export_hf_checkpoint`` writes."""
+
+    name = "modelopt"
+    mark = "eagle"
+
+    def recognises(self, config: Config) -> bool:
+        """Return whether ``eagle_config`` has keys that nobody else writes."""
+        nested = config.get(NESTED)
+        return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
+
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
+        # Keys that ModelOpt no longer uses are null; those of a head of another kind are refused by `Keys.rest`.
+        nested = {name: value for name, value in config[NESTED].items() if value != LAYER_NORMS.get(name)}
+        return read_flat({**config, NESTED: nested}, tensors, num_layers)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        # Written without ``t2d``, as ModelOpt does.
+        if checkpoint.config.generation != 3:
+            raise CheckpointError("ModelOpt's format is written for EAGLE-3 heads only; use flat for EAGLE-1 and -2")
+        keys = write_flat(checkpoint)
+        return {**keys, NESTED: {REGULAR: True, **keys[NESTED], **LAYER_NORMS}}, to_file(checkpoint, t2d=False)

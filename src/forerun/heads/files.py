@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from forerun.drafters.heads.base import Head, HeadConfig
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named
 from forerun.errors import CheckpointError
-from forerun.head_keys import unknown_keys
+from forerun.heads.base import Head, HeadConfig
+from forerun.heads.keys import unknown_keys
 from forerun.model.load import SINGLE
 
 Shape = tuple[int, ...]

@@ -17,15 +17,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.checkpoints.base import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.drafters.heads.kinds import import_named
+from forerun.drafters.kinds import import_named
 from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:
-    from forerun.checkpoints.base import Format
+    from forerun.heads.files import Format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,48 +42,48 @@ class FormatEntry:
 
 FORMATS: dict[str, FormatEntry] = {
     "speculators": FormatEntry(
-        path="forerun.checkpoints.speculators:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
+        path="forerun.heads.speculators_files:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
     ),
-    "modelopt": FormatEntry(path="forerun.checkpoints.modelopt:ModelOptFormat", kinds=("eagle3",)),
+    "modelopt": FormatEntry(path="forerun.heads.eagle_files:ModelOptFormat", kinds=("eagle3",)),
     "medusa": FormatEntry(
-        path="forerun.checkpoints.medusa:MedusaFormat",
+        path="forerun.heads.medusa:MedusaFormat",
         kinds=("medusa",),
-        engines="forerun.checkpoints.medusa_engines:MedusaEngines",
+        engines="forerun.heads.medusa:MedusaEngines",
     ),
     "hydra": FormatEntry(
-        path="forerun.checkpoints.hydra:HydraFormat",
+        path="forerun.heads.hydra:HydraFormat",
         kinds=("hydra",),
-        engines="forerun.checkpoints.recurrent_engines:HydraEngines",
+        engines="forerun.heads.hydra:HydraEngines",
     ),
     "mlp_speculator": FormatEntry(
-        path="forerun.checkpoints.mlp_speculator:MlpSpeculatorFormat",
+        path="forerun.heads.mlp_speculator:MlpSpeculatorFormat",
         kinds=("mlp_speculator",),
-        engines="forerun.checkpoints.recurrent_engines:MlpSpeculatorEngines",
+        engines="forerun.heads.mlp_speculator:MlpSpeculatorEngines",
     ),
     "kangaroo": FormatEntry(
-        path="forerun.checkpoints.kangaroo:KangarooFormat",
+        path="forerun.heads.kangaroo:KangarooFormat",
         kinds=("kangaroo",),
-        engines="forerun.checkpoints.recurrent_engines:KangarooEngines",
+        engines="forerun.heads.kangaroo:KangarooEngines",
     ),
     "dflash": FormatEntry(
-        path="forerun.checkpoints.dflash:DFlashFormat",
+        path="forerun.heads.block_files:DFlashFormat",
         kinds=("dflash", "dspark", "domino", "dflash2"),
-        engines="forerun.checkpoints.block_engines:BlockEngines",
+        engines="forerun.heads.block_files:BlockEngines",
     ),
     "mtp": FormatEntry(
-        path="forerun.checkpoints.mtp:MtpFormat",
+        path="forerun.heads.mtp_files:MtpFormat",
         kinds=("mtp",),
-        engines="forerun.checkpoints.mtp_engines:MtpEngines",
+        engines="forerun.heads.mtp_files:MtpEngines",
     ),
     "peagle": FormatEntry(
-        path="forerun.checkpoints.peagle:PEagleFormat",
+        path="forerun.heads.peagle:PEagleFormat",
         kinds=("peagle",),
-        engines="forerun.checkpoints.peagle_engines:PEagleEngines",
+        engines="forerun.heads.peagle:PEagleEngines",
     ),
     "flat": FormatEntry(
-        path="forerun.checkpoints.flat:FlatFormat",
+        path="forerun.heads.eagle_files:FlatFormat",
         kinds=("eagle3", "eagle"),
-        engines="forerun.checkpoints.eagle_engines:EagleEngines",
+        engines="forerun.heads.eagle_engines:EagleEngines",
     ),
 }
 """The first format that recognises a configuration reads it, so the most particular come first."""

@@ -5,12 +5,25 @@ A drafted token runs through the target's layers 0 .. E in the slot in which it 
 other layers: ``h + Attention(norm(h))`` of the state h at boundary E, over what is committed and drafted before, then a
 norm of its own and the target's output head. The states at E go along with a chain or a fixed tree, so that no layer
 runs twice for a token (`self_drafting.early_exit`); the adapter's own cache holds keys and values of one layer.
-Checkpoints: `checkpoints.kangaroo`.
+Checkpoints: `heads.kangaroo`.
+
+Kangaroo's objective (arXiv 2404.18911) pulls the adapter's distributions towards the target's,
+by cross-entropy.
+
+The adapter drafts through the target's own output head, as in the published ``train.py``.
+
+Kangaroo's own format (Equationliu/Kangaroo, ``kangaroo/adapter.py``): a Llama's keys in
+``config.json``, for one layer, and tensors ``layers.0.input_layernorm``,
+``layers.0.self_attn.*_proj`` and ``norm``.
+
+Its file does not say after how many layers of the target the adapter stands, which its code is told on the command line
+(``--exitlayer``): here it is the key ``exit_layer``, which also tells these files from an EAGLE head's. The published
+``pytorch_model.bin`` is a pickle and is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,17 +31,25 @@ import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, DrafterSetup
+from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.drafters.drawing import Children
-from forerun.drafters.heads.base import AdapterHead, Angles, Attend, HeadConfig
-from forerun.drafters.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.drafters.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
-from forerun.drafters.heads.runner import AdapterRunner
 from forerun.drafters.self_drafting.early_exit import leave
 from forerun.drafters.trees import FixedTree
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
+from forerun.heads import decoders
+from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig
+from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Finding, fails
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.keys import Keys
+from forerun.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
+from forerun.heads.runner import AdapterRunner
+from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
+from forerun.losses.chunked_loss import soft_loss
+from forerun.losses.objective import DistanceSettings, FrozenTarget, mark_counted, run_or_checkpoint
+from forerun.losses.unrolled_attention import blocks_of, ttt_attention
 from forerun.model.partial import prove
-from forerun.types import Budget
+from forerun.types import LAST_HIDDEN, Budget
 
 EXIT = 2  # Layers of the target that draft: what the paper takes for Vicuna 7B
 
@@ -167,3 +188,117 @@ class KangarooDrafter(HeadDrafter):
                 assert submitted is not None, "it was drafted just now"
                 drafts.append((row, by_row[row], submitted))
             leave(runner.target, self.boundary, drafts, torch.cat(runner.ran, dim=1))
+
+
+# What it learns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KangarooSettings(DistanceSettings):
+    """`KangarooSettings` are the divergence of the objective."""
+
+
+class KangarooObjective(Objective):
+    """A `KangarooObjective` is the loss of an adapter on a batch of features."""
+
+    Settings: ClassVar[type[KangarooSettings]] = KangarooSettings
+
+    def __init__(self, head: AdapterHead, target: FrozenTarget, settings: KangarooSettings | None = None) -> None:
+        """Check the target; UnsupportedModelError if it caps its logits, which must be a linear map
+        of states.
+        """
+        self.head, self.target, self.settings = head, target, settings or KangarooSettings()
+        if target.softcap is not None:
+            raise UnsupportedModelError(
+                f"kangaroo: the target caps its logits (final_logit_softcapping: {target.softcap:g}), which an adapter "
+                "that drafts through its output head cannot be trained for; train eagle3"
+            )
+
+    def parameters_module(self) -> nn.Module:
+        return self.head
+
+    def outputs(self, batch: FeatureBatch) -> Tensor:
+        """Return what the output head reads, (B, S, H); entry i predicts token i + 1."""
+        tokens, [boundary] = batch.batch, self.head.config.boundaries
+        blocks = {window: blocks_of(tokens.documents, window) for window in self.head.windows}
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return ttt_attention(query, key, value, (), blocks[self.head.windows[layer]])
+
+        def run(features: Tensor) -> Tensor:
+            return self.head.adapt(features, self.head.angles(tokens.positions, features), attend)
+
+        states = batch.features[boundary]
+        features = self.head.fuse([states.to(working_dtype(states.device, self.head.weight.dtype))])
+        found: Tensor = run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
+        return found
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """Return the sum over all counted tokens, how often the likeliest token is the target's,
+        and the overlap.
+        """
+        counts, settings = mark_counted(batch.batch, -1), self.settings
+        hidden, weight = self.target.linear(self.outputs(batch))
+        teacher = self.target.teacher(batch.features[LAST_HIDDEN], None)
+        shares = counts.flatten().float()
+        found = soft_loss(
+            hidden, weight.detach(), shares, teacher, settings.divergence, settings.lk_decay, mix=settings.mix
+        )
+        seen = counts.sum().float()
+        metrics = {"acceptance_0": (found.agrees.sum(), seen), "overlap_0": (found.overlap.sum(), seen)}
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+
+
+# Its files
+EXIT_KEY = "exit_layer"
+ARCHITECTURE = "LlamaForCausalLM"  # Named so in the published files, although it is none
+
+
+class KangarooFormat(Format):
+    """Adapters of Equationliu/Kangaroo, as safetensors."""
+
+    name = "kangaroo"
+    mark = EXIT_KEY
+
+    def recognises(self, config: Config) -> bool:
+        return EXIT_KEY in config
+
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
+        keys = Keys(config)
+        exit_layer, fields = keys.integer(EXIT_KEY), decoders.read_layers(keys)
+        for name in ("architectures", "tie_word_embeddings"):
+            keys.get(name)  # said again when written
+        if num_layers is not None and not 1 <= exit_layer < num_layers:
+            raise CheckpointError(
+                f"{EXIT_KEY} of config.json is {exit_layer}: expected 1..{num_layers - 1} for a target of {num_layers} "
+                "layers"
+            )
+        notes = {decoders.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
+        return decoders.make_head(
+            KangarooConfig,
+            decoders.to_canonical(tensors),
+            notes,
+            **fields,
+            qk_norm=False,
+            target_hidden_size=fields["hidden_size"],
+            draft_vocab_size=fields["vocab_size"],
+            boundaries=(exit_layer,),
+            extra=keys.rest(),
+        )
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        config = checkpoint.config
+        keys = {
+            "architectures": [ARCHITECTURE],
+            **decoders.write_layers(config),
+            "torch_dtype": decoders.dtype_name(checkpoint),
+            EXIT_KEY: config.boundaries[0],
+        }
+        tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name != "d2t"}
+        return {**config.extra, **keys}, tensors
+
+
+# What serving engines make of it
+class KangarooEngines(Engines):
+    """Known facts about engines and Kangaroo's adapters."""
+
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        return fails(EVERY, "a Kangaroo adapter", NO_SUCH_DRAFTER, DRAFT_HERE)

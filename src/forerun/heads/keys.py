@@ -168,3 +168,7 @@ def unknown_keys(extra: Mapping[str, Any], known: Container[str] = MEANINGLESS) 
         elif value is not None and name not in known and value not in NEUTRAL.get(name, ()):
             found.append(name)
     return found
+
+
+LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
+NON_CAUSAL = "sliding_window_non_causal"

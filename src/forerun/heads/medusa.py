@@ -1,22 +1,56 @@
 """Medusa-1 (arXiv 2401.10774): an output head for each token further ahead, all from one state of the target.
 
 What depth k holds does not depend on the tokens above it, so all depths are one pass, and the likeliest paths are known
-without another. Checkpoints are in `checkpoints.medusa`.
+without another. Checkpoints are in `heads.medusa`.
+
+Medusa-1's objective (arXiv 2401.10774) lets each depth learn the token that really came, by
+cross-entropy.
+
+From the state of token i, depth k predicts token i + 2 + k; it weighs decay^k. The data are the target's own answers,
+so the tokens are its choices.
+
+Medusa's own format: three keys in ``config.json``, tensors ``DEPTH.LAYER.*`` in ``medusa_lm_head.safetensors``.
+
+The sizes are those of the tensors. vLLM (to 0.32, ``MedusaConfig``, ``models/medusa.py``) reads the tensors by the same
+names, and wants keys for the sizes and the biases, without which it drops these; they are written, too. The published
+``medusa_lm_head.pt`` is a pickle and is refused.
+
+How serving engines treat Medusa heads: vLLM drafted with them up to 0.32, today's engines do
+not.
+
+From vLLM 0.32, which was run with one (``tests_vllm``), 0.33, SGLang 0.5.23, TensorRT-LLM 1.3-1.4, llama.cpp and
+LMDeploy 0.18.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.drafters.heads.base import HeadConfig, ParallelHead
-from forerun.drafters.heads.drafting import BestFirstDrafter, HeadDrafterConfig
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.base import HeadConfig, ParallelHead
+from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
+from forerun.heads.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.keys import Keys
+from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
+from forerun.losses.chunked_loss import hard_loss
+from forerun.losses.objective import (
+    FrozenTarget,
+    ObjectiveSettings,
+    chain_metrics,
+    mark_counted,
+    run_or_checkpoint,
+    shift_left,
+)
 from forerun.types import LAST_HIDDEN
 
 
@@ -118,3 +152,149 @@ class MedusaDrafter(BestFirstDrafter):
 
     name = "medusa"
     Config = MedusaDrafterConfig
+
+
+# What it learns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MedusaSettings(ObjectiveSettings):
+    """`MedusaSettings` are the weights of the objective."""
+
+    decay: float = 0.8
+    """Base of the depths' weights: depth k weighs decay^k."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
+
+
+class MedusaObjective(Objective):
+    """A `MedusaObjective` is the loss of a Medusa head on a batch of features."""
+
+    Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
+
+    def __init__(self, head: MedusaHead, target: FrozenTarget, settings: MedusaSettings | None = None) -> None:
+        self.head, self.target, self.settings = head, target, settings or MedusaSettings()
+
+    def parameters_module(self) -> nn.Module:
+        return self.head
+
+    def states(self, batch: FeatureBatch) -> Tensor:
+        """Return what the output heads read, (B, S, depths, H); depth k of entry i predicts token i
+        + 2 + k.
+        """
+        features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
+        features = features.to(working_dtype(features.device, self.head.weight.dtype))
+        depths = self.head.config.num_heads
+        again = self.settings.gradient_checkpointing
+        found: Tensor = run_or_checkpoint(lambda features: self.head.states(features, depths), features, again=again)
+        return found
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """Return the weighted sum over all depths and counted tokens, and how often a chain got to
+        each depth.
+        """
+        tokens, losses, weights = batch.batch, list[Tensor](), list[Tensor]()
+        counts, agrees = list[Tensor](), list[Tensor]()
+        for depth, states in enumerate(self.states(batch).unbind(2)):
+            counts.append(mark_counted(tokens, depth))
+            shares = counts[-1] * self.settings.decay**depth
+            wanted = shift_left(tokens.tokens, depth + 2, 0)
+            output = self.head.output_weight(depth)
+            found = hard_loss(
+                states.flatten(0, 1),
+                output,
+                shares.flatten(),
+                wanted.flatten(),
+                temperature=self.target.temperature,
+            )
+            losses.append(found.loss)
+            weights.append(found.weights.sum())
+            agrees.append(found.agrees.view_as(shares))
+        metrics = chain_metrics(torch.stack(counts), torch.stack(agrees))
+        return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
+
+
+# Its files
+HEADS, LAYERS, TARGET = "medusa_num_heads", "medusa_num_layers", "base_model_name_or_path"
+ENGINE = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True}
+"""Keys and values that vLLM looks for."""
+NAME = re.compile(r"(?:medusa_head\.)?(\d+\.\d+\.(?:linear\.)?(?:weight|bias))")
+
+
+class MedusaFormat(Format):
+    """Heads of FasterDecoding/Medusa, as safetensors."""
+
+    name = "medusa"
+    mark = "medusa"
+    weights = "medusa_lm_head.safetensors"
+
+    def recognises(self, config: Config) -> bool:
+        return HEADS in config
+
+    def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
+        keys = Keys(config)
+        heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
+        for stated in (TARGET, "hidden_size", "vocab_size", *ENGINE):
+            keys.get(stated)  # said again when written
+        found = {}
+        for stored, tensor in tensors.items():
+            name = NAME.fullmatch(stored)
+            if name is None:
+                raise CheckpointError(f"the tensor {stored} is none of a Medusa head; expected DEPTH.LAYER.weight")
+            found[f"heads.{name[1]}"] = tensor
+        output = found.get(f"heads.0.{layers}.weight")
+        if output is None or output.dim() != 2:
+            raise CheckpointError(f"there is no output head 0.{layers}.weight after {layers} layers ({LAYERS})")
+        vocab_size, size = output.shape
+        try:
+            head = MedusaConfig(
+                num_heads=heads,
+                num_layers=layers,
+                target_hidden_size=size,
+                vocab_size=vocab_size,
+                draft_vocab_size=vocab_size,
+                boundaries=(LAST_HIDDEN,),
+                extra=keys.rest(),
+            )
+        except ArgumentError as error:
+            raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
+        return HeadCheckpoint(config=head, tensors=found)
+
+    def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
+        config = checkpoint.config
+        sizes = {"hidden_size": config.target_hidden_size, "vocab_size": config.vocab_size}
+        keys = {TARGET: target.name_or_path, HEADS: config.num_heads, LAYERS: config.num_layers, **sizes, **ENGINE}
+        tensors = {name.removeprefix("heads."): tensor for name, tensor in checkpoint.tensors.items()}
+        return {**config.extra, **keys}, tensors
+
+
+# What serving engines make of it
+HERE, NONE = "draft with it in forerun", "has no such drafter"
+
+
+class MedusaEngines(Engines):
+    """Known facts about engines and Medusa heads."""
+
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        what = "a Medusa head"
+        why = "drafts a chain with it up to 0.32, with model runner V1; 0.33 has no such drafter"
+        yield from check("vllm", what, why, f"serve with vLLM 0.32, or {HERE}")
+        yield from fails("sglang trtllm llama.cpp lmdeploy", what, NONE, HERE)
+        why = "trains such heads, but is not known to read this format"
+        yield from check("modelopt", what, why, "train on with forerun")
+
+
+def _vllm(launch: Launch) -> str:
+    depth = launch.head.config.num_heads
+    speculation = {"method": "medusa", "model": str(plainly_named(launch)), "num_speculative_tokens": depth}
+    return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
+
+
+MedusaEngines.destinations = {
+    "vllm": Destination(
+        title="vLLM",
+        engine="vllm",
+        command=_vllm,
+        counting="`num_speculative_tokens` counts drafted tokens: at most the head's depths.",
+    )
+}

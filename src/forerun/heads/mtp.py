@@ -1,16 +1,52 @@
-"""Mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing in groups, shared experts."""
+"""Mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing in groups, shared experts.
+
+Native MTP (DeepSeek-V3, arXiv 2412.19437): the layers that a target was pretrained with to predict tokens further
+ahead, drafted with as they ship; GLM-4-MoE's and MiMo's too.
+
+Module k reads the next token's embedding beside a state, both normed, and is one decoder layer of the target's own
+make: ``h' = layer(eh_proj([enorm(e); hnorm(h)]))``; ``shared_head.norm``, then the target's output head. Parameter
+names are DeepSeek's on disk; see `heads.mtp_files`.
+
+Every token has an entry of its own in each module, which reads what the module before made of the token before it. So
+one pass over what is committed runs all modules, and the nodes at depth k run those that predict from there on: module
+k for the logits, the later ones for their keys. Beyond the last module that one goes on alone, on its own states.
+
+FastMTP's objective (arXiv 2509.18362) trains one MTP module, which drafts several tokens, on its
+own states.
+
+The module is unrolled K times as in `eagle3`; at depth k, from 0, entry i predicts token i + 2 + k of the data, which
+the target itself should have written (``forerun data regenerate``). The loss is the cross-entropy, depth k weighing
+beta^k, normalised to sum 1. Embedding and output head are the target's and stay as they are.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
-from forerun.drafters.heads.layers import DecoderConfig, HeadMLP
+from forerun.errors import ArgumentError
+from forerun.heads.base import Advanced, Angles, Attend, SequentialHead
+from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
+from forerun.heads.eagle import Eagle3Objective
+from forerun.heads.layers import LATENT_EPS, DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
+from forerun.losses.batch import FeatureBatch, LossReport
+from forerun.losses.chunked_loss import hard_loss
+from forerun.losses.objective import (
+    FrozenTarget,
+    ObjectiveSettings,
+    chain_metrics,
+    check_unrolling,
+    shift_left,
+    unrolled_weights,
+)
+from forerun.types import LAST_HIDDEN
 
 GATHERED = 1 << 28  # Weights of experts copied at once on an accelerator: 512 MB in bfloat16
 
@@ -129,3 +165,201 @@ class Experts(nn.Module):
         gate, up = both.chunk(2, dim=-1)
         product: Tensor = self.activation(gate) * up
         return product
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpConfig(DecoderConfig):
+    """Shape of a target's MTP layers; ``num_hidden_layers`` is the number of modules, each with one
+    decoder layer.
+    """
+
+    own_lm_head: bool = False
+    experts: ExpertsConfig | None = None  # None: a dense feed-forward part
+    latent: LatentConfig | None = None  # None: ordinary attention
+    partial_rotary_factor: float = 1.0  # Share of a head's dimensions, from the first on, that is rotated
+
+    @property
+    def kind(self) -> str:
+        return "mtp"
+
+    @property
+    def norm_output(self) -> bool:
+        """True if a module hands its normed output on: then it reads the target's state after the
+        final norm, too.
+        """
+        return self.boundaries == (LAST_HIDDEN,)
+
+    @property
+    def rotary_dim(self) -> int:
+        if self.latent is not None:
+            return self.latent.qk_rope_head_dim
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def output_bias(self) -> bool:
+        return False
+
+    def problem(self) -> str | None:
+        if len(self.boundaries) != 1 or self.hidden_size != self.target_hidden_size:
+            return f"it reads one state of the target, as wide as itself; got boundaries {self.boundaries}"
+        if self.num_hidden_layers < 1:
+            return "the target has no MTP layers"
+        if self.experts is not None and (wrong := self.experts.problem()):
+            return wrong
+        if self.latent is not None and (wrong := self.latent.problem(self)):
+            return wrong
+        return DecoderConfig.problem(self)
+
+    @classmethod
+    def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        raise ArgumentError(
+            "MTP layers come from a target's own checkpoint and are not made anew; name one with draft.start, or train "
+            "a head of another kind"
+        )
+
+
+class MtpHead(DecoderHead, SequentialHead):
+    """The MTP modules of a target; see `SequentialHead`. A feature is the outputs of all modules,
+    side by side.
+    """
+
+    Config = MtpConfig
+    config: MtpConfig
+
+    def __init__(self, config: MtpConfig) -> None:
+        super().__init__(config)
+        self.layers = nn.ModuleList(MtpModule(config, layer) for layer in range(config.num_hidden_layers))
+        self.complete()
+        for module in self.modules():
+            for weight in module.parameters(recurse=False) if isinstance(module, Experts | Router) else ():
+                nn.init.normal_(weight, std=config.initializer_range)
+
+    @property
+    def feature_size(self) -> int:
+        return self.config.num_hidden_layers * self.config.hidden_size
+
+    @property
+    def output_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def unseen(self) -> tuple[int, ...]:
+        return tuple(range(self.config.num_hidden_layers))  # the texts that module k learned begin k tokens later
+
+    def fuse(self, features: Sequence[Tensor]) -> Tensor:
+        return features[0]
+
+    def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
+        made, states = list[Advanced](), features
+        for module, earlier in zip(self.layers, before.chunk(len(self.layers), -1), strict=True):
+            made.append(module(embeds, states, angles, attend))
+            states = torch.cat([earlier, made[-1].feature[:, :-1]], 1)
+        return Advanced(torch.cat([one.feature for one in made], -1), made[0].output)
+
+    def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
+        parts, last = list(features.chunk(len(self.layers), -1)), len(self.layers) - 1
+        for layer in range(last, min(depth, last) - 1, -1):  # from the last on: each reads what its parent's entry made
+            states = parts[layer - 1] if layer >= depth else parts[layer]
+            made: Advanced = self.layers[layer](embeds, states, angles, attend)
+            parts[layer] = made.feature
+        return Advanced(torch.cat(parts, -1), made.output)
+
+
+class MtpModule(nn.Module):
+    """One MTP module: combines its inputs for a decoder layer, and runs it."""
+
+    def __init__(self, config: MtpConfig, layer: int) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_output = config.norm_output
+        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        experts = config.experts
+        self.self_attn = attention(config, config.latent, layer, eps=LATENT_EPS)
+        self.mlp = HeadMLP(config) if experts is None else MixtureOfExperts(config, experts)
+        self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps)})
+
+    def forward(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Advanced:
+        """Run the module on `embeds` and `states` (B, N, H)."""
+        states = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
+        states = states + self.self_attn(self.input_layernorm(states), angles, attend)
+        states = states + self.mlp(self.post_attention_layernorm(states))
+        output = self.shared_head["norm"](states)
+        return Advanced(output if self.norm_output else states, output)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpDrafterConfig(HeadDrafterConfig):
+    """Options of `mtp`: those of the other head drafters; without `model` the layers of the
+    target's own checkpoint draft.
+    """
+
+    num_speculative_tokens: int = 3  # May exceed the number of modules: the last one goes on
+
+
+class MtpDrafter(HeadDrafter):
+    """Drafts with the MTP layers of a checkpoint: chain, fixed tree or dynamic tree."""
+
+    name = "mtp"
+    Config = MtpDrafterConfig
+
+
+# What it learns
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MtpSettings(ObjectiveSettings):
+    """`MtpSettings` are depths and their weights; the defaults are the paper's."""
+
+    steps: int = 3
+    """K, the number of times that the module is unrolled."""
+    decay: float = 0.6
+    """Base of the depths' weights, beta: depth k weighs beta^k, normalised to sum 1."""
+    flex_attention: bool = False
+    """On CUDA: FlexAttention, see `Eagle3Settings`."""
+    noise: Annotated[float, Field(ge=0)] = 0.0
+    """Uniform noise on the target's states, see `DecoderSettings`."""
+
+    def __post_init__(self) -> None:
+        check_unrolling(self.steps, self.decay)
+
+    @property
+    def weights(self) -> list[float]:
+        """Return the weights (K,) of the depths, summing to 1."""
+        return unrolled_weights(self.steps, self.decay)
+
+
+class MtpObjective(Eagle3Objective):
+    """An `MtpObjective` is the loss of a target's only MTP module on a batch of features."""
+
+    kind: ClassVar[str] = "mtp"
+    Settings: ClassVar[type[Any]] = MtpSettings
+    settings: Any
+
+    def __init__(self, head: Any, target: FrozenTarget, settings: MtpSettings | None = None) -> None:
+        super().__init__(head, target, settings)  # type: ignore[arg-type]
+        if (count := head.config.num_hidden_layers) > 1:
+            raise ArgumentError(
+                f"one MTP module is trained to draft several tokens, this target brings {count}, one for each; keep "
+                "them as they are, or start from a checkpoint with num_nextn_predict_layers 1"
+            )
+        if target.softcap is not None or target.scale != 1.0 or target.bias is not None:
+            raise ArgumentError("the target scales, caps or shifts its logits, which this objective does not")
+
+    def __call__(self, batch: FeatureBatch) -> LossReport:
+        """Return the weighted sum over all depths and counted tokens, and how often a chain got to
+        each depth.
+        """
+        steps, tokens = list(self.unroll(batch)), batch.batch.tokens
+        wanted = torch.stack([shift_left(tokens, step.step + 2, 0) for step in steps])
+        counts = torch.stack([step.counted for step in steps])
+        shares = counts * torch.tensor(self.settings.weights, device=tokens.device).view(-1, 1, 1)
+        outputs = torch.stack([step.output for step in steps])
+        found = hard_loss(
+            outputs.flatten(0, 2),
+            self.output_head(),
+            shares.flatten(),
+            wanted.flatten(),
+            temperature=self.target.temperature,
+        )
+        metrics = chain_metrics(counts, found.agrees.view_as(shares))
+        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)

@@ -5,13 +5,19 @@ Layouts as vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py`` and ``mimo_mtp.py`` l
 the final norm. MiMo: ``model.mtp_layers.{k}.*``, ``input_proj`` of [state; embedding], on the state before the norm.
 What a module hands on is normed where what it reads is (vLLM 47448, SGLang's ``deepseek_nextn.py``, exllamav3 238).
 Embedding and output head are the target's, whose copies in some checkpoints (``shared_head.head``) no engine reads.
+
+How serving engines treat MTP layers: they read them in the target's own checkpoint, so an export
+is a copy of it. From their loaders' sources; vLLM 0.32 was run with layers of ours
+(``tests_vllm``), llama.cpp 0.5.0 with those that it refuses (``tests_llama``).
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -21,12 +27,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.checkpoints import eagle
-from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
-from forerun.drafters.heads.experts import ExpertsConfig
-from forerun.drafters.heads.mtp import MtpConfig
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.head_keys import Keys, architectures
+from forerun.heads import decoders
+from forerun.heads.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named, start_lines
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
+from forerun.heads.keys import Keys, architectures
+from forerun.heads.mtp import ExpertsConfig, MtpConfig
 from forerun.manifests import read_object
 from forerun.model.load import read_header, weight_files
 from forerun.model.masks import FULL
@@ -122,9 +128,9 @@ class MtpFormat(Format):
         config, family = checkpoint.config, _family({"architectures": target.architectures})
         keys: dict[str, Any] = {
             "architectures": list(target.architectures),
-            **eagle.write_layers(config),
+            **decoders.write_layers(config),
             "model_type": family.model_type,
-            "torch_dtype": eagle.dtype_name(checkpoint),
+            "torch_dtype": decoders.dtype_name(checkpoint),
             "num_hidden_layers": target.num_layers,
             COUNT: config.num_hidden_layers,
             MARK: target.name_or_path,
@@ -139,7 +145,7 @@ def read_target(name: str | Path) -> HeadCheckpoint:
     """Read the MTP layers of a target, from its directory or hub id. Raises CheckpointError if it
     has none that can be read.
     """
-    from forerun.checkpoints.formats import CONFIG, folder_of, read_head
+    from forerun.heads.formats import CONFIG, folder_of, read_head
     from forerun.model.names import resolve
 
     if not str(name):
@@ -181,7 +187,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     their dtypes; every other tensor and file stays as it is, bit for bit. Raises ArgumentError if
     `output` exists, CheckpointError if the target has no such layers.
     """
-    from forerun.checkpoints.formats import CONFIG, folder_of
+    from forerun.heads.formats import CONFIG, folder_of
 
     source, final = folder_of(base), Path(output).expanduser().absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
@@ -281,19 +287,19 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
     keys = Keys({**config, **ours, "rope_parameters": rope, "num_hidden_layers": config.get(count)})
     for name in (*COUNTS, MARK, "architectures"):
         keys.get(name)  # said again when written
-    read = eagle.read_layers(keys)
+    read = decoders.read_layers(keys)
     read |= {
         "boundaries": (LAST_HIDDEN,) if family.final_norm else (layers,),
         "target_hidden_size": read["hidden_size"],
         "draft_vocab_size": read["vocab_size"],
         "partial_rotary_factor": float(factor),
         "experts": _experts(keys, layers),
-        "latent": eagle.read_latent(keys),
+        "latent": decoders.read_latent(keys),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
     }
     keys.get("use_qk_norm")  # told by the tensors
     extra = {name: value for name, value in keys.rest().items() if name not in MEANINGLESS}
-    return eagle.make_head(MtpConfig, tensors, {}, **read, qk_norm=False, extra=extra)
+    return decoders.make_head(MtpConfig, tensors, {}, **read, qk_norm=False, extra=extra)
 
 
 def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
@@ -314,3 +320,85 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
         return ExpertsConfig(n_routed_experts=count, **given)
     except TypeError as error:
         raise CheckpointError(f"config.json does not describe its experts: {error}") from error
+
+
+# What serving engines make of it
+TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
+
+
+class MtpEngines(Engines):
+    """Known facts about engines and MTP layers."""
+
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        if head.config.num_hidden_layers > 1:
+            what = f"{head.config.num_hidden_layers} modules"
+            yield from check("vllm sglang", what, "begins again with the first", "compare its acceptance with ours")
+        if not head.config.norm_output:
+            what, remedy = "several tokens from MiMo's module", "draft one token, or compare its acceptance with ours"
+            yield from check("vllm sglang", what, "hands another state on, or refuses", remedy)
+        elif head.config.latent is None:
+            what, remedy = "several tokens from GLM's module", "draft one token, or compare its acceptance with ours"
+            yield from check("vllm", what, "hands the state on before its norm", remedy)
+        why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
+        yield from check("trtllm lmdeploy modelopt", "MTP layers", why, remedy)
+        if not head.config.norm_output:
+            what, why = "MTP layers of MiMo's kind", "has no converter for their target"
+            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
+        elif head.config.latent is not None:
+            what, why = "MTP layers of DeepSeek's kind", "has a converter that drops them"
+            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
+        else:
+            remedy = "convert the target with its layers there, and compare its acceptance with ours"
+            yield from check("llama.cpp", "MTP layers", "reads GLM's; they were not tried here", remedy)
+
+
+def _stitch(launch: Launch) -> Path:
+    return stitch(launch.head, launch.target.name_or_path, launch.directory)
+
+
+def _stitch_for_vllm(launch: Launch) -> Path:
+    plainly_named(launch)
+    return _stitch(launch)
+
+
+def _vllm(launch: Launch) -> str:
+    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": TOKENS})
+    return shlex.join(["vllm", "serve", str(launch.directory), "--speculative-config", speculation])
+
+
+def _sglang(launch: Launch) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {shlex.quote(str(launch.directory))} "
+        f"--speculative-algorithm NEXTN --speculative-num-steps {TOKENS} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {TOKENS + 1}"
+    )
+
+
+def _llama_cpp(launch: Launch) -> str:
+    directory = launch.directory
+    return start_lines(directory, directory.with_name(f"{directory.name}.gguf"), "draft-mtp", TOKENS)
+
+
+MtpEngines.destinations = {
+    "vllm": Destination(
+        title="vLLM",
+        engine="vllm",
+        command=_vllm,
+        counting="`num_speculative_tokens` counts drafted tokens.",
+        write=_stitch_for_vllm,
+    ),
+    "sglang": Destination(
+        title="SGLang",
+        engine="sglang",
+        command=_sglang,
+        counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
+        write=_stitch,
+    ),
+    "llama.cpp": Destination(
+        title="llama.cpp",
+        engine="llama.cpp",
+        command=_llama_cpp,
+        counting="`--spec-draft-n-max` counts drafted tokens.",
+        write=_stitch,
+    ),
+}

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forerun.checkpoints.base import TargetFacts
-from forerun.checkpoints.engines import Exported, Finding, check, degrades, fails, ok
-from forerun.checkpoints.formats import CONFIG, README, folder_of
 from forerun.drafters.draft_models.pard import KEY
 from forerun.errors import ArgumentError, CheckpointError, choices
-from forerun.head_keys import Keys, architectures
+from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok
+from forerun.heads.files import TargetFacts
+from forerun.heads.formats import CONFIG, README, folder_of
+from forerun.heads.keys import Keys, architectures
 from forerun.manifests import read_object
 from forerun.model.load import weight_files
 from forerun.writing import written_folder

@@ -14,10 +14,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.heads.base import RecurrentHead
-from forerun.training.batch import FeatureBatch, LossReport, Objective, working_dtype
-from forerun.training.chunked_loss import soft_loss
-from forerun.training.objectives.base import (
+from forerun.heads.base import RecurrentHead
+from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
+from forerun.losses.chunked_loss import soft_loss
+from forerun.losses.objective import (
     DistanceSettings,
     FrozenTarget,
     chain_metrics,
@@ -25,7 +25,7 @@ from forerun.training.objectives.base import (
     run_or_checkpoint,
     shift_left,
 )
-from forerun.training.objectives.eagle3 import blocks_of, ttt_attention
+from forerun.losses.unrolled_attention import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 
 

@@ -14,7 +14,8 @@ from torch.nn.functional import pad
 
 from forerun.devices import attention_kernels, rows_of, sent
 from forerun.drafters.drawing import Shape
-from forerun.drafters.heads.base import (
+from forerun.drafters.kinds import Way
+from forerun.heads.base import (
     Above,
     AdapterHead,
     Advanced,
@@ -27,7 +28,6 @@ from forerun.drafters.heads.base import (
     RecurrentHead,
     SequentialHead,
 )
-from forerun.drafters.heads.kinds import Way
 from forerun.model import Target
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from forerun.checkpoints import dflash, eagle, peagle
-from forerun.checkpoints.base import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.drafters.heads.dflash import DFlashConfig
-from forerun.drafters.heads.dspark import DSparkConfig
-from forerun.drafters.heads.eagle import EagleConfig
-from forerun.drafters.heads.kinds import kind_named
-from forerun.drafters.heads.layers import DecoderConfig
-from forerun.drafters.heads.peagle import PEagleConfig
+from forerun.drafters.kinds import kind_named
 from forerun.errors import CheckpointError
-from forerun.head_keys import SPECULATORS, Keys, unknown_keys
+from forerun.heads import block_files, decoders, peagle
+from forerun.heads.dflash import DFlashConfig
+from forerun.heads.dspark import DSparkConfig
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.keys import KIND, LAYERS, NON_CAUSAL, SPECULATORS, WHOLE, Keys, unknown_keys
+from forerun.heads.layers import DecoderConfig
+from forerun.heads.peagle import PEagleConfig
 
-LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"
 PROPOSALS, BLOCK_IDS = "proposal_methods", "aux_hidden_state_layer_ids"
 OWN = {
     "eagle3": "Eagle3Speculator",
@@ -29,7 +28,6 @@ OWN = {
 }  # Kinds of this format, and their architectures
 FUSED = ("eagle3", "peagle")  # Kinds whose layers are EAGLE-3's
 DEFAULT_TOKENS = 5  # Drafted tokens per step that are written where the file it came from did not say
-NON_CAUSAL = "sliding_window_non_causal"
 AT_THE_TOP = ("speculators_version", "embed_requires_grad", "transformers_version", "auto_map")
 """Keys without meaning for drafting that belong beside, not inside, the nested configuration."""
 RESIDUAL_NOTE = (
@@ -53,7 +51,7 @@ class SpeculatorsFormat(Format):
         if kind not in OWN:
             raise CheckpointError(f"{KIND} is {kind!r}; of this format {', '.join(OWN)} are supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
-        fields, found = eagle.read_layers(layers), eagle.to_canonical(tensors)
+        fields, found = decoders.read_layers(layers), decoders.to_canonical(tensors)
         for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
             keys.get(stated), layers.get(stated)  # said again when written
         windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
@@ -66,10 +64,10 @@ class SpeculatorsFormat(Format):
                 own | {"mask_token_id": keys.integer("mask_token_id")},
                 peagle.with_mask(found),
             )
-        return eagle.make_head(
+        return decoders.make_head(
             made,
             found,
-            {**notes, eagle.WINDOW_NOTE: windowed},
+            {**notes, decoders.WINDOW_NOTE: windowed},
             **fields,
             **own,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
@@ -89,7 +87,7 @@ class SpeculatorsFormat(Format):
             raise CheckpointError(f"no {title} heads are written in speculators' format; use dflash")
         if config.kind not in OWN:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
-        eagle.to_outputs(config.boundaries)  # refuses what has no id
+        decoders.to_outputs(config.boundaries)  # refuses what has no id
         if getattr(config, "latent", None) is not None:
             raise CheckpointError("vLLM reads no latent attention in this format; use flat")
         if not getattr(config, "next_layer_regular", True):
@@ -98,7 +96,7 @@ class SpeculatorsFormat(Format):
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
         stated = config.extra.get(SPECULATORS, {})
         proposals = stated.get(PROPOSALS) or [_greedy(config.max_depth or DEFAULT_TOKENS)]
-        layers = {**extra, **eagle.write_layers(config)}
+        layers = {**extra, **decoders.write_layers(config)}
         fused = config.kind in FUSED
         if fused and len(config.boundaries) != 3:
             layers["num_aux_hidden_states"] = len(config.boundaries)  # vLLM assumes 3 and looks for it here
@@ -106,7 +104,7 @@ class SpeculatorsFormat(Format):
             **top,
             KIND: config.kind,
             "architectures": [OWN[config.kind]],
-            "torch_dtype": eagle.dtype_name(checkpoint),
+            "torch_dtype": decoders.dtype_name(checkpoint),
             "draft_vocab_size": config.draft_vocab_size,
             "target_hidden_size": config.target_hidden_size,
             **(_of_eagle3(config) if fused else _of_dflash(config)),
@@ -119,7 +117,7 @@ class SpeculatorsFormat(Format):
                 "default_proposal_method": proposals[0]["proposal_type"],
                 "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
             },
-        }, eagle.to_file(checkpoint) if fused else dflash.to_file(checkpoint)
+        }, decoders.to_file(checkpoint) if fused else block_files.to_file(checkpoint)
 
 
 Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]
@@ -131,9 +129,9 @@ apply.
 def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
     """Return what EAGLE-3 adds to the layers."""
     count = layers.get("num_aux_hidden_states")
-    ids = eagle.LayerIds(eagle.IDS, keys.integers(eagle.IDS), outputs=False)
-    boundaries = eagle.agree_boundaries(ids, count=count, num_layers=num_layers)
-    fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in eagle.FLAGS}}
+    ids = decoders.LayerIds(decoders.IDS, keys.integers(decoders.IDS), outputs=False)
+    boundaries = decoders.agree_boundaries(ids, count=count, num_layers=num_layers)
+    fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in decoders.FLAGS}}
     return EagleConfig, fields, {RESIDUAL_NOTE: keys.get("norm_before_residual") is None}
 
 
@@ -143,7 +141,7 @@ def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
     if config.kind == "peagle" and config.fc_norm:
         raise CheckpointError("vLLM does not read fc_norm of a P-EAGLE head in this format; use peagle")
     mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
-    return {**{flag: getattr(config, flag) for flag in eagle.FLAGS}, eagle.IDS: list(config.boundaries), **mask}
+    return {**{flag: getattr(config, flag) for flag in decoders.FLAGS}, decoders.IDS: list(config.boundaries), **mask}
 
 
 def _dflash(keys: Keys, kind: str, windows: bool) -> Own:
@@ -160,7 +158,9 @@ def _dflash(keys: Keys, kind: str, windows: bool) -> Own:
         "sample_from_anchor": keys.flag("sample_from_anchor", kind == "dspark"),
         "causal_windows": not keys.flag(NON_CAUSAL) and windows,
     }
-    return (DSparkConfig, fields | dflash.read_markov(keys), {}) if kind == "dspark" else (DFlashConfig, fields, {})
+    return (
+        (DSparkConfig, fields | block_files.read_markov(keys), {}) if kind == "dspark" else (DFlashConfig, fields, {})
+    )
 
 
 def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         NON_CAUSAL: not (config.causal_windows or config.is_causal),
-        **(dflash.write_markov(config) if isinstance(config, DSparkConfig) else {}),
+        **(block_files.write_markov(config) if isinstance(config, DSparkConfig) else {}),
     }
 
 

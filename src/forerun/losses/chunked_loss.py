@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.training.batch import working_dtype
+from forerun.losses.batch import working_dtype
 
 CHUNK_ELEMENTS = 1 << 23  # Logits alive at once on a CPU, the operand of the matrix products: 16 MB in bfloat16
 DEVICE_CHUNKS = 8  # Factor on a GPU, whose launches cost the same whatever their size

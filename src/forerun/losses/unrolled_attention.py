@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,3 +113,150 @@ def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """
     order = blocks.int().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int().unsqueeze(1), order.int().unsqueeze(1)
+
+
+# What EAGLE-3 learns
+QUERY_BLOCK = {"cpu": 64, "cuda": 256}
+"""So many queries are computed at a time: on a CPU few enough that their probabilities stay in the
+cache.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QueryBlock:
+    """A `QueryBlock` is queries that are computed together, and what they see of step 0."""
+
+    queries: slice
+    keys: slice  # From the first that any of the queries sees to the last
+    hidden: Tensor  # (B, queries, keys) bool: pairs that do not see each other
+
+
+Mask = Sequence[QueryBlock] | FlexMask
+"""An attention mask says which positions see each other in a row of documents."""
+
+
+def blocks_of(documents: Tensor, reach: int | None = None) -> list[QueryBlock]:
+    """Return the blocks of `documents` (B, S), int64, rising from left to right within a row, -1
+    for padding at its end.
+
+    `reach`: keys of step 0 that a query sees, counted back from its own; at step t of a window W it
+    is W - t. None: all of its document. The masks take at most B x S x S bytes; all steps and
+    layers of one reach share them.
+    """
+    length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
+    reach = length if reach is None else max(0, reach)
+    index = torch.arange(length, device=documents.device)
+    blocks = []
+    for first in range(0, length, size):
+        last = min(first + size, length)
+        same = documents == documents[:, first : first + 1]
+        lowest = max(int(torch.where(same, index, length).min()), first - reach + 1)
+        queries, keys = slice(first, last), slice(lowest, last)
+        distance = index[queries, None] - index[keys]
+        foreign = documents[:, None, keys] != documents[:, queries, None]
+        blocks.append(QueryBlock(queries=queries, keys=keys, hidden=foreign | (distance < 0) | (distance >= reach)))
+    return blocks
+
+
+def ttt_attention(
+    query: Tensor, key: Tensor, value: Tensor, own: Sequence[tuple[Tensor, Tensor]], blocks: Mask
+) -> Tensor:
+    """Return the attention of one unrolled step, (B, S, heads, D).
+
+    Args:
+        query: (B, heads, S, D), rotated.
+        key: (B, groups, S, D) of step 0, rotated; value: the same shape.
+        own: keys and values of the steps 1..t, shaped like `key`.
+        blocks: of the documents, from `blocks_of` or a `FlexMask`.
+    """
+    if isinstance(blocks, FlexMask):
+        return flex_attention(query, key, value, own, blocks)
+    # Under autocast a normed feature is wider than what a linear layer makes of it; the backward pass has no autocast.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    flat = [part.to(value.dtype) for line in own for part in line]
+    attended: Tensor = _TttAttention.apply(blocks, query, key, value, *flat)  # type: ignore[no-untyped-call]
+    return attended.transpose(1, 2)
+
+
+class _TttAttention(torch.autograd.Function):
+    """`_TttAttention` is flash-style attention: it saves the output and the scores of the own line,
+    and recomputes the rest.
+    """
+
+    @staticmethod
+    def forward(
+        context: Any, blocks: Sequence[QueryBlock], query: Tensor, key: Tensor, value: Tensor, *own: Tensor
+    ) -> Tensor:
+        grouped = _group_heads(query, key) * query.shape[-1] ** -0.5
+        lines = _lines(grouped, own[::2])
+        output, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        for block in blocks:
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
+            output[..., block.queries, :] = _multiply(probs.to(value.dtype), value[:, :, block.keys])
+        for weight, line_value in zip(weights.to(value.dtype).unsqueeze(-2).unbind(-1), own[1::2], strict=True):
+            output.addcmul_(weight, line_value.unsqueeze(2))
+        context.blocks = blocks
+        context.save_for_backward(query, key, value, lines, output, *own)
+        return output.view(query.shape)
+
+    @staticmethod
+    def backward(context: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, lines, output, *own = context.saved_tensors
+        scale = query.shape[-1] ** -0.5
+        grouped, gradient = _group_heads(query, key) * scale, _group_heads(upstream[0], key)
+        inner = (gradient.float() * output.float()).sum(-1, keepdim=True)
+        query_grad, weights = torch.empty_like(grouped), torch.empty_like(lines)
+        wide = torch.promote_types(key.dtype, torch.float32)  # many blocks add to the same keys
+        key_grad, value_grad = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
+        for block in context.blocks:
+            probs, weights[..., block.queries, :] = _probs(grouped, key, lines, block)
+            part, flow = grouped[..., block.queries, :], gradient[..., block.queries, :]
+            value_grad[:, :, block.keys] += _fold_heads(probs.to(value.dtype)).transpose(-1, -2) @ _fold_heads(flow)
+            pull = _multiply(flow, value[:, :, block.keys].transpose(-1, -2)).float()
+            pull = pull.sub_(inner[..., block.queries, :]).mul_(probs).to(key.dtype)
+            query_grad[..., block.queries, :] = _multiply(pull, key[:, :, block.keys])
+            key_grad[:, :, block.keys] += _fold_heads(pull).transpose(-1, -2) @ _fold_heads(part)
+        own_grad: list[Tensor] = []
+        for weight, line_key, line_value in zip(weights.unsqueeze(-2).unbind(-1), own[::2], own[1::2], strict=True):
+            pull = (gradient * line_value.unsqueeze(2)).float().sum(-1, keepdim=True)
+            pull = pull.sub_(inner).mul_(weight).to(key.dtype)
+            query_grad.addcmul_(pull, line_key.unsqueeze(2))
+            own_grad += [(pull * grouped).sum(2), (weight.to(value.dtype) * gradient).sum(2)]
+        query_grad = query_grad.mul_(scale).view(query.shape)
+        return None, query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), *own_grad
+
+
+def _probs(grouped: Tensor, key: Tensor, lines: Tensor, block: QueryBlock) -> tuple[Tensor, Tensor]:
+    """Return a block's probabilities, float32: (B, groups, R, n, m) over step 0, (.., t) over the
+    queries' own line.
+    """
+    scores = _multiply(grouped[..., block.queries, :], key[:, :, block.keys].transpose(-1, -2)).float()
+    scores = scores.masked_fill_(block.hidden[:, None, None], -torch.inf)
+    seen = scores.shape[-1]
+    probs = torch.softmax(torch.cat([scores, lines[..., block.queries, :]], -1), -1)
+    return probs[..., :seen], probs[..., seen:]
+
+
+def _group_heads(query: Tensor, key: Tensor) -> Tensor:
+    """Group (B, heads, S, D) into (B, groups, heads of a group, S, D)."""
+    return query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+
+
+def _fold_heads(states: Tensor) -> Tensor:
+    """Fold (B, groups, R, n, D) into (B, groups, R * n, D)."""
+    return states.flatten(2, 3)
+
+
+def _multiply(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply (B, groups, R, n, k) @ (B, groups, k, m), the same right factor for all heads of a
+    group.
+    """
+    product = _fold_heads(left) @ right
+    return product.view(*left.shape[:4], right.shape[-1])
+
+
+def _lines(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
+    """Return (B, groups, R, S, t) float32: each scaled query with the keys of its own index."""
+    if not keys:
+        return grouped.new_empty(*grouped.shape[:-1], 0, dtype=torch.float32)
+    return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) for key in keys], -1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forerun.demo import MODELS, REAL
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
+from forerun.shipped import MODELS, REAL
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
 _ALSO = {"float", "half", "float64", "double"}  # Other names that torch accepts

@@ -28,11 +28,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from forerun.caching import cache_root
 from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError
 from forerun.model.load import quiet_transformers, save_model
 from forerun.model.support import refuse_config
-from forerun.writing import written_folder
+from forerun.writing import cache_root, written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -33,9 +33,9 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
         CheckpointError: a file that is no GGUF file or cannot be converted, or a directory with several models.
         UnsupportedModelError: a GGUF file's architecture is not read.
     """
-    from forerun import demo
+    from forerun import shipped
 
-    path = Path(found := demo.resolve(name)).expanduser()
+    path = Path(found := shipped.resolve(name)).expanduser()
     file = _only_file(path) if path.is_dir() else path
     if file is None or not (file.is_file() or file.suffix == ".gguf"):
         return found

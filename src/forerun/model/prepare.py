@@ -15,17 +15,16 @@ import torch
 
 from forerun.devices import trim_heap
 from forerun.errors import ArgumentError, OutOfMemoryError
-from forerun.model import verdicts
+from forerun.model import proof
 from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import device_of, is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.names import resolve, tokenizer_beside
-from forerun.model.proof import prove_model
+from forerun.model.proof import is_spread, prove_model
 from forerun.model.sample import sample
 from forerun.model.support import context_length, name_of, refuse_config, text_config
-from forerun.model.twin import is_spread
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def prepare(
     trial, limit = None, None
     if options.self_check:
         _log.info("checking it against transformers")
-        key = verdicts.fingerprint(model, faster, options.compile) if named and options.adapter is None else None
+        key = proof.fingerprint(model, faster, options.compile) if named and options.adapter is None else None
         trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
@@ -78,7 +77,7 @@ def prepare(
 
 def refuse_unservable(cls: type[Any], model: Any, tokenizer: Any) -> None:
     """Refuse a model that was loaded for training, by the same errors as where it is served."""
-    prove_model(cls, model, lambda: tokenizer, None, _room(model), verdicts.fingerprint(model, False, False))
+    prove_model(cls, model, lambda: tokenizer, None, _room(model), proof.fingerprint(model, False, False))
 
 
 def _room(model: Any) -> int:

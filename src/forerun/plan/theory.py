@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forerun.engine.costs import DraftCost, PassCost
+from forerun.control.costs import DraftCost, PassCost
 from forerun.errors import ArgumentError
 
 WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell from 1

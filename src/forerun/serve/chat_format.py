@@ -17,8 +17,8 @@ from forerun.serve.protocol.errors import bad_request
 from forerun.serve.protocol.requests import ChatRequest, join_text
 from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.settings import ServeSettings
-from forerun.serve.tools import FORMATS, find_format
 from forerun.serve.tools.base import Lark, ToolFormat
+from forerun.serve.tools.formats import FORMATS, find_format
 from forerun.serve.tools.incoming import Incoming, Kind, PieceReader, Steps
 from forerun.types import CompletionOutput, StructuredOutputs
 

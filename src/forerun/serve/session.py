@@ -23,8 +23,8 @@ from prometheus_client.registry import Collector
 from transformers import PreTrainedTokenizerBase
 
 from forerun import AsyncLLM, errors
+from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.drafters import AUTO, default_length
-from forerun.engine.config import SpeculativeConfig, arms_of
 from forerun.engine.llm import Speculative
 from forerun.manifests import TokenizerIdentity
 from forerun.serve import logs

@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from forerun.drafters import entry_named
 from forerun.errors import ArgumentError
 from forerun.serve.reasoning import find_marks
-from forerun.serve.tools import check_parser
+from forerun.serve.tools.formats import check_parser
 
 
 @Parameter(name="*")

@@ -16,16 +16,15 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.errors import UnsupportedModelError
+from forerun.losses.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
+from forerun.losses.chunked_loss import VocabularyLoss, hard_loss, soft_loss
+from forerun.losses.objective import DistanceSettings, FrozenTarget, Masked, mark_counted
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import AttentionMask, MaskStyle
 from forerun.model.names import resolve
 from forerun.model.support import refuse_stateful, text_config
-from forerun.training.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.training.chunked_loss import VocabularyLoss, hard_loss, soft_loss
 from forerun.training.features.online import additive_mask, packed_mask
-from forerun.training.objectives.base import DistanceSettings, FrozenTarget, mark_counted
-from forerun.training.objectives.conditional_drop import Masked
 from forerun.types import LAST_HIDDEN
 
 

@@ -15,12 +15,12 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from forerun.losses.batch import FeatureBatch, LossReport, Objective
+from forerun.losses.chunked_loss import VocabularyLoss
+from forerun.losses.objective import FrozenTarget, ObjectiveSettings, mark_counted
 from forerun.model.layers import base_of, capture_states, layers_of, norm_after_layers
 from forerun.model.support import text_config
-from forerun.training.batch import FeatureBatch, LossReport, Objective
-from forerun.training.chunked_loss import VocabularyLoss
-from forerun.training.objectives.base import FrozenTarget, ObjectiveSettings, mark_counted
-from forerun.training.objectives.distill import DraftStates
+from forerun.training.distill import DraftStates
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,11 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forerun.drafters.heads.medusa import MedusaHead
-from forerun.training.batch import FeatureBatch, LossReport, Objective
-from forerun.training.objectives.base import FrozenTarget, mark_counted
-from forerun.training.objectives.distill import DraftStates
-from forerun.training.objectives.medusa import MedusaObjective, MedusaSettings
+from forerun.heads.medusa import MedusaHead, MedusaObjective, MedusaSettings
+from forerun.losses.batch import FeatureBatch, LossReport, Objective
+from forerun.losses.objective import FrozenTarget, mark_counted
+from forerun.training.distill import DraftStates
 from forerun.types import LAST_HIDDEN
 
 Share = Annotated[float, Field(ge=0, le=1)]

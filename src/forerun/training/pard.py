@@ -21,11 +21,10 @@ from torch import Tensor
 
 from forerun.drafters.draft_models.pard import mask_token
 from forerun.errors import ArgumentError
-from forerun.training.batch import FeatureBatch, LossReport
-from forerun.training.chunked_loss import hard_loss
-from forerun.training.objectives.base import DistanceSettings, shift_left
-from forerun.training.objectives.conditional_drop import Masked, check_drop
-from forerun.training.objectives.distill import DraftModelObjective
+from forerun.losses.batch import FeatureBatch, LossReport
+from forerun.losses.chunked_loss import hard_loss
+from forerun.losses.objective import DistanceSettings, Masked, check_drop, shift_left
+from forerun.training.distill import DraftModelObjective
 from forerun.types import LAST_HIDDEN
 
 

@@ -16,10 +16,9 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, choices
 from forerun.training.loop.settings import STRICT, Count, Natural, TrainSettings, complaint
-from forerun.training.objectives import objective_for
 
 Settings = TypeVar("Settings")
 

@@ -21,16 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from forerun.checkpoints import TargetFacts
-from forerun.drafters.heads.kinds import kind_named
+from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
+from forerun.heads.files import TargetFacts
+from forerun.losses.batch import Batches, FeatureBatch, Objective, TokenBatch
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, refuse_unservable
 from forerun.model.support import text_config
-from forerun.training.batch import Batches, FeatureBatch, Objective, TokenBatch
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
@@ -40,8 +41,6 @@ from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.trackers import tracker
 from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
-from forerun.training.objectives import objective_for
-from forerun.training.objectives.base import FrozenTarget
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flatten, to_plain
 from forerun.training.trained import hash_checkpoints, rate_name, trained_class
 from forerun.types import SamplingParams, SpeculationStats

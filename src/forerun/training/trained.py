@@ -3,19 +3,46 @@ strongest part.
 
 What goes of neurons, of key-value heads with their queries, and of the residual stream's dimensions is what the
 smallest weights write; what writes nothing goes without a trace.
+
+This module defines what a run trains, by the role of its kind: how it starts, drafts in
+evaluation, and is written.
+
+This module trains a draft model: a small causal LM, one that exists or the target with fewer
+layers and less width.
+
+This module trains the target itself: alone, so that its first layers draft better, or together
+with a head.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from forerun.errors import ArgumentError, UnsupportedModelError, choices
+from forerun.drafters.draft_models.pard import PardDrafter, mark
+from forerun.drafters.kinds import HeadKind, Role, import_named, kind_named
+from forerun.drafters.vocabulary import check_tokenizers
+from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError, choices
+from forerun.heads.base import Head, check_fits
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import format_for, read_head, write_head
 from forerun.model.layers import is_quantised
+from forerun.model.load import LoadOptions, open_model, read_config, save_model
+from forerun.model.names import resolve, tokenizer_beside
+from forerun.model.support import text_config
+from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
+from forerun.training.features.store import find_loaded, target_hash
+from forerun.training.medusa2 import TargetAndHead
+from forerun.training.recipe import EvaluationSettings, TrainRecipe
+from forerun.types import Boundary
+from forerun.writing import written_folder
 
 STYLES = ("llama", "mistral", "qwen2", "qwen3")
 """These ``model_type`` decoders have layers of ``self_attn`` and a gated ``mlp`` behind RMS norms.
@@ -169,3 +196,344 @@ def _select(state: State, matrix: str, kept: Tensor, axis: int, *, bias: bool = 
     state[f"{matrix}.weight"] = state[f"{matrix}.weight"].index_select(axis, kept)
     if bias and f"{matrix}.bias" in state:
         state[f"{matrix}.bias"] = state[f"{matrix}.bias"][kept]
+
+
+TRAINED: dict[Role, str] = {
+    "head": "forerun.training.trained:TrainedHead",
+    "draft_model": "forerun.training.trained:TrainedModel",
+    "target": "forerun.training.trained:TrainedTarget",
+    "target_and_head": "forerun.training.trained:TrainedTargetAndHead",
+}
+"""Each role of a kind maps to ``module:Class``, a `Trained`."""
+
+
+def trained_class(kind: HeadKind) -> type[Trained]:
+    """Return the class of a kind's role."""
+    found: type[Trained] = import_named(TRAINED[kind.trains])
+    return found
+
+
+class Trained(ABC):
+    """A `Trained` drafts for a target, before and after it was trained."""
+
+    folder: ClassVar[str]  # Folder of the finished checkpoint, in the recipe's output
+    beside: ClassVar[tuple[str, ...]] = ()  # Further folders that are written there
+    writes: ClassVar[bool] = False  # True where it can write an answer alone
+    drafts_by: ClassVar[tuple[str, ...]] = ("chain", "tree")  # The keys of `shapes`
+    module: nn.Module
+    boundaries: tuple[Boundary, ...]  # Layers at which the target is read, besides its last state
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        """Check the recipe; ArgumentError for what cannot be; nothing is loaded yet."""
+        self.recipe, writer = recipe, recipe.objective.writer
+        if writer != "data" and recipe.mode == "offline":
+            raise ArgumentError(
+                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
+            )
+        if writer == "draft" and not self.writes:
+            raise ArgumentError(
+                f"what forerun train {recipe.kind} trains does not write alone: objective.writer=target lets the "
+                "target write while it is drafted for"
+            )
+        if writer == "target" and recipe.target_parallel != "none":
+            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
+        known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
+        if (metric := recipe.training.best_metric) is not None and metric not in known:
+            raise ArgumentError(
+                f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, known)}"
+            )
+
+    @abstractmethod
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
+
+    @abstractmethod
+    def blank(self) -> nn.Module:
+        """Return a module of the same shape, for other weights; ours may be distributed over
+        several processes.
+        """
+
+    def target(self, model: Any) -> Any:
+        """Return the model that is drafted for in evaluation: the target `model`, unless it is what
+        is trained.
+        """
+        return model
+
+    @abstractmethod
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        """Map each of `drafts_by` to a speculative configuration: how a copy of the module drafts
+        for the target `model`.
+        """
+
+    @abstractmethod
+    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
+        """Write a trained module as a checkpoint that drafts."""
+
+    def contents(self) -> dict[str, str]:
+        """Map keys of the recipe to the hash of what their directory holds."""
+        return {}
+
+
+class TrainedHead(Trained):
+    """A `TrainedHead` is a head on a frozen target."""
+
+    folder: ClassVar[str] = "head"
+    module: Head
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        self.kind = kind_named(recipe.kind)
+        format_for(self.kind.stored_as)  # what could not be written need not be trained
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.module = self._head(model, data)
+        self.boundaries = self.module.config.boundaries
+
+    def blank(self) -> nn.Module:
+        return type(self.module)(self.module.config)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        return head_shapes(self.module, model, settings)
+
+    def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
+        assert isinstance(module, Head), "from `blank`"
+        write_head(HeadCheckpoint.of(module), folder, format_for(module.config.kind), facts)
+
+    def _head(self, model: Any, data: PreparedData) -> Head:
+        draft, kind = self.recipe.draft, self.kind
+        if draft.start is not None or kind.in_target is not None:
+            if draft.options or draft.vocab_size is not None:
+                what = "draft.start" if draft.start is not None else "the target"
+                raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
+            if draft.start is None:
+                found = import_named(kind.in_target or "")(self.recipe.target)
+            else:
+                found = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
+            own = found.config.kind
+            if own != kind.stored_as:
+                raise ArgumentError(
+                    f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
+                )
+            if draft.start is not None:
+                check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
+            return found.build(torch.float32)  # type: ignore[no-any-return]
+        config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
+        counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
+        ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
+        return kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
+
+
+def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+    """Return how a copy of a head drafts for the target `model` in evaluation, as `Trained.shapes`
+    does.
+    """
+    depth = min(settings.num_speculative_tokens, head.config.max_depth or settings.num_speculative_tokens)
+    base = {"method": head.config.kind, "model": copy_for_drafting(head, model), "num_speculative_tokens": depth}
+    if kind_named(head.config.kind).drafts == "adapter":
+        base["exit_below"] = 0.0  # measured as far as the chain goes
+    return {
+        "chain": {**base, "shape": (1,) * depth},
+        "tree": {**base, "top_k": settings.top_k, "nodes": settings.nodes},
+    }
+
+
+def rate_name(shape: str, temperature: int, depth: int) -> str:
+    """Return evaluation's name for the share of steps in which a shape got beyond a depth, from 0."""
+    of = "" if (shape, temperature) == ("chain", 0) else f"{shape}_t{temperature}_"
+    return f"acceptance_{of}{depth}"
+
+
+def metric_names(shapes: Sequence[str], depths: int) -> list[str]:
+    """Return the names of an evaluation's values: mean acceptance lengths, and the shares of so
+    many depths.
+    """
+    pairs = [(shape, temperature) for temperature in (0, 1) for shape in shapes]
+    lengths = [f"{shape}_t{temperature}" for shape, temperature in pairs]
+    return [*lengths, *(rate_name(*pair, depth) for pair in pairs for depth in range(depths))]
+
+
+def branches(settings: EvaluationSettings) -> int:
+    """Return the chains below the root of a tree of fixed shape that has no more nodes than
+    evaluation allows.
+    """
+    return max(1, min(settings.top_k, settings.nodes // settings.num_speculative_tokens))
+
+
+def copy_for_drafting(module: nn.Module, model: Any) -> nn.Module:
+    """Return a copy that drafts beside the target `model`."""
+    return copy.deepcopy(module).to(model.device, model.dtype).eval()
+
+
+def hash_checkpoints(names: Mapping[str, str | None]) -> dict[str, str]:
+    """Map keys to the hash of the checkpoint that they name, where they name one."""
+    return {key: target_hash(find_loaded(name)) for key, name in names.items() if name is not None}
+
+
+class TrainedModel(Trained):
+    """A `TrainedModel` is a draft model with the target's tokenizer: a causal LM of any
+    architecture that forerun serves.
+    """
+
+    folder: ClassVar[str] = "draft"
+    writes: ClassVar[bool] = True
+    module: Any
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        self.method: str = import_named(kind_named(recipe.kind).drafter).name  # Name of the drafter that uses it
+        draft = recipe.draft
+        if draft.vocab_size is not None:
+            raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")
+        if draft.start is not None and draft.options:
+            raise ArgumentError("draft.start brings its own shape; leave draft.options away")
+        if draft.start is None and not draft.options:
+            raise ArgumentError(
+                "there is no draft model: name one with --draft DIRECTORY, or say what the target shall be shrunk to, "
+                "for example draft.options={layers: 4}"
+            )
+        if draft.start is None and recipe.target_parallel != "none":
+            raise ArgumentError("the target is shrunk from its whole weights: target_parallel=none, or name a --draft")
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        start = self.recipe.draft.start
+        self.tokenizer = tokenizer
+        if start is None:
+            self.module = shrink(model, self.recipe.draft.options).requires_grad_(True)
+        else:
+            self.module = load_trainable(start)
+            path = resolve(start)
+            theirs, sizes = tokenizer_beside(str(path)), [text_config(one).vocab_size for one in (self.module, model)]
+            if theirs is not None:
+                check_tokenizers(tokenizer, theirs)
+            elif sizes[0] != sizes[1]:
+                raise VocabularyMismatchError(
+                    f"{start} has {sizes[0]} token ids and no tokenizer, the target has {sizes[1]}: nobody can tell "
+                    "whether they mean the same. Put the tokenizer's files beside the draft model."
+                )
+        data.check_ids(text_config(self.module).vocab_size, f"the draft model ({start or 'the shrunk target'})")
+        if self.method == PardDrafter.name:
+            mark(self.module, tokenizer, self.recipe.objective.mask_token)
+
+    def blank(self) -> nn.Module:
+        return blank_model(self.module)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        depth = settings.num_speculative_tokens
+        base = {"method": self.method, "model": copy_for_drafting(self.module, model)}
+        tree: dict[str, Any] = {"shape": (branches(settings), *(1,) * (depth - 1))}
+        if self.method == PardDrafter.name:
+            tree = {"num_speculative_tokens": depth, "nodes": settings.nodes}
+        return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """Write the model as ``{"method": "draft_model", "model": folder}`` takes it, or ``pard``."""
+        write_model(module, self.module.generation_config, self.tokenizer, folder)
+
+    def contents(self) -> dict[str, str]:
+        reference = getattr(self.recipe.objective, "reference", None)
+        return hash_checkpoints({"draft.start": self.recipe.draft.start, "objective.reference": reference})
+
+
+def load_trainable(name: str) -> Any:
+    """Load the causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
+    options = LoadOptions(dtype="float32", device="cpu")
+    path = resolve(name, options.dtype)
+    return open_model(path, options, read_config(path, options), quiet=True).requires_grad_(True)
+
+
+def blank_model(model: Any) -> nn.Module:
+    """Return a model of the same shape, for other weights."""
+    with torch.random.fork_rng(devices=[]):
+        made: nn.Module = type(model)(copy.deepcopy(model.config))
+    return made
+
+
+def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path) -> None:
+    """Write a causal LM and its tokenizer as transformers does."""
+    model.generation_config = generation_config
+    with written_folder(folder) as fresh:
+        save_model(model, tokenizer, fresh)
+
+
+class TrainedTarget(Trained):
+    """A `TrainedTarget` is a copy of the target, which learns; the target as it was stands beside
+    it.
+    """
+
+    folder: ClassVar[str] = "model"
+    drafts_by: ClassVar[tuple[str, ...]] = ("chain", "chain_half", "chain_three_quarters", "tree")
+    module: Any
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        draft = recipe.draft
+        if draft.vocab_size is not None or draft.options or draft.start is not None:
+            raise ArgumentError(
+                "the target itself is trained; leave draft.vocab_size, draft.options and draft.start away"
+            )
+        check_whole(recipe)
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.tokenizer = tokenizer
+        self.module = load_trainable(self.recipe.target)
+
+    def blank(self) -> nn.Module:
+        return blank_model(self.module)
+
+    def target(self, model: Any) -> Any:
+        return copy_for_drafting(self.module, model)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        """Return chains of exits after a quarter, half and three quarters of the layers, and a
+        ``tree`` of the first.
+        """
+        layers, chain = self.module.config.get_text_config().num_hidden_layers, (1,) * settings.num_speculative_tokens
+        names = {"chain": 1, "chain_half": 2, "chain_three_quarters": 3}
+        exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
+        shapes = {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}
+        return shapes | {"tree": {**shapes["chain"], "shape": (branches(settings), *chain[1:])}}
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """Write the model as transformers does; ``{"method": "early_exit"}`` drafts with it."""
+        write_model(module, self.module.generation_config, self.tokenizer, folder)
+
+
+class TrainedTargetAndHead(Trained):
+    """A `TrainedTargetAndHead` is a copy of the target and a head for it, which learn together."""
+
+    folder: ClassVar[str] = "model"
+    beside: ClassVar[tuple[str, ...]] = ("head",)
+    module: TargetAndHead
+    boundaries: tuple[Boundary, ...] = ()
+
+    def __init__(self, recipe: TrainRecipe[Any]) -> None:
+        super().__init__(recipe)
+        check_whole(recipe)
+        self.head = TrainedHead(recipe)
+
+    def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
+        self.tokenizer = tokenizer
+        self.head.start(model, tokenizer, data)
+        self.module = TargetAndHead(load_trainable(self.recipe.target), self.head.module)
+
+    def blank(self) -> nn.Module:
+        return TargetAndHead(blank_model(self.module.model), self.head.blank())
+
+    def target(self, model: Any) -> Any:
+        return copy_for_drafting(self.module.model, model)
+
+    def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
+        return self.head.shapes(model, settings)
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """Write the target as transformers does, and beside it the head, which drafts for that one."""
+        write_model(module.model, self.module.model.generation_config, self.tokenizer, folder)
+        self.head.write(module.head, folder.parent / self.beside[0], replace(facts, name_or_path=str(folder)))
+
+
+def check_whole(recipe: TrainRecipe[Any]) -> None:
+    """Raise ArgumentError where the target, which is trained, would be distributed over processes."""
+    if recipe.target_parallel != "none":
+        raise ArgumentError("the target is trained from its whole weights: target_parallel=none")

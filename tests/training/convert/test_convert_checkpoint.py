@@ -12,8 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 import forerun
-from forerun.checkpoints import read_head
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.formats import read_head
 from forerun.training.convert.model import ConvertedModel
 from training.convert.converted import base, config, text
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import forerun
 from forerun import EAGLE3_DEFAULT_CFG
 from forerun.errors import ArgumentError
+from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
+from forerun.losses.objective import FrozenTarget
 from forerun.training.convert.model import token_batch
 from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.eagle3 import Eagle3Objective, Eagle3Settings
 from training.convert.converted import SMALL, base, config, text
 from training.ttt import batch_of
 
@@ -143,7 +143,7 @@ def test_gradient_checkpointing_reaches_the_head(converted: Any, monkeypatch: py
         calls.append(arguments)
         return _torch_checkpoint(*arguments, **keywords)
 
-    monkeypatch.setattr("forerun.training.objectives.base.checkpoint", counted)
+    monkeypatch.setattr("forerun.losses.objective.checkpoint", counted)
     converted.train()
     plain = converted(text()).loss
     assert not calls

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import forerun
-from forerun.checkpoints import read_head
-from forerun.checkpoints.mtp import read_target
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.dflash import DFlashObjective, DFlashSettings
+from forerun.heads.formats import read_head
+from forerun.heads.medusa import MedusaObjective
+from forerun.heads.mtp import MtpObjective
+from forerun.heads.mtp_files import read_target
+from forerun.losses.objective import FrozenTarget
 from forerun.training.convert.modes import MODES, read_mode
-from forerun.training.objectives.base import FrozenTarget
-from forerun.training.objectives.dflash import DFlashObjective, DFlashSettings
-from forerun.training.objectives.medusa import MedusaObjective
-from forerun.training.objectives.mtp import MtpObjective
 from mtp_targets import Checkpoint
 from training.convert.converted import base, text
 from training.ttt import batch_of

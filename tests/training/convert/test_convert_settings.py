@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from forerun.drafters.heads.eagle import EagleConfig, default_boundaries
 from forerun.errors import ArgumentError
+from forerun.heads.eagle import EagleConfig, default_boundaries
 from forerun.training.convert.modes import EagleMode, read_mode
 from forerun.training.convert.settings import (
     EAGLE1_DEFAULT_CFG,

@@ -10,7 +10,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 import forerun
-from forerun.checkpoints import read_head
+from forerun.heads.formats import read_head
 from training.convert.converted import base, config, text
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*", "ignore::FutureWarning")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from forerun import demo
+from forerun import shipped
 from forerun.errors import ArgumentError, DataError
 from forerun.training.data.prepare import RecordEncoder
 from forerun.training.data.records import Record
@@ -28,7 +28,7 @@ def test_the_answers_and_their_ends_count(template: str) -> None:
 
 
 def test_markers_and_prefixes_agree_on_the_demo_tokenizer() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.resolve("demo"))
+    tokenizer = AutoTokenizer.from_pretrained(shipped.resolve("demo"))
     marked = RecordEncoder(tokenizer).encode(talk(*CHAT))
     assert counted(tokenizer, marked) == ["yes<|end|>", "4<|end|>"]
     template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forerun.losses.batch import TokenBatch
 from forerun.manifests import TokenizerIdentity
-from forerun.training.batch import TokenBatch
 from forerun.training.features.store import FeatureManifest
 from model.families import random_tokens
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
+from forerun.losses.batch import FeatureBatch, TokenBatch
 from forerun.model.load import read_header
-from forerun.training.batch import FeatureBatch, TokenBatch
 from forerun.training.features import store as stores
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import (

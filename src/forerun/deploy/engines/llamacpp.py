@@ -13,11 +13,10 @@ import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.checkpoints.engines import engines_for
-from forerun.checkpoints.gguf import SCRIPT, conversion_arguments
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, is_local
-from forerun.drafters.heads.kinds import KINDS
+from forerun.drafters.kinds import KINDS
 from forerun.errors import ArgumentError
+from forerun.heads.engines import SCRIPT, conversion_arguments, engines_for
 
 SERVER = "llama-server"
 _COPIES = {  # llama.cpp's own defaults are 12, 48 and 1

@@ -10,12 +10,20 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from forerun.checkpoints.eagle_engines import sglang_window
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
-from forerun.deploy.schedule import Stretch
-from forerun.drafters.heads.eagle import EagleConfig
-from forerun.engine.config import SpeculativeConfig
+from forerun.control.config import SpeculativeConfig
+from forerun.deploy.launch import (
+    Command,
+    Counterpart,
+    Deployment,
+    DeployRequest,
+    DraftSpec,
+    EngineInfo,
+    ExaminedFiles,
+    Stretch,
+)
 from forerun.errors import ArgumentError
+from forerun.heads.eagle import EagleConfig
+from forerun.heads.eagle_engines import sglang_window
 
 _LEVELS = ("STANDALONE", "EAGLE", "EAGLE3", "NEXTN")
 """These algorithms draft level by level, so that they have steps and trees; the others draft a

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 import yaml
 
-from forerun.checkpoints.eagle_engines import TRTLLM
-from forerun.checkpoints.engines import engines_for
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
 from forerun.errors import ArgumentError
+from forerun.heads.eagle_engines import TRTLLM
+from forerun.heads.engines import engines_for
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
 _SAMPLES = ("Draft_Target", "PARD", "Eagle3", "DFlash", "DSpark", "MTP")  # Have rejection sampling

@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 from typing import Any, ClassVar
 
-from forerun.checkpoints.engines import NAMES_METHOD
 from forerun.deploy import reads_text_alone
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo
-from forerun.deploy.schedule import Stretch
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
+from forerun.heads.engines import NAMES_METHOD
 
 _NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
 _SUFFIX = {

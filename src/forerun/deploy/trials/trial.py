@@ -1,7 +1,7 @@
 """A trial lets a head draft in its engine and here, for the same prompts, and compares what both
 accept.
 
-What an engine makes of a head's files can be read (`forerun.checkpoints`), but a head that is
+What an engine makes of a head's files can be read (`forerun.heads`), but a head that is
 loaded wrongly may draft without an error, and in vain. An engine of this machine is an
 `InstalledEngine`: ``in_vllm.py``, ``in_llama_cpp.py``.
 
@@ -21,8 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
+from forerun.control.config import SpeculativeConfig
 from forerun.deploy.launch import DRAFTS_TREES, EngineInfo, same_place
-from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import SamplingParams

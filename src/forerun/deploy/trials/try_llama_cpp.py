@@ -22,10 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.checkpoints.gguf import OUTTYPES, SCRIPT, conversion_arguments
 from forerun.deploy.engines.llamacpp import SERVER, LlamaCpp
-from forerun.deploy.gguf_converter import UNKNOWN
-from forerun.deploy.trial import (
+from forerun.deploy.trials.gguf_converter import UNKNOWN
+from forerun.deploy.trials.trial import (
     HeadDrafting,
     InstalledEngine,
     RefusedError,
@@ -35,6 +34,7 @@ from forerun.deploy.trial import (
     refuse_apart,
 )
 from forerun.errors import ArgumentError, ForerunError
+from forerun.heads.engines import OUTTYPES, SCRIPT, conversion_arguments
 
 LOADING = 1800.0
 """Seconds that the server may take to load a model."""

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
 from forerun.deploy.launch import DeployRequest, choose_version
-from forerun.deploy.trial import (
+from forerun.deploy.trials.trial import (
     ROWS,
     HeadDrafting,
     InstalledEngine,
@@ -101,7 +101,7 @@ def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: M
     """Let vLLM answer for each arm of a plan (see `vllm_answers`); answers and logs are written to
     `folder`.
     """
-    source = importlib.util.find_spec("forerun.deploy.vllm_answers")
+    source = importlib.util.find_spec("forerun.deploy.trials.vllm_answers")
     assert source is not None and source.origin is not None
     script = shutil.copy(source.origin, folder)  # beside the original a module is called vllm
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")

@@ -18,12 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
-from forerun.core.row import Row
 from forerun.core.sampling import Rng, Sampler
-from forerun.core.step import Group, context_for, step
 from forerun.core.tree import TokenTree, graft
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least, with_params
-from forerun.drafters.combined.members import Spec, options_of
+from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least, with_params
+from forerun.decode.row import Row
+from forerun.decode.step import Group, context_for, step
+from forerun.drafters.combined.composed import Spec, options_of
 from forerun.drafters.draft_models.draft_model import CHUNK, fit_vocabulary, load_draft
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary

@@ -1,22 +1,35 @@
 """The members of a combined drafter: built from their own configurations, isolated from each
 other's failures.
+
+Drafts each row with the first of several drafters whose draft promises enough tokens.
+
+The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs forward passes
+costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by expected tokens, not match lengths.
+
+Joins the trees of several drafters under one node budget.
+
+Deterministic nodes with the same path become one, and the likeliest are kept. Sampled nodes come from one member only,
+whose tree goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the answer.
+Deterministic nodes of the others may stand beside and below sampled ones; traversal verifies such trees.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree, join
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, make_repeatable
 from forerun.drafters import entry_named
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, make_repeatable
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
-from forerun.types import Boundary, DraftKind, Verdict
+from forerun.types import Boundary, Budget, DraftKind, Verdict
 
 if TYPE_CHECKING:
-    from forerun.core.scores import Scores
+    from forerun.decode.scores import Scores
+
 
 Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ...}``, or a name alone
 
@@ -94,3 +107,92 @@ class Composed(Drafter):
     def for_members(self, context: DraftContext) -> DraftContext:
         """Return the context as members see it."""
         return context.repeatable() if self.config.reproducible else context
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstOfConfig(ComposedConfig):
+    """Options of `first_of`; the preferred member stands first."""
+
+    min_tokens: float | Sequence[float] = 1.0  # Tokens a draft must promise; a number, or one per drafter but the last
+
+    def __post_init__(self) -> None:
+        check_specs("first_of", self.drafters)
+        wanted = len(self.drafters) - 1
+        given = self.min_tokens
+        if not isinstance(given, int | float) and len(given) != wanted:
+            raise ArgumentError(f"first_of: min_tokens needs {wanted} numbers for {wanted + 1} drafters, got {given}")
+        if min(self.thresholds) < 0:
+            raise ArgumentError(f"first_of: min_tokens must be 0 or more, got {given}")
+
+    @property
+    def thresholds(self) -> tuple[float, ...]:
+        """The values of `min_tokens` for each drafter but the last."""
+        if isinstance(self.min_tokens, int | float):
+            return (float(self.min_tokens),) * (len(self.drafters) - 1)
+        return tuple(self.min_tokens)
+
+
+class FirstOfDrafter(Composed):
+    """Takes each row's draft from the first member that promises enough. A draft that holds sampled
+    nodes is taken whatever it promises: to submit a sampled node or not for its value would bias
+    the answer.
+    """
+
+    name = "first_of"
+    Config = FirstOfConfig
+    config: FirstOfConfig
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        context = self.for_members(context)
+        trees, limits = context.trees(), enumerate(zip(budget.nodes, budget.depth, strict=True))
+        left = [row for row, limit in limits if min(limit) > 0]
+        for member, threshold in zip(self.members, (*self.config.thresholds, 0.0), strict=True):
+            if not left:
+                break
+            share = Budget(nodes=[budget.nodes[row] for row in left], depth=[budget.depth[row] for row in left])
+            drafted = dict(zip(left, member.propose(context.of(left), share), strict=True))
+            good = {row: tree for row, tree in drafted.items() if _promises(tree, threshold)}
+            for row, tree in good.items():
+                trees[row] = tree
+            left = [row for row in left if row not in good]
+        return trees
+
+
+def _promises(tree: TokenTree, threshold: float) -> bool:
+    if not tree.size or threshold == 0 or tree.sampled:
+        return tree.size > 0
+    return sum(tree.survival()[1:]) >= threshold
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MergeConfig(ComposedConfig):
+    """Options of `merge`. Of members that sample, the first one's sampled nodes are used."""
+
+    nodes: int | None = None  # Most nodes of the joined tree; None takes what a step may draft
+
+    def __post_init__(self) -> None:
+        check_specs("merge", self.drafters)
+        if self.nodes is not None and self.nodes < 1:
+            raise ArgumentError(f"merge: nodes must be at least 1, got {self.nodes}; leave it out for no limit")
+
+
+class MergeDrafter(Composed):
+    """Joins the members' trees, row by row."""
+
+    name = "merge"
+    Config = MergeConfig
+    config: MergeConfig
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        context, most = self.for_members(context), self.config.nodes
+        nodes = [own if most is None else min(own, most) for own in budget.nodes]
+        drafts = [member.propose(context, replace(budget, nodes=nodes)) for member in self.members]
+        # The member whose trees go in whole is the first that sampled, else the first whose nodes were begun.
+        sampled = (member for member, trees in enumerate(drafts) if any(tree.sampled for tree in trees))
+        begun = (member for member, trees in enumerate(drafts) if any(tree.resume is not None for tree in trees))
+        lead, joined = next(sampled, next(begun, 0)), []
+        for root, row, count in zip(context.trees(), zip(*drafts, strict=True), nodes, strict=True):
+            whole = row[lead].sampled or row[lead].resume is not None
+            others = [tree for member, tree in enumerate(row) if member != lead or not whole]
+            joined.append(join(row[lead] if whole else root, others, count))
+        return joined

@@ -1,24 +1,44 @@
 """A tree that a causal LM drafts, as one recording: the tokens that its cache lacks, then the tree
 level by level, and the draws between the levels. It is one launch, where passes one by one are
 packed, sent and launched each by itself.
+
+Drafts with a smaller causal LM that has the target's tokenizer: a chain or a tree, deterministic or sampled.
+
+The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
+root and the nodes that were run stand behind them, and what is accepted of them stays here too, so no token runs
+twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
-from typing import Protocol, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from forerun.core.tree import ancestor_mask
+from forerun.core.acceptance import Proposal
+from forerun.core.sampling import Sampler
+from forerun.core.tree import TokenTree, ancestor_mask
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_choice
 from forerun.devices import attention_kernels, constant, sent
+from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
+from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
+from forerun.drafters.vocabulary import check_vocabulary
+from forerun.errors import ArgumentError
 from forerun.model.inputs import Nodes, scatter_rows
 from forerun.model.masks import Block
 from forerun.model.padding import Pass, running
 from forerun.model.recordings import bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.model.target import Target
+from forerun.types import Budget, DraftKind
 
 
 class UnrolledDraft(Protocol):
@@ -31,7 +51,7 @@ class UnrolledDraft(Protocol):
 
 
 Tree = TypeVar("Tree", bound=UnrolledDraft)
-Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
+NextLevel = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
 
 
 @torch.inference_mode()
@@ -50,7 +70,7 @@ def unroll(
 
     Args:
         parents: (N,) of the nodes of the whole shape, level by level; -1 of the root.
-        grow: makes a tree of the raw logits (B, 1, V) after the roots, with a `Descend` for those further down; it is
+        grow: makes a tree of the raw logits (B, 1, V) after the roots, with a `NextLevel` for those further down; it is
             called with both and the `numbers`.
         numbers: (B, ..) what differs from call to call under one key, on the device.
         key: what `grow` does.
@@ -146,3 +166,284 @@ class _Course:
                 **self.target._announced(block, slots, ids, self._width)
             ).last_hidden_state
         return states
+
+
+CHUNK = 16  # Rows with more tokens to catch up on run them apart: the others need not be padded to their length
+Model = TypeVar("Model", bound=Target)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftModelConfig(TreeOptions):
+    """Options of `draft_model`."""
+
+    model: Any  # Directory, hub id, ``demo-draft``, or a loaded transformers model
+    num_speculative_tokens: int = 5  # Length of the chain, tokens; a tree's depth is that of `shape`
+    dtype: str = "auto"  # Dtype of the weights: ``auto`` is what the checkpoint says
+    stop: str = "never"  # Ends a draft early: ``never``, ``confidence``, ``svip`` or ``adaedl``, see `Stop`
+    stop_threshold: float | None = None  # Threshold of `stop`; None takes the rule's default
+
+    def __post_init__(self) -> None:
+        self.check("draft_model")
+
+    def check(self, method: str) -> None:
+        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
+        self.check_tree(method)
+        check_choice(method, self, "stop", [rule.value for rule in Stop])
+        never, most = self.stop == Stop.NEVER, math.inf if self.stop == Stop.SVIP else 1.0
+        if self.stop_threshold is not None and (never or not 0 <= self.stop_threshold <= most):
+            expected = "none without a rule" if never else f"in 0..{most:g}"
+            raise ArgumentError(f"the threshold of stop={self.stop} must be {expected}, got {self.stop_threshold}")
+
+
+@dataclass(kw_only=True, slots=True)
+class _DraftRow:
+    """The state of the draft model's cache for one row."""
+
+    cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
+    drafted: Proposal | None = None  # The last proposal, until the target has spoken
+
+
+class DraftModelDrafter(Drafter):
+    """Drafts with a smaller causal LM, one forward pass per level for all rows."""
+
+    name = "draft_model"
+    Config = DraftModelConfig
+    _room: ClassVar[int] = 1  # The draft model's cache holds so many times the engine's slots
+
+    def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._tree = self._fixed_tree()
+        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._behind)
+        self._vocabulary = setup.target.vocab_size
+        self._shared: DraftVocabulary | None = None
+        self._check_vocabulary(setup)
+        self._rows = defaultdict[int, _DraftRow](_DraftRow)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return self._tree.kind(sampler)
+
+    @property
+    def remembers(self) -> bool:
+        return True
+
+    def memory_bytes(self) -> int:
+        return self.model.memory_bytes()
+
+    def extend(self, context: DraftContext) -> None:
+        """Keep what was accepted of the last proposal. New tokens are run when a draft is wanted,
+        not before.
+        """
+        rows, paths = list[int](), list[tuple[int, ...]]()
+        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            row, known = self._rows[row_id], len(tokens) - fresh
+            drafted, row.drafted = row.drafted, None
+            if drafted is not None:
+                drafted.learn(tokens[known:])
+                if isinstance(drafted, Submitted) and drafted.run and row.cached == self._span(row_id, known) - 1:
+                    rows.append(row_id)
+                    paths.append(drafted.accepted(tokens[known:-1]))
+                    row.cached += 1 + len(paths[-1])
+            row.cached = max(0, min(row.cached, len(self._read(row_id, tokens)) - 1))
+        if rows:
+            self.model.commit(rows, paths)
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row_id, length in zip(rows, lengths, strict=True):
+            row = self._rows[row_id]
+            row.cached, row.drafted = min(row.cached, self._span(row_id, length)), None
+            self.model.truncate([row_id], [row.cached])
+            self.model.clear(row_id)
+            if length == 0:
+                del self._rows[row_id]
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
+        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, self._most)
+        active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
+        trees = context.trees()
+        if not active:
+            return trees
+        ending = Ending(self.config, self._tree.shape.levels, [within[index] for index in active])
+        grown = self._grow(context, active, [texts[index] for index in active], ending)
+        for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
+            trees[index], self._rows[context.rows[index]].drafted = cut
+        return trees
+
+    def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
+        """Grow the first nodes of the shape for the active rows, level by level; the draft model
+        reads their texts as `texts`.
+        """
+        rows, within = [context.rows[index] for index in active], list(ending.nodes)
+        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        left = catch_up(self.model, rows, cached, missing)  # the root last
+        size = self._vocabulary if self._shared is None else self._shared.size
+
+        def drawn(draws: Draws | HostDraws, first: Tensor, descend: Descend) -> Grown:
+            return self._tree.grow(draws, max(within), first, descend, self._shared, enough=ending.enough)
+
+        if self.model.records and self.config.stop == Stop.NEVER:
+            draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
+            if draws.key is not None:
+                return self._unrolled(rows, texts, left, draws, (max(within), draws.key), drawn)
+        first = ending.look(self._fit(self.model.prefill(rows, left).logits))
+        for row, text in zip(rows, texts, strict=True):
+            self._rows[row] = _DraftRow(cached=len(text))
+
+        def descend(ids: Tensor, level: range) -> Tensor:
+            if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
+                for row in rows:
+                    self._rows[row].cached -= 1
+                self.model.truncate(rows, [self._rows[row].cached for row in rows])
+            roots, parents = self._readable([text[-1] for text in texts]), self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=within, start=level.start)
+            return ending.look(self._fit(self.model.score(rows, nodes).logits))
+
+        return drawn(self._tree.draws(context, active, first.device, size), first, descend)
+
+    def _unrolled(
+        self,
+        rows: list[int],
+        texts: list[Sequence[int]],
+        left: list[Sequence[int]],
+        draws: Draws | HostDraws,
+        key: Hashable,
+        drawn: Callable[[Draws | HostDraws, Tensor, Descend], Grown],
+    ) -> Grown:
+        """Grow the nodes as one recording, which runs what is `left` first."""
+
+        def grow(first: Tensor, descend: Descend, *numbers: Tensor) -> Grown:
+            def below(ids: Tensor, level: range) -> Tensor:
+                return self._fit(descend(self._known(ids), level))
+
+            return drawn(draws.with_tensors(numbers), self._fit(first), below)
+
+        grown = unroll(self.model, rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key)
+        for row, text in zip(rows, texts, strict=True):
+            self._rows[row] = _DraftRow(cached=len(text) - bool(grown.run))
+        return grown
+
+    def _fixed_tree(self) -> FixedTree:
+        """Return the tree that is drafted."""
+        return self.config.fixed_tree()
+
+    @property
+    def _behind(self) -> int:
+        """Slots that a draft needs behind a row's committed tokens."""
+        return self._tree.shape.size
+
+    @property
+    def _most(self) -> int:
+        """Most tokens of a text and a path behind it."""
+        return min(self.model.max_length, self.model.slots - self._behind)
+
+    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+        """Return the committed tokens as the draft model reads them."""
+        return tokens
+
+    def _span(self, row_id: int, length: int) -> int:
+        """Return how many tokens the draft model reads for a row's first `length` committed ones."""
+        return length
+
+    def _readable(self, tokens: Sequence[int]) -> list[int]:
+        """Return the tokens with ids that the draft model may lack, from the padding of the
+        target's embedding, replaced by 0.
+        """
+        return [token if token < self.model.vocab_size else 0 for token in tokens]
+
+    def _fit(self, logits: Tensor) -> Tensor:
+        """Map (B, F, V') -> (B, F, V) over the target's ids."""
+        return fit_vocabulary(logits, self._vocabulary)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """Return drafted tokens as the draft model reads them."""
+        return ids
+
+    def _check_vocabulary(self, setup: DrafterSetup) -> None:
+        check_vocabulary(setup, self.config.model, self.model.vocab_size)
+
+
+def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
+    """Load the draft model that a configuration names beside the target; one that is loaded stays
+    where it is.
+    """
+    device = setup.target.device if isinstance(config.model, str | Path) else None
+    return kind.load(config.model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+
+
+def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
+    """Map logits (.., V') -> (.., V) over `vocabulary` ids: padding is dropped, ids that the draft
+    model lacks are impossible.
+    """
+    missing = vocabulary - logits.shape[-1]
+    return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocabulary]
+
+
+def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
+    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one
+    token for each row), and return the logits (B, 1, V) after the last token of each.
+    """
+    return model.prefill(rows, catch_up(model, rows, cached, missing)).logits
+
+
+def catch_up(
+    model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]
+) -> list[Sequence[int]]:
+    """Cut the rows' caches to `cached` tokens and, for rows with many `missing` tokens, run all of
+    these but the last. Returns what is left to run, at least one token for each row.
+    """
+    model.truncate(rows, cached)
+    rest = list(missing)
+    for index, (row, text) in enumerate(zip(rows, missing, strict=True)):
+        if len(text) > CHUNK:
+            model.prefill([row], [text[:-1]])
+            rest[index] = text[-1:]
+    return rest
+
+
+class Stop(StrEnum):
+    """The rules that end a draft: a confidence threshold, or a bound on acceptance from the
+    distribution's entropy. A rule looks at the distribution *before* its token is drawn. The token
+    is drawn and submitted all the same, and drafting ends behind it: a sampled token that is
+    withdrawn because of its value biases the text, one that was drawn last does not.
+    """
+
+    NEVER = "never"  # Only the budget ends it
+    CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
+    SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
+    ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
+
+
+DEFAULTS = {Stop.CONFIDENCE: 0.4, Stop.SVIP: 0.6, Stop.ADAEDL: 0.4}  # Thresholds; SVIP and AdaEDL tune theirs
+ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
+
+
+def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
+    """Return (..,) bool: whether to draft on behind a token drawn from these distributions (.., V),
+    by any rule but `NEVER`. The rule's own threshold applies if none is given.
+    """
+    threshold = DEFAULTS[rule] if threshold is None else threshold
+    if rule is Stop.CONFIDENCE:
+        return probs.amax(-1) >= threshold
+    entropy: Tensor = torch.special.entr(probs.float()).sum(-1)
+    return entropy.sqrt() <= threshold if rule is Stop.SVIP else 1 - (ENTROPY_SHARE * entropy).sqrt() >= threshold
+
+
+class Ending(NodeLimits):
+    """The nodes that each row may submit under a `Stop` rule: nodes drawn where all of a level's
+    distributions say stop are the last.
+    """
+
+    def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: list[int]) -> None:
+        super().__init__(levels, nodes, lambda _: self._ended)
+        self._stop, self._threshold = Stop(config.stop), config.stop_threshold
+        self._ended: list[bool] = []
+
+    def look(self, logits: Tensor) -> Tensor:
+        """Look at the raw logits (B, F, V) of a level before anything is drawn from them, and
+        return them.
+        """
+        if self._stop is not Stop.NEVER:
+            going = goes_on(self._stop, logits.float().softmax(-1), self._threshold)
+            self._ended = (~going.any(-1)).tolist()
+        return logits

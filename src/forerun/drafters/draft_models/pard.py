@@ -18,12 +18,12 @@ from torch import Tensor
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, DrafterSetup, check_least
 from forerun.devices import sent_ints
-from forerun.drafters.base import DraftContext, DrafterSetup, check_least
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter, Ending, Stop, catch_up
 from forerun.drafters.drawing import Draw
-from forerun.drafters.heads.layers import spare_token
 from forerun.drafters.trees import DynamicTree, FixedTree, Grown
+from forerun.drafters.vocabulary import spare_token
 from forerun.errors import ArgumentError
 from forerun.model.inputs import Nodes
 from forerun.model.support import text_config

@@ -18,7 +18,7 @@ from typing import Any
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
     SpanEncoder,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from forerun.drafters.base import DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.token_bytes import SpanEncoder, TokenBytes, opening_of
 from forerun.drafters.drawing import DraftVocabulary

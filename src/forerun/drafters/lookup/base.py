@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, PerDomain
-from forerun.drafters.lookup.compiled.batch import (
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain
+from forerun.drafters.lookup.batch import (
     DEPTH,
     END,
     NODES,
@@ -29,8 +29,8 @@ from forerun.drafters.lookup.compiled.batch import (
     address,
     whereabouts,
 )
-from forerun.drafters.lookup.compiled.drafts import NODE_COLUMNS, NODE_PARENT, Draft, Ints
-from forerun.drafters.lookup.compiled.following import FOLLOWER, NOWHERE, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
+from forerun.drafters.lookup.drafts import NODE_COLUMNS, NODE_PARENT, Draft, Ints
+from forerun.drafters.lookup.following import FOLLOWER, NOWHERE, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
 from forerun.types import Budget
 
 A = TypeVar("A", bound=NDArray[Any])

@@ -14,17 +14,8 @@ from numba.core import types
 from numba.core.extending import intrinsic
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup.compiled.drafts import (
-    KEYS,
-    NODE_COLUMNS,
-    NODE_TOKEN,
-    Draft,
-    Floats,
-    Ints,
-    compiled,
-    learn,
-)
-from forerun.drafters.lookup.compiled.following import FOLLOWER, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
+from forerun.drafters.lookup.drafts import KEYS, NODE_COLUMNS, NODE_TOKEN, Draft, Floats, Ints, compiled, learn
+from forerun.drafters.lookup.following import FOLLOWER, REPLACEMENT_COLUMNS, REPLACEMENTS, Followers
 
 Longs = NDArray[np.int64]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.drafters.lookup.compiled.drafts import (
+from forerun.drafters.lookup.drafts import (
     FOLLOWED,
     GUESSED,
     NONE,

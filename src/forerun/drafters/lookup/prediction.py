@@ -5,14 +5,27 @@ done in `compiled.following`.
 Prompt lookup and suffix automata find the place to copy from by what stands before the end of the text, and just that
 is what an edit has changed. A follower keeps the place instead, like a finger on the original. What "speculative edits"
 (Cursor, 2024) are for, whose method was not published; this one is ours.
+
+Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It
+comes with the prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All
+nodes are deterministic.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from forerun.drafters.lookup.compiled import following
-from forerun.drafters.lookup.compiled.drafts import NONE, Draft, Floats, Ints
+import numpy as np
+from numpy.typing import NDArray
+
+from forerun.core.sampling import Sampler, check_token_ids
+from forerun.core.tree import TokenTree
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.drafters.lookup import following
+from forerun.drafters.lookup.drafts import NONE, Draft, Floats, Ints, learn, unseen
+from forerun.errors import ArgumentError
+from forerun.types import Budget, DraftKind
 
 
 class Follower:
@@ -70,3 +83,155 @@ class Follower:
     def draft(self, source: Ints, counts: Floats, made: Draft, *, same: bool = False) -> tuple[int, float]:
         """Draft everything that comes next, however improbable, with `following.draft`."""
         return following.draft(self._all, source, counts, made, 0.0, same)
+
+
+_LONGEST = 4  # Longest string searched for, tokens
+_REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
+_FACTOR = 2  # After an edit, tokens drafted for each token that agreed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictionConfig:
+    """Options of `prediction`."""
+
+    num_speculative_tokens: int = 16  # Most tokens copied from the prediction in a step
+    text: str | Sequence[int] | None = None  # Prediction for requests that bring none: text, or token ids
+
+    def __post_init__(self) -> None:
+        check_least("prediction", self, num_speculative_tokens=1)
+
+
+@dataclass(kw_only=True, slots=True)
+class _PredictionRow:
+    follower: Follower
+    places: Places
+    text: Ints  # The row's tokens as far as they were read
+    counts: Floats  # Accepted and tried, of nodes by what was known of them
+    drafted: Ints | None = None  # The nodes of the last draft
+
+
+class PredictionDrafter(Drafter):
+    """Drafts the predicted tokens from where the answer stands among them, and nothing if it stands
+    nowhere. Until the answer first leaves the prediction a draft has `num_speculative_tokens`; from
+    then on it is shorter where little agreed, so that a prediction which was wrong costs little.
+    Raises ArgumentError if `text` is a string and there is no tokenizer, or holds ids outside the
+    vocabulary.
+    """
+
+    name = "prediction"
+    Config = PredictionConfig
+
+    def __init__(self, config: PredictionConfig, setup: DrafterSetup) -> None:
+        self.config = config
+        self._default = _token_ids(config.text, setup)
+        self._rows: dict[int, _PredictionRow] = {}
+        self._counts = PerDomain(unseen)
+
+    def kind(self, sampler: Sampler) -> DraftKind:
+        return DraftKind(chain=True)
+
+    def extend(self, context: DraftContext) -> None:
+        for index, row_id in enumerate(context.rows):
+            tokens = context.tokens[index]
+            if row_id in self._rows and len(self._rows[row_id].text) > len(tokens) - context.fresh[index]:
+                del self._rows[row_id]
+            row = self._row(context, index)
+            if row.drafted is not None:
+                learn(row.drafted, np.asarray(tokens[len(row.text) :], np.int32), row.counts)
+            self._read(row, tokens, context.prompt_lengths[index])
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = []
+        for index, tokens in enumerate(context.tokens):
+            row = self._row(context, index)
+            self._read(row, tokens, context.prompt_lengths[index])
+            length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
+            if row.follower.changed:
+                length = min(length, _FACTOR * row.follower.agreed)
+            made = Draft.of(max(0, length))
+            drafted = made.first(row.follower.draft(row.places.text, row.counts, made)[0])
+            row.drafted = drafted.nodes
+            trees.append(drafted.tree(tokens[-1]))
+        return trees
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """Truncate rows, see `Drafter.truncate`; a row that shrinks, or serves another prompt, is
+        aligned anew when it is next seen.
+        """
+        for row_id, length in zip(rows, lengths, strict=True):
+            if row_id in self._rows and length <= len(self._rows[row_id].text):
+                del self._rows[row_id]
+
+    def _row(self, context: DraftContext, index: int) -> _PredictionRow:
+        row_id = context.rows[index]
+        if row_id not in self._rows:
+            predicted = (context.predictions[index] if context.predictions else ()) or self._default
+            follower = Follower()
+            follower.start(0, 0)
+            self._rows[row_id] = _PredictionRow(
+                follower=follower,
+                places=Places(predicted),
+                text=np.asarray(context.tokens[index][: context.prompt_lengths[index]], np.int32),
+                counts=self._counts.of(context.salt(index)),
+            )
+        return self._rows[row_id]
+
+    def _read(self, row: _PredictionRow, tokens: Sequence[int], prompt: int) -> None:
+        known = len(row.text)
+        if known < len(tokens):
+            row.drafted = None
+            row.text = np.append(row.text, np.asarray(tokens[known:], np.int32))
+        for at in range(max(known, prompt), len(tokens)):
+            row.follower.read(row.places.text, row.text, at, at + 1)
+            if not row.follower.found:
+                place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], row.follower.parted)
+                if place is not None:
+                    row.follower.start(place, matched)
+
+
+def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
+    if text is None:
+        return ()
+    if not isinstance(text, str):
+        check_token_ids("prediction: text", text, setup.target.vocab_size)
+        return tuple(text)
+    if setup.tokenizer is None:
+        raise ArgumentError("prediction: text is a string, but the model has no tokenizer; give token ids instead")
+    return tuple(setup.tokenizer.encode(text, add_special_tokens=False))
+
+
+class Places:
+    """An index of where strings end in a text. The places of each token are found by one sort, so
+    that a long prediction delays nobody.
+    """
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text: Ints = np.array(text, np.int32)
+        self._order = self.text.argsort(kind="stable")  # Places of the smallest token, then of the next
+
+    def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
+        """Return the index behind the longest of the strings that end a text, whose last tokens are
+        `end`, and its length. The place is the nearest from `first` on that is not too far for so
+        short a string; a string of `_LONGEST` tokens may stand anywhere.
+        """
+        found = list(self._ends(end))
+        for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
+            ahead = int(np.searchsorted(ends, first))
+            if ahead < len(ends) and ends[ahead] - first <= _REACH**size:
+                return int(ends[ahead]), size
+            if len(ends) and size == _LONGEST:
+                return int(ends[ahead - 1] if ahead else ends[0]), size
+        return None, 0
+
+    def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
+        """Yield where the last token of `end`, its last two, ... end in the text, ascending."""
+        tokens, order = self.text, self._order
+        first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
+        ends = order[first:last] + 1
+        size = 1
+        while len(ends) and size < len(end):
+            yield ends
+            size += 1
+            ends = ends[ends >= size]
+            ends = ends[tokens[ends - size] == end[-size]]
+        yield ends

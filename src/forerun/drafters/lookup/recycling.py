@@ -24,14 +24,14 @@ from safetensors.numpy import save
 
 from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget, Verdict
 from forerun.writing import written
 
 if TYPE_CHECKING:
-    from forerun.core.scores import Scores
+    from forerun.decode.scores import Scores
 
 log = logging.getLogger(__name__)
 

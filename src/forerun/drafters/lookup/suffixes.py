@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from forerun.drafters.lookup.compiled.batch import ints_at
-from forerun.drafters.lookup.compiled.drafts import (
+from forerun.drafters.lookup.batch import ints_at
+from forerun.drafters.lookup.drafts import (
     MIX,
     NONE,
     SEPARATOR,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DraftContext, Drafter
+from forerun.decode.drafter import DraftContext, Drafter
 from forerun.drafters.drawing import Children
 from forerun.drafters.trees import FixedTree, NodeLimits, Submitted
 from forerun.model.inputs import Nodes

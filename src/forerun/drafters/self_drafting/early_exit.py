@@ -21,8 +21,8 @@ from torch.nn.functional import linear
 
 from forerun.core.acceptance import Proposal
 from forerun.core.tree import Resume, TokenTree
+from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.devices import sent
-from forerun.drafters.base import DraftContext, DrafterSetup
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError

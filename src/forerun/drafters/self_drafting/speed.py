@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
-from forerun.drafters.base import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.drafters.drawing import attempt
 from forerun.errors import UnsupportedModelError
 from forerun.model.inputs import Nodes

@@ -17,18 +17,26 @@ from statistics import median
 
 import torch
 
-from forerun.core.row import Row
 from forerun.core.sampling import Sampler
-from forerun.core.step import Group, first_tokens, step
 from forerun.core.tree import TokenTree
-from forerun.drafters.base import DrafterSetup
-from forerun.drafters.self_drafting.skip_layers import SkipLayersConfig, SkipLayersDrafter
-from forerun.drafters.self_drafting.skipping import PARTS, Search, SkipSet, Space, Sublayer, every, names
+from forerun.decode.drafter import DrafterSetup
+from forerun.decode.row import Row
+from forerun.decode.step import Group, first_tokens, step
+from forerun.drafters.self_drafting.skip_layers import (
+    PARTS,
+    Search,
+    SkipLayersConfig,
+    SkipLayersDrafter,
+    SkipSet,
+    Space,
+    Sublayer,
+    every,
+    names,
+)
 from forerun.errors import ForerunError
-from forerun.figures import mean_acceptance_length
 from forerun.model import Target
 from forerun.model.inputs import Nodes
-from forerun.types import SamplingParams
+from forerun.types import SamplingParams, mean_acceptance_length
 
 REPEATS = 15  # Times that every pass is put on the clock; the median counts
 ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for

@@ -21,13 +21,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from forerun.caching import cache_root
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
 from forerun.model.layers import base_of, cache_argument, device_of
 from forerun.model.padding import current, running
 from forerun.model.sample import draw_tokens
+from forerun.writing import cache_root
 
 log = logging.getLogger(__name__)
 

@@ -28,10 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.caching import cache_root
 from forerun.errors import ArgumentError
 from forerun.model.padding import TreePaths
-from forerun.writing import written
+from forerun.writing import cache_root, written
 
 log = logging.getLogger(__name__)
 

@@ -24,16 +24,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from forerun.checkpoints import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.checkpoints.engines import Exported, export_head
-from forerun.drafters.heads.base import Head
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.base import Head
+from forerun.heads.engines import Exported, export_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts
+from forerun.heads.formats import format_for, read_head, write_head
+from forerun.losses.batch import Objective, TokenBatch
+from forerun.losses.objective import FrozenTarget
 from forerun.manifests import read_object
 from forerun.model.layers import CACHE_ARGUMENTS, device_of
-from forerun.training.batch import Objective, TokenBatch
 from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
-from forerun.training.objectives.base import FrozenTarget
 from forerun.writing import written
 
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
@@ -228,7 +229,7 @@ class ConvertedModel:
 
         Its dtype is `torch_dtype` of the architecture, or the base model's where there is none.
         `target` is the path or hub id under which the engine finds the base model; None: where it
-        was loaded from. For the rest, and the errors, see `checkpoints.engines.export_head`;
+        was loaded from. For the rest, and the errors, see `heads.engines.export_head`;
         ArgumentError, too, without a draft vocabulary.
         """
         self._check_ready()

@@ -17,13 +17,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from forerun.checkpoints import HeadCheckpoint
-from forerun.drafters.heads.base import Head, HeadConfig
-from forerun.drafters.heads.dflash import DFlashConfig
-from forerun.drafters.heads.kinds import import_named, kind_named
-from forerun.drafters.heads.medusa import MedusaConfig
+from forerun.drafters.kinds import import_named, kind_named, objective_for
 from forerun.errors import ArgumentError, choices
-from forerun.training.batch import Objective
+from forerun.heads.base import Head, HeadConfig
+from forerun.heads.dflash import DFlashConfig
+from forerun.heads.files import HeadCheckpoint
+from forerun.heads.medusa import MedusaConfig
+from forerun.losses.batch import Objective
+from forerun.losses.objective import FrozenTarget
 from forerun.training.convert.settings import (
     DTYPES,
     SAME_NAME,
@@ -33,8 +34,6 @@ from forerun.training.convert.settings import (
     head_shape,
     rope_of,
 )
-from forerun.training.objectives import objective_for
-from forerun.training.objectives.base import FrozenTarget
 
 
 class Mode:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, nearest
-from forerun.head_keys import NEUTRAL
+from forerun.heads.keys import NEUTRAL
 
 if TYPE_CHECKING:
-    from forerun.drafters.heads.eagle import EagleConfig
+    from forerun.heads.eagle import EagleConfig
 
 ARCHITECTURE = "eagle_architecture_config"
 VOCABULARY_IDS = "eagle_draft_vocab_ids"
@@ -161,7 +161,7 @@ def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
     """Return the shape of the head that these settings mean for a causal LM; ArgumentError if it
     does not fit the model.
     """
-    from forerun.drafters.heads.eagle import EagleConfig
+    from forerun.heads.eagle import EagleConfig
 
     shape, text = settings.architecture, model.config.get_text_config()
     for name in ("hidden_size", "vocab_size"):
@@ -231,7 +231,7 @@ def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
     """Convert ModelOpt's 0-based layers, whose outputs are meant, to boundaries; empty: our
     default.
     """
-    from forerun.checkpoints.eagle import from_outputs
+    from forerun.heads.decoders import from_outputs
 
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong:

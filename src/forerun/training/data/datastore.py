@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.drafters.lookup import datastore as layout
+from forerun.drafters.lookup import rest as layout
 from forerun.errors import ArgumentError, DataError
 from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.prepare import NO_TEMPLATE, apply_template

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from forerun.errors import DataError
+from forerun.losses.batch import TokenBatch
+from forerun.losses.objective import ObjectiveSettings, pick_counted
 from forerun.model.support import context_length, text_config
-from forerun.training.batch import TokenBatch
 from forerun.training.data.store import UNWRITTEN
 from forerun.training.features.online import evaluating
-from forerun.training.objectives.base import ObjectiveSettings, pick_counted
 from forerun.types import SamplingParams, Source
 from forerun.writing import written
 

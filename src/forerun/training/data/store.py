@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.losses.batch import TokenBatch
 from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
-from forerun.training.batch import TokenBatch
 from forerun.writing import written_folder
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""This package has what the objectives of heads and draft models share."""
