@@ -283,7 +283,7 @@ class Injector:
         monkeypatch.setattr(scheduling, "logprobs_of", marked)
         monkeypatch.setattr(step, "_traced_nodes", traced)
         monkeypatch.setattr(CompletionWriter, "events", written)
-        monkeypatch.setitem(rules.RULES, "faulty", f"{__name__}:Rule")
+        monkeypatch.setitem(rules.RULES, "faulty", Rule)
 
     def inject(self, place: Place, error: BaseException, after: int) -> None:
         self.place, self.fault = place, Fault(error, after)

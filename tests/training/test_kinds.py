@@ -12,7 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.control.config import method_of
 from forerun.drafters import DRAFTERS, drafter_class
-from forerun.drafters.kinds import KINDS, OBJECTIVES, kind_named, objective_for
+from forerun.drafters.kinds import KINDS, kind_named, objective_for
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.heads.files import HeadCheckpoint, TargetFacts
 from forerun.heads.formats import FORMATS, format_for, write_head
@@ -52,7 +52,7 @@ CARRIED = {kind for entry in FORMATS.values() for kind in entry.kinds}
 """Kinds of which a checkpoint can be written."""
 
 
-EACH = [name for name in OBJECTIVES if name in CARRIED and WAYS.get(name) != []]
+EACH = [name for name in KINDS if name in CARRIED and WAYS.get(name) != []]
 
 
 @pytest.mark.parametrize("kind", one_of_each(EACH, lambda name: kind_named(name).drafts))
@@ -101,7 +101,7 @@ def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prep
 
 
 def test_kinds_are_drafters_and_can_be_trained() -> None:
-    assert {kind.name if kind.name in OBJECTIVES else kind.stored_as for kind in KINDS.values()} == set(OBJECTIVES)
+    assert all(kind.objective or KINDS[kind.stored_as].objective for kind in KINDS.values())
     assert {kind.trains for kind in KINDS.values()} == set(TRAINED)
     for name, kind in KINDS.items():
         assert kind.name == name and (name in DRAFTERS or kind.trains != "head")
@@ -122,7 +122,7 @@ def test_what_is_no_kind_or_another_ones_is_refused_by_name() -> None:
         make_recipe("eagle", {**given, "kind": "eagle3"})
     with pytest.raises(ArgumentError, match=r"unknown key 'objective\.anchors"):
         make_recipe("eagle3", {**given, "objective": {"anchors": 64}})
-    drafting = dataclasses.replace(kind_named("eagle3"), name="later", trains="draft_model")
+    drafting = dataclasses.replace(kind_named("eagle3"), name="later", objective=None)
     with pytest.raises(ArgumentError, match="later cannot be trained here"):
         objective_for(drafting)
 
@@ -174,7 +174,7 @@ WRONG = {
     **dict.fromkeys(("block_size", "markov_rank", "selector_rank", "emb_dim", "gru_hidden_dim"), (-1, "one")),
 }
 """Option of heads -> values that no kind takes."""
-FRESH = [name for name in OBJECTIVES if kind_named(name).trains == "head" and kind_named(name).in_target is None]
+FRESH = [one.name for one in KINDS.values() if one.trains == "head" and one.in_target is None and one.objective]
 
 
 @pytest.mark.parametrize("kind", FRESH)

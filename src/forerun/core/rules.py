@@ -26,7 +26,6 @@ not the target's.
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -39,17 +38,6 @@ from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, choices
 from forerun.types import DraftKind, Drawn, Source, Verdict
-
-RULES: dict[str, str] = {
-    "argmax_walk": "forerun.core.rules:ArgmaxWalk",
-    "sample_walk": "forerun.core.rules:SampleWalk",
-    "token_rejection": "forerun.core.rules:TokenRejection",
-    "block": "forerun.core.rules:BlockVerification",
-    "recursive_rejection": "forerun.core.rules:RecursiveRejection",
-    "traversal": "forerun.core.rules:TraversalVerification",
-    "greedy_k": "forerun.core.rules:GreedyK",
-    "typical": "forerun.core.rules:TypicalAcceptance",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +84,7 @@ def rule_named(name: str) -> Rule:
     ArgumentError if there is none, naming the nearest.
     """
     check_named(name)
-    module, _, attribute = RULES[name].partition(":")
-    rule: Rule = getattr(importlib.import_module(module), attribute)()
-    return rule
+    return RULES[name]()
 
 
 def ending(tree: TokenTree, node: int) -> Source:
@@ -397,3 +383,19 @@ class TypicalAcceptance(Rule):
         threshold = min(self.epsilon, self.delta * math.exp(-at.entropy))
         probs = [(child, at.of_child(child)) for child in tree.children[node]]
         return [(child, prob) for child, prob in probs if prob > threshold]
+
+
+RULES: dict[str, type[Rule]] = {
+    rule.name: rule
+    for rule in (
+        ArgmaxWalk,
+        SampleWalk,
+        TokenRejection,
+        BlockVerification,
+        RecursiveRejection,
+        TraversalVerification,
+        GreedyK,
+        TypicalAcceptance,
+    )
+}
+"""A new rule is one class above and its name here."""

@@ -1,32 +1,21 @@
-"""The kinds of draft heads, one line each: all that training, checkpoints and the command line know
-of a kind.
+"""This registry has one line for each kind of draft head: all that training, checkpoints and the command line know.
 
-A new kind is one file for the head (`drafters/heads/`), one for what it is trained to do (`training/objectives/`) and,
-where its checkpoints look like nobody else's, one for their format (`checkpoints/`); a line in each folder's registry.
-Importing this imports no torch.
-
-Objectives are what heads and draft models learn: one file per objective and one line here.
-Importing this imports no torch.
+A new kind is one file in `forerun.heads` and one line here. The file has the module, its drafter, its objective, its
+format of checkpoints and what serving engines make of it; the line names them, so importing this imports no torch.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from forerun.errors import ArgumentError, choices
-
-if TYPE_CHECKING:
-    from forerun.heads.base import Head
-
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
 READ_HEAD = "forerun.heads.formats:read_head"
-"""Reads a head from a directory or hub id. Named, not imported: `checkpoints` knows heads, and not
-the reverse.
-"""
+"""Reads a head from a directory or hub id. It is named, not imported: it stands above."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +27,12 @@ class HeadKind:
     summary: str
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
+    objective: str | None = None
+    """``module:Class`` of what training minimises, a `losses.batch.Objective`; None: that of `same_head_as`, if any."""
+    format: str | None = None
+    """``module:Class`` of the kind's own format of checkpoints, a `heads.files.Format`; None: `heads.formats` names the
+    kind beside a format that it shares with others."""
+    engines: str | None = None  # ``module:Class`` of what serving engines make of such heads, a `heads.engines.Engines`
     drafts: Way
     """How the head drafts. ``sequential``: level by level, each reading the one before by layers.
     ``recurrent``: level by level, each by weights of its own. ``parallel``: all depths from one
@@ -60,10 +55,9 @@ class HeadKind:
         return self.same_head_as or self.name
 
     @property
-    def head(self) -> type[Head]:
-        """The class of the head's module."""
-        found: type[Head] = import_named(self.module)
-        return found
+    def head(self) -> Any:
+        """Return the class of the head, a `heads.base.Head`."""
+        return import_named(self.module)
 
 
 _EAGLE = "forerun.heads.eagle"
@@ -76,6 +70,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a small head on fused hidden states of the target (EAGLE-3, 3.1); chain, fixed or dynamic tree",
             module=f"{_EAGLE}:EagleHead",
             drafter=f"{_EAGLE}:Eagle3Drafter",
+            objective="forerun.heads.eagle:Eagle3Objective",
+            engines="forerun.heads.eagle_engines:EagleEngines",
             drafts="sequential",
         ),
         HeadKind(
@@ -84,6 +80,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a head that continues the target's last hidden state (EAGLE-1); chain, fixed or dynamic tree",
             module=f"{_EAGLE}:EagleHead",
             drafter=f"{_EAGLE}:EagleDrafter",
+            objective="forerun.heads.eagle:EagleObjective",
+            engines="forerun.heads.eagle_engines:EagleEngines",
             drafts="sequential",
         ),
         HeadKind(
@@ -101,6 +99,9 @@ KINDS: dict[str, HeadKind] = {
             summary="an EAGLE-3 head that drafts all depths in one pass, from masks; the tree of the likeliest paths",
             module="forerun.heads.peagle:PEagleHead",
             drafter="forerun.heads.peagle:PEagleDrafter",
+            objective="forerun.heads.peagle:PEagleObjective",
+            format="forerun.heads.peagle:PEagleFormat",
+            engines="forerun.heads.peagle:PEagleEngines",
             drafts="block",
         ),
         HeadKind(
@@ -109,6 +110,9 @@ KINDS: dict[str, HeadKind] = {
             summary="an output head for each token further ahead, all from one hidden state (Medusa)",
             module="forerun.heads.medusa:MedusaHead",
             drafter="forerun.heads.medusa:MedusaDrafter",
+            objective="forerun.heads.medusa:MedusaObjective",
+            format="forerun.heads.medusa:MedusaFormat",
+            engines="forerun.heads.medusa:MedusaEngines",
             drafts="parallel",
         ),
         HeadKind(
@@ -117,6 +121,7 @@ KINDS: dict[str, HeadKind] = {
             summary="Medusa's output heads and the target itself, which learn together (Medusa-2)",
             module="forerun.heads.medusa:MedusaHead",
             drafter="forerun.heads.medusa:MedusaDrafter",
+            objective="forerun.training.medusa2:Medusa2Objective",
             drafts="parallel",
             trains="target_and_head",
             same_head_as="medusa",
@@ -127,6 +132,9 @@ KINDS: dict[str, HeadKind] = {
             summary="Medusa's heads in a row: each reads the tokens drafted above it (Hydra, Hydra++)",
             module="forerun.heads.hydra:HydraHead",
             drafter="forerun.heads.hydra:HydraDrafter",
+            objective="forerun.heads.recurrent:RecurrentObjective",
+            format="forerun.heads.hydra:HydraFormat",
+            engines="forerun.heads.hydra:HydraEngines",
             drafts="recurrent",
         ),
         HeadKind(
@@ -135,6 +143,9 @@ KINDS: dict[str, HeadKind] = {
             summary="a small recurrent network over the target's last state and the drafted tokens (IBM)",
             module="forerun.heads.mlp_speculator:MlpSpeculatorHead",
             drafter="forerun.heads.mlp_speculator:MlpSpeculatorDrafter",
+            objective="forerun.heads.recurrent:RecurrentObjective",
+            format="forerun.heads.mlp_speculator:MlpSpeculatorFormat",
+            engines="forerun.heads.mlp_speculator:MlpSpeculatorEngines",
             drafts="recurrent",
         ),
         HeadKind(
@@ -143,6 +154,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a block of tokens in one pass, from masks (DFlash); the tree of the likeliest paths",
             module="forerun.heads.dflash:DFlashHead",
             drafter="forerun.heads.dflash:DFlashDrafter",
+            objective="forerun.heads.dflash:DFlashObjective",
+            engines="forerun.heads.block_files:BlockEngines",
             drafts="block",
         ),
         HeadKind(
@@ -151,6 +164,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a block in one pass whose tokens depend on the one before, and which says where to stop (DSpark)",
             module="forerun.heads.dspark:DSparkHead",
             drafter="forerun.heads.dspark:DSparkDrafter",
+            objective="forerun.heads.dspark:DSparkObjective",
+            engines="forerun.heads.block_files:BlockEngines",
             drafts="block",
         ),
         HeadKind(
@@ -159,6 +174,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a block in one pass with convolutions in it, whose likeliest tokens a selector scores (DFlash 2)",
             module="forerun.heads.dflash2:DFlash2Head",
             drafter="forerun.heads.dflash2:DFlash2Drafter",
+            objective="forerun.heads.dflash2:DFlash2Objective",
+            engines="forerun.heads.block_files:BlockEngines",
             drafts="block",
         ),
         HeadKind(
@@ -167,6 +184,8 @@ KINDS: dict[str, HeadKind] = {
             summary="a block in one pass whose depths a recurrent network over the tokens above corrects (Domino)",
             module="forerun.heads.domino:DominoHead",
             drafter="forerun.heads.domino:DominoDrafter",
+            objective="forerun.heads.domino:DominoObjective",
+            engines="forerun.heads.block_files:BlockEngines",
             drafts="block",
         ),
         HeadKind(
@@ -175,6 +194,9 @@ KINDS: dict[str, HeadKind] = {
             summary="the multi-token prediction layers that the target's own checkpoint brings; needs no head of yours",
             module="forerun.heads.mtp:MtpHead",
             drafter="forerun.heads.mtp:MtpDrafter",
+            objective="forerun.heads.mtp:MtpObjective",
+            format="forerun.heads.mtp_files:MtpFormat",
+            engines="forerun.heads.mtp_files:MtpEngines",
             drafts="sequential",
             in_target="forerun.heads.mtp_files:read_target",
         ),
@@ -184,6 +206,9 @@ KINDS: dict[str, HeadKind] = {
             summary="the target's first layers and a trained layer of attention draft, its others verify (Kangaroo)",
             module="forerun.heads.kangaroo:KangarooHead",
             drafter="forerun.heads.kangaroo:KangarooDrafter",
+            objective="forerun.heads.kangaroo:KangarooObjective",
+            format="forerun.heads.kangaroo:KangarooFormat",
+            engines="forerun.heads.kangaroo:KangarooEngines",
             drafts="adapter",
         ),
         HeadKind(
@@ -192,6 +217,7 @@ KINDS: dict[str, HeadKind] = {
             summary="a smaller causal LM that learns the target's distributions (DistillSpec, AdaSPEC)",
             module="transformers:AutoModelForCausalLM",
             drafter="forerun.drafters.draft_models.draft_model:DraftModelDrafter",
+            objective="forerun.training.distill:DistillObjective",
             drafts="sequential",
             trains="draft_model",
         ),
@@ -201,6 +227,7 @@ KINDS: dict[str, HeadKind] = {
             summary="a smaller causal LM that learns to draft all depths in one pass, from masks (PARD, PARD-2)",
             module="transformers:AutoModelForCausalLM",
             drafter="forerun.drafters.draft_models.pard:PardDrafter",
+            objective="forerun.training.pard:PardObjective",
             drafts="block",
             trains="draft_model",
         ),
@@ -210,6 +237,7 @@ KINDS: dict[str, HeadKind] = {
             summary="the target itself, whose first layers learn to draft for the others (LayerSkip)",
             module="transformers:AutoModelForCausalLM",
             drafter="forerun.drafters.self_drafting.early_exit:EarlyExitDrafter",
+            objective="forerun.training.layerskip:LayerSkipObjective",
             drafts="sequential",
             trains="target",
         ),
@@ -230,35 +258,14 @@ def import_named(path: str) -> Any:
     return getattr(importlib.import_module(module), attribute)
 
 
-OBJECTIVES: dict[str, str] = {
-    "eagle3": "forerun.heads.eagle:Eagle3Objective",
-    "eagle": "forerun.heads.eagle:EagleObjective",
-    "peagle": "forerun.heads.peagle:PEagleObjective",
-    "medusa": "forerun.heads.medusa:MedusaObjective",
-    "medusa2": "forerun.training.medusa2:Medusa2Objective",
-    "hydra": "forerun.heads.recurrent:RecurrentObjective",
-    "mlp_speculator": "forerun.heads.recurrent:RecurrentObjective",
-    "dflash": "forerun.heads.dflash:DFlashObjective",
-    "dspark": "forerun.heads.dspark:DSparkObjective",
-    "kangaroo": "forerun.heads.kangaroo:KangarooObjective",
-    "dflash2": "forerun.heads.dflash2:DFlash2Objective",
-    "domino": "forerun.heads.domino:DominoObjective",
-    "mtp": "forerun.heads.mtp:MtpObjective",
-    "layerskip": "forerun.training.layerskip:LayerSkipObjective",
-    "pard": "forerun.training.pard:PardObjective",
-    "distill": "forerun.training.distill:DistillObjective",
-}
-"""Kinds of head, or the ones that they are stored as, map to ``module:Class``, a `batch.Objective`.
-"""
-
-
 def objective_for(kind: HeadKind) -> Any:
     """Return the class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are
     the recipe's.
 
     ArgumentError for heads that cannot be trained here.
     """
-    found = OBJECTIVES.get(kind.name) or OBJECTIVES.get(kind.stored_as)
+    found = kind.objective or KINDS.get(kind.stored_as, kind).objective
     if found is None:
-        raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {', '.join(OBJECTIVES)} can")
+        trained = ", ".join(one.name for one in KINDS.values() if one.objective)
+        raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {trained} can")
     return import_named(found)

@@ -21,7 +21,7 @@ import torch
 from forerun.drafters.kinds import import_named, kind_named
 from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts, differences
-from forerun.heads.formats import FORMATS, README, format_for, locate_error, parse, read_files, write_head
+from forerun.heads.formats import README, format_for, locate_error, parse, read_files, write_head
 from forerun.types import LAST_HIDDEN
 
 Severity = Literal["ok", "check", "degrades", "fails"]
@@ -110,7 +110,7 @@ class Engines:
 
 def engines_for(kind: str) -> Engines:
     """Return the known facts about engines and heads of a kind."""
-    path = FORMATS[format_for(kind)].engines
+    path = kind_named(kind_named(kind).stored_as).engines
     return import_named(path)() if path else Engines()
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from forerun.drafters.kinds import import_named
+from forerun.drafters.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, CheckpointError, choices
 from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.manifests import read_object
@@ -34,10 +34,6 @@ class FormatEntry:
 
     path: str  # ``module:Class``, imported when the format is used
     kinds: tuple[str, ...]
-    engines: str = ""
-    """``module:Class``, an `engines.Engines`: how serving engines treat heads of these kinds, for
-    the format in which they are written. Empty: nothing is known.
-    """
 
 
 FORMATS: dict[str, FormatEntry] = {
@@ -45,46 +41,11 @@ FORMATS: dict[str, FormatEntry] = {
         path="forerun.heads.speculators_files:SpeculatorsFormat", kinds=("eagle3", "peagle", "dflash", "dspark")
     ),
     "modelopt": FormatEntry(path="forerun.heads.eagle_files:ModelOptFormat", kinds=("eagle3",)),
-    "medusa": FormatEntry(
-        path="forerun.heads.medusa:MedusaFormat",
-        kinds=("medusa",),
-        engines="forerun.heads.medusa:MedusaEngines",
-    ),
-    "hydra": FormatEntry(
-        path="forerun.heads.hydra:HydraFormat",
-        kinds=("hydra",),
-        engines="forerun.heads.hydra:HydraEngines",
-    ),
-    "mlp_speculator": FormatEntry(
-        path="forerun.heads.mlp_speculator:MlpSpeculatorFormat",
-        kinds=("mlp_speculator",),
-        engines="forerun.heads.mlp_speculator:MlpSpeculatorEngines",
-    ),
-    "kangaroo": FormatEntry(
-        path="forerun.heads.kangaroo:KangarooFormat",
-        kinds=("kangaroo",),
-        engines="forerun.heads.kangaroo:KangarooEngines",
-    ),
+    **{kind.name: FormatEntry(path=kind.format, kinds=(kind.name,)) for kind in KINDS.values() if kind.format},
     "dflash": FormatEntry(
-        path="forerun.heads.block_files:DFlashFormat",
-        kinds=("dflash", "dspark", "domino", "dflash2"),
-        engines="forerun.heads.block_files:BlockEngines",
+        path="forerun.heads.block_files:DFlashFormat", kinds=("dflash", "dspark", "domino", "dflash2")
     ),
-    "mtp": FormatEntry(
-        path="forerun.heads.mtp_files:MtpFormat",
-        kinds=("mtp",),
-        engines="forerun.heads.mtp_files:MtpEngines",
-    ),
-    "peagle": FormatEntry(
-        path="forerun.heads.peagle:PEagleFormat",
-        kinds=("peagle",),
-        engines="forerun.heads.peagle:PEagleEngines",
-    ),
-    "flat": FormatEntry(
-        path="forerun.heads.eagle_files:FlatFormat",
-        kinds=("eagle3", "eagle"),
-        engines="forerun.heads.eagle_engines:EagleEngines",
-    ),
+    "flat": FormatEntry(path="forerun.heads.eagle_files:FlatFormat", kinds=("eagle3", "eagle")),
 }
 """The first format that recognises a configuration reads it, so the most particular come first."""
 
