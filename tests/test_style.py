@@ -18,7 +18,7 @@ RIDDLES = re.compile(r"(Of|What|Whether|As|Where|Whose|The same)\b")
 MOST_RIDDLES = 0.004  # Share of the docstrings of the package that may begin so
 SHARED_NAMES = {"Plan"}
 """Class names that several modules of the package still define; no other may."""
-LAWS_LIVE_HERE = ("verify", "drafters", "certify", "sampling.py", "tree.py", "step.py")
+LAWS_LIVE_HERE = ("core", "decode", "drafters", "certify")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -198,21 +198,6 @@ def _select(state: State, matrix: str, kept: Tensor, axis: int, *, bias: bool = 
         state[f"{matrix}.bias"] = state[f"{matrix}.bias"][kept]
 
 
-TRAINED: dict[Role, str] = {
-    "head": "forerun.training.trained:TrainedHead",
-    "draft_model": "forerun.training.trained:TrainedModel",
-    "target": "forerun.training.trained:TrainedTarget",
-    "target_and_head": "forerun.training.trained:TrainedTargetAndHead",
-}
-"""Each role of a kind maps to ``module:Class``, a `Trained`."""
-
-
-def trained_class(kind: HeadKind) -> type[Trained]:
-    """Return the class of a kind's role."""
-    found: type[Trained] = import_named(TRAINED[kind.trains])
-    return found
-
-
 class Trained(ABC):
     """A `Trained` drafts for a target, before and after it was trained."""
 
@@ -537,3 +522,16 @@ def check_whole(recipe: TrainRecipe[Any]) -> None:
     """Raise ArgumentError where the target, which is trained, would be distributed over processes."""
     if recipe.target_parallel != "none":
         raise ArgumentError("the target is trained from its whole weights: target_parallel=none")
+
+
+TRAINED: dict[Role, type[Trained]] = {
+    "head": TrainedHead,
+    "draft_model": TrainedModel,
+    "target": TrainedTarget,
+    "target_and_head": TrainedTargetAndHead,
+}
+
+
+def trained_class(kind: HeadKind) -> type[Trained]:
+    """Return the class of a kind's role."""
+    return TRAINED[kind.trains]
