@@ -7,7 +7,10 @@ no torch.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+from forerun.moved import Moved
 
 if TYPE_CHECKING:
     from forerun.control.config import SpeculativeConfig
@@ -42,6 +45,8 @@ _HOMES = {
 __all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "ForerunError", "RequestOutput"]
 __all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]
 __all__ += ["convert", "enable_huggingface_checkpointing", "hf"]
+
+sys.meta_path.append(Moved())
 
 
 def __getattr__(name: str) -> Any:
