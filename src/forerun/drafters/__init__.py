@@ -1,4 +1,4 @@
-"""Drafters: one file per method and one line in `DRAFTERS`, for draft heads in `heads.kinds`. Imports no torch."""
+"""Drafters: one file per method and one line in `DRAFTERS`, for draft heads in `kinds`. Imports no torch."""
 
 from __future__ import annotations
 

@@ -305,7 +305,8 @@ class TrainedHead(Trained):
         config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
         counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
         ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
-        return kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
+        head: Head = kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
+        return head
 
 
 def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping
@@ -103,9 +102,8 @@ def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: M
     """
     source = importlib.util.find_spec("forerun.deploy.trials.vllm_answers")
     assert source is not None and source.origin is not None
-    script = shutil.copy(source.origin, folder)  # beside the original a module is called vllm
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
-    command = [str(python), script, str(folder / "plan.json"), str(folder)]
+    command = [str(python), source.origin, str(folder / "plan.json"), str(folder)]
     with (folder / "vllm.log").open("w", encoding="utf-8") as log:
         own = {**ENVIRONMENT, **(environment or {}), **os.environ}
         subprocess.run(command, stdout=log, stderr=log, env=own, check=False)

@@ -86,7 +86,8 @@ class Mode:
         ids = None if self.token_ids is None else check_ids(self.token_ids, config)
         if ids is None and config.reduced_vocabulary:
             ids = torch.arange(config.draft_vocab_size)
-        return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
+        head: Head = kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
+        return head
 
     def settings(self, config: HeadConfig) -> dict[str, Any]:
         """Return the settings of the objective for such a head."""
