@@ -46,7 +46,7 @@ __all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "Forerun
 __all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]
 __all__ += ["convert", "enable_huggingface_checkpointing", "hf"]
 
-sys.meta_path.append(Moved())
+sys.meta_path.insert(0, Moved())
 
 
 def __getattr__(name: str) -> Any:

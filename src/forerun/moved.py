@@ -1,6 +1,7 @@
 """This module finds the modules that had another place before version 0.2, and says once where each is now.
 
-`forerun` puts `Moved` at the end of Python's finders: it is asked only for a module that nobody else has found.
+`forerun` puts `Moved` before Python's own finders: a package of before is today's package under another name, and these
+would load what lies in it a second time.
 """
 
 from __future__ import annotations
