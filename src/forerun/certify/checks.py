@@ -147,6 +147,7 @@ def examined(run: Run) -> list[Check]:
 
 
 def token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:
+    """Return the beginnings of the prompts that are examined, as token ids."""
     if llm.tokenizer is None:
         raise ArgumentError("certify needs the model's tokenizer to read its prompts")
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)

@@ -142,8 +142,8 @@ class LLM:
             tokenizer=own_tokenizer,
             **loading,
         )
-        held, most = self.target.slots - headroom, self.target.max_length
-        self.max_model_len = min(most, held, held if kv_cache_tokens is None else kv_cache_tokens)
+        most = self.target.max_length
+        self.max_model_len = min(most, self.target.slots - headroom, kv_cache_tokens or most)
         if max_model_len is not None and max_model_len > most:
             raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
         self.tokenizer = own_tokenizer()
