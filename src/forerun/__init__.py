@@ -10,8 +10,6 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from forerun.moved import Moved
-
 if TYPE_CHECKING:
     from forerun.control.config import SpeculativeConfig
     from forerun.engine.async_llm import AsyncLLM
@@ -46,7 +44,7 @@ __all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "Forerun
 __all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]
 __all__ += ["convert", "enable_huggingface_checkpointing", "hf"]
 
-sys.meta_path.insert(0, Moved())
+sys.meta_path.insert(0, importlib.import_module("forerun.moved").Moved())
 
 
 def __getattr__(name: str) -> Any:

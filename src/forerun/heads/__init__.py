@@ -1,13 +1,17 @@
-"""Head checkpoints in the public formats: what a serving engine loads, as a head that forerun drafts with, and back.
+"""This package has the draft heads: one file for each kind, and what all kinds share.
 
-Inside forerun there is one form (`EagleConfig`, its module's tensor names, layer ids as boundaries); every format is
-converted to and from it here, and nowhere else.
+A head is read from any public format and written in any; inside forerun there is one form: the kind's configuration,
+its module's tensor names, layer ids as boundaries. The names below are loaded when first used.
 """
 
 from __future__ import annotations
 
-from forerun.heads.files import Format, HeadCheckpoint, TargetFacts, differences
-from forerun.heads.formats import FORMATS, format_for, format_named, format_of, is_head, read_head, write_head
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forerun.heads.files import Format, HeadCheckpoint, TargetFacts, differences
+    from forerun.heads.formats import FORMATS, format_for, format_named, format_of, is_head, read_head, write_head
 
 __all__ = [
     "FORMATS",
@@ -22,3 +26,12 @@ __all__ = [
     "read_head",
     "write_head",
 ]
+_IN_FILES = {"Format", "HeadCheckpoint", "TargetFacts", "differences"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'forerun.heads' has no attribute {name!r}")
+    return getattr(
+        importlib.import_module("forerun.heads.files" if name in _IN_FILES else "forerun.heads.formats"), name
+    )
