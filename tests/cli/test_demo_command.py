@@ -154,7 +154,7 @@ def test_an_edit_is_asked_for_and_looked_at(
     forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="def f(b):\n    return b")
-    monkeypatch.setattr(demo.shipped, "edits", lambda: [edit])
+    monkeypatch.setattr(demo.demo_texts, "edits", lambda: [edit])
     asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)
     ran = forerun(*asked)
     assert ran.code == 0, ran.err
@@ -163,7 +163,7 @@ def test_an_edit_is_asked_for_and_looked_at(
     assert ran.out.rstrip("\n").endswith("- def f(a):\n+ def f(b):\n-     return a\n+     return b")
     found = json.loads(forerun(*asked, "--json").out)
     assert found["right"] is False and found["prompt"] == "rename-1" and found["temperature"] == 0
-    monkeypatch.setattr(demo.shipped, "edits", lambda: [replace(edit, answer=found["text"])])
+    monkeypatch.setattr(demo.demo_texts, "edits", lambda: [replace(edit, answer=found["text"])])
     right = forerun(*asked).out
     assert "right: exactly what a script made" in right and "wrong" not in right
 

@@ -11,7 +11,7 @@ import pytest
 
 from cli.conftest import Ran
 from forerun.drafters.kinds import KINDS
-from forerun.heads.drafting import known_heads, suggest
+from forerun.heads.catalogue import known_heads, suggest
 from forerun.shipped import resolve
 
 Forerun = Callable[..., Ran]

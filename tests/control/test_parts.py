@@ -18,8 +18,9 @@ from forerun import LLM, SamplingParams
 from forerun.control import costs, explore
 from forerun.control.config import SpeculativeConfig, arms_of, method_of
 from forerun.control.costs import DraftCost, Nominal, PassShape, StepCosts, Times
-from forerun.control.explore import Confidence, Ranking, Survival
+from forerun.control.explore import Survival
 from forerun.control.policy import Bid, Offer, allocate, best_depth, choose, policy_for
+from forerun.control.ranking import Confidence, Ranking
 from forerun.control.settings import SETTINGS
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
@@ -392,7 +393,7 @@ def test_a_prediction_is_followed_only_where_there_is_one(
     setup = DrafterSetup(target=target, tokenizer=None, rows=2, slots=64)
     policy = policy_for([config], setup, nodes=8, costs=Passes())
     greedy = Sampler(SamplingParams(temperature=0.0), ())
-    shared: Any = {"prompt_length": 2, "sampler": greedy, "seed": 0, "stop_ids": frozenset[int](), "room": 9}
+    shared: Any = {"prompt_length": 2, "sampler": greedy, "seed": 0, "stop_ids": frozenset[int](), "tokens_left": 9}
     texts = [Row(cache_row=row, tokens=[1, 2], prediction=found, **shared) for row, found in enumerate([(3, 4), ()])]
     policy.plan(texts, [0, 1], [8, 8])
     assert rows == asked

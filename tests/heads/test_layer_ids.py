@@ -14,7 +14,7 @@ from torch import Tensor
 
 from forerun.control.config import method_of
 from forerun.errors import CheckpointError
-from forerun.heads.drafting import known_heads
+from forerun.heads.catalogue import known_heads
 from forerun.heads.engines import diagnose_files, worst
 from forerun.heads.files import HeadCheckpoint, differences
 from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head

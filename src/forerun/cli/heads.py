@@ -8,7 +8,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Json
-from forerun.heads.drafting import known_heads, suggest
+from forerun.heads.catalogue import known_heads, suggest
 
 
 def heads(target: str | None = None, /, *, json: Json = False) -> int:

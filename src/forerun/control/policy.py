@@ -31,16 +31,15 @@ from typing import NamedTuple
 from forerun.control.config import SpeculativeConfig
 from forerun.control.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.control.explore import (
-    Confidence,
     LookupTrials,
     ModelTrials,
     PassTrials,
-    Ranking,
     Survival,
     optimism,
     settle,
 )
 from forerun.control.measuring import known_or_nominal
+from forerun.control.ranking import Confidence, Ranking
 from forerun.control.settings import SETTINGS
 from forerun.core.acceptance import Acceptance
 from forerun.core.tree import TokenTree, prune

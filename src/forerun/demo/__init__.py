@@ -18,8 +18,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from forerun import shipped
 from forerun.errors import ArgumentError
-from forerun.shipped import FOLDER
 
 CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
 
@@ -34,7 +34,7 @@ class Prompt:
 
 def prompts() -> list[Prompt]:
     """Return the shipped held-out files, sorted by name."""
-    paths = sorted((FOLDER / "prompts").glob("*.py.txt"))
+    paths = sorted((shipped.FOLDER / "prompts").glob("*.py.txt"))
     names = (path.name.removesuffix(".txt").replace("--", "/") for path in paths)
     return [Prompt(name=name, text=path.read_text(encoding="utf-8")) for name, path in zip(names, paths, strict=True)]
 
@@ -64,7 +64,7 @@ def edits() -> list[Edit]:
     """Return the shipped edits. Their file, ``demo/prompts/edits.jsonl``, holds conversations as
     `forerun data` reads them.
     """
-    lines = (FOLDER / "prompts" / "edits.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (shipped.FOLDER / "prompts" / "edits.jsonl").read_text(encoding="utf-8").splitlines()
     found = ((record["id"], record["messages"]) for record in map(json.loads, lines))
     return [Edit(name=name, request=asked["content"], answer=answered["content"]) for name, (asked, answered) in found]
 

@@ -1,101 +1,32 @@
-"""A catalogue of public heads and PARD draft models, by target, as their publishers' pages, papers
-and pull requests report them (``catalogue.json``). Nothing here was downloaded or measured by
-forerun. Imports no torch.
-
-Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The
+"""Drafting with a head of any kind: a chain, a tree of fixed shape, or EAGLE-2's dynamic tree. The
 head is fed with the target's features as tokens are committed, so a proposal starts at the root's
 children with no catching up.
 """
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from forerun import shipped
 from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.devices import constant, rows_of
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
-from forerun.drafters.kinds import KINDS, READ_HEAD, HeadKind, import_named, kind_named
+from forerun.drafters.kinds import READ_HEAD, HeadKind, import_named, kind_named
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, NodeLimits, TreeOptions
 from forerun.errors import ArgumentError
 from forerun.heads.base import Head, check_fits
+from forerun.heads.catalogue import suggest
 from forerun.heads.runner import RUNNERS
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownHead:
-    """One published head."""
-
-    drafter: str = "eagle3"  # Its kind, as in `heads.kinds` where forerun has such heads
-    target: str  # Name of the target without its owner, as the report writes it
-    model: str  # Hub id
-    publisher: str
-    collection: str  # Source of the report: SpecBundle, a paper, a project
-    format: str | None = None
-    """The file format: eagle (flat, SpecForge and SGLang), speculators, modelopt, dflash,
-    transformers (a whole draft model), or pickle, which is never opened; None where it is not
-    stated.
-    """
-    boundaries: tuple[int, ...] | None = None  # Layers after which it reads the target, where it is said
-    acceptance_length: float | None = None  # Mean acceptance length as reported, under `conditions` alone
-    conditions: str = ""
-    url: str = ""  # Page that names the id
-
-    @property
-    def loadable(self) -> bool:
-        """True if its hub id can be passed to a drafter here, as far as the report says."""
-        return self.drafter in KINDS and self.format != "pickle"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "boundaries", tuple(self.boundaries) if self.boundaries else None)
-
-
-SHIPPED = KnownHead(
-    target="demo",
-    model="demo-eagle3",
-    publisher="forerun",
-    collection="the demo models",
-    format="eagle",
-)
-"""The head of the demo model, which no hub has."""
-
-
-@cache
-def known_heads() -> tuple[KnownHead, ...]:
-    """Return the whole catalogue, by target."""
-    text = resources.files(__package__ or __name__).joinpath("catalogue.json").read_text(encoding="utf-8")
-    heads = [KnownHead(**entry) for entry in json.loads(text)]
-    return tuple(sorted(heads, key=lambda head: head.target.casefold()))
-
-
-def suggest(target_name: str) -> list[KnownHead]:
-    """Return heads for a target (hub id, or a directory named like it). ``X`` also finds heads for
-    ``X-Instruct`` and the reverse, after the exact ones: reports are not always precise.
-    """
-    if shipped.is_target(target_name):
-        return [SHIPPED]
-    wanted = _short(target_name)
-    loose = wanted.removesuffix("-instruct")
-    found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
-    return sorted(found, key=lambda head: _short(head.target) != wanted)
-
-
-def _short(name: str) -> str:
-    return name.rstrip("/").rsplit("/", 1)[-1].casefold().removeprefix("meta-")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
