@@ -113,12 +113,7 @@ class LLM:
         old = from_old_keywords(loading)
         if old is not None and speculative_config is not None:
             raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
-        for name in loading:
-            if name == "adapt":
-                raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
-            if name not in _LOADING:
-                known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
-                raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
+        _check_keywords(loading)
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         scheduling = Scheduling(
@@ -446,3 +441,15 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
+
+
+def _check_keywords(loading: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that `LLM` does not have, naming the nearest; ArgumentError for
+    one that it had.
+    """
+    if "adapt" in loading:
+        raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
+    for name in loading:
+        if name not in _LOADING:
+            known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
+            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
