@@ -390,7 +390,6 @@ VARIANTS: dict[str, list[Variant]] = {
         _translated("slem", "letters", LETTERS, LETTERS[::-1], num_speculative_tokens=3),
         _translated("slem", "words", WORDS, OTHERS, num_speculative_tokens=4, look_behind=2),
     ],
-    "speed": [],  # needs a target that repeats its layers: tests/drafters/test_speed.py runs these tests on one
     "eagle3": [
         _eagle("eagle3", "chain", num_speculative_tokens=3),
         _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),

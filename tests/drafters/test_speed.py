@@ -1,8 +1,12 @@
-"""SPEED on a decoder that repeats its layers: the contract suite's own tests, the passes it takes, what is refused."""
+"""The example of a drafter outside the package, SPEED, on a decoder that repeats its layers.
+
+The contract suite's own tests, the passes it takes, what is refused.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,11 +16,10 @@ import torch
 
 from contract import harness, test_cache, test_distribution, test_ends, test_greedy
 from contract.harness import SAMPLED, as_prompts, tokens_of
-from drafters.tied import SPEED, tie, tied
+from drafters.tied import METHOD, SPEED, tie, tied
 from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.self_drafting.speed import shared_block
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
 from model.families import make, random_tokens
@@ -48,7 +51,7 @@ def engine(weights: Any, tokens: int, **options: Any) -> LLM:
     return LLM(
         weights,
         tokenizer=False,
-        speculative_config={"method": "speed", "num_speculative_tokens": tokens, "adaptive": False},
+        speculative_config={"method": METHOD, "num_speculative_tokens": tokens, "adaptive": False},
         max_num_seqs=4,
         max_model_len=64,
         self_check=False,
@@ -109,6 +112,7 @@ def setup(weights: Any) -> DrafterSetup:
 
 
 def test_the_block_is_found() -> None:
+    shared_block = importlib.import_module("speed").shared_block
     assert shared_block(Target(tie(make("llama"), 1))) == 1
     assert shared_block(Target(tie(make("llama"), 2))) == 2
     assert shared_block(Target(tie(make("gemma3"), 1))) == 2, "the layers' kinds of attention alternate"
@@ -116,18 +120,18 @@ def test_the_block_is_found() -> None:
 
 def test_layers_with_weights_of_their_own_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="weights of its own in each of its 4 layers"):
-        build("speed", {}, setup(make("llama")))
+        build(METHOD, {}, setup(make("llama")))
     with pytest.raises(UnsupportedModelError, match="weights of its own"):
-        build("speed", {}, setup(tie(make("llama"), 3)))
+        build(METHOD, {}, setup(tie(make("llama"), 3)))
 
 
 def test_layers_that_share_weights_but_not_what_they_do_are_refused() -> None:
     weights = tie(make("llama"), 1)
     weights.model.layers[2].register_forward_hook(lambda _m, _a, output: 3 * output)
     with pytest.raises(UnsupportedModelError, match="differ from a whole pass"):
-        build("speed", {}, setup(weights))
+        build(METHOD, {}, setup(weights))
 
 
 def test_options_are_checked() -> None:
     with pytest.raises(ArgumentError, match="at least 1"):
-        build("speed", {"num_speculative_tokens": 0}, setup(tie(make("llama"), 1)))
+        build(METHOD, {"num_speculative_tokens": 0}, setup(tie(make("llama"), 1)))

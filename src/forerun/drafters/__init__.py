@@ -105,10 +105,6 @@ DRAFTERS: dict[str, DrafterEntry] = {
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
         copies=True,
     ),
-    "speed": DrafterEntry(
-        path="forerun.drafters.self_drafting.speed:SpeedDrafter",
-        summary="pipelined early exits, only for decoders whose layers share their weights (SPEED)",
-    ),
     **{
         kind.name: DrafterEntry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None)
         for kind in KINDS.values()

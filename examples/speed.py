@@ -1,4 +1,4 @@
-"""SPEED: for decoders that repeat a block of layers, tokens at different depths share each pass of the block.
+"""SPEED, a drafter outside the package, for decoders that repeat a block of layers, tokens at different depths share each pass of the block.
 
 The root goes through the block; what its first exit expects enters the block in the next pass, beside the root on its
 way through the second repetition; and so on. With P repetitions a pass of the block finishes one token once the
@@ -9,6 +9,11 @@ What differs from the paper: a step ends in one verification, so the pipeline is
 passes that take in nothing), and in a batch a row that was flushed waits for the others; drafts are greedy, and a
 sampled answer keeps them with the target's own probability; states are exact, nothing is approximated or retrained. All
 submitted nodes have run through all layers, so scoring is left with the final norm and the head.
+
+No public model of transformers shares its layers, so forerun does not bring this drafter; it shows what one in a file
+of your own can do. It asks the target for more than its public methods: such a file breaks where forerun changes them.
+
+Usage: ``LLM(model, speculative_config={"method": "speed:SpeedDrafter"})`` with this folder in ``PYTHONPATH``.
 """
 
 from __future__ import annotations
