@@ -680,7 +680,7 @@ def main() -> int:
         sound = Fault("none", "nothing is wrong", "import", "import", "tests/rules/test_rules.py -k says_what_it_is")
         if (
             os.waitstatus_to_exitcode(
-                os.waitpid(_test(Path(folder) / "0", sound, ROOT / "src/forerun/__init__.py"), 0)[1]
+                os.waitpid(_test(Path(folder) / "0", sound, ROOT / "src/forerun//__init__.py"), 0)[1]
             )
             != 0
         ):

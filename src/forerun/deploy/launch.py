@@ -114,7 +114,7 @@ ENGINES: dict[str, str] = {
     "sglang": "forerun.deploy.engines.sglang:SGLang",
     "trtllm": "forerun.deploy.engines.trtllm:TensorRtLlm",
     "llamacpp": "forerun.deploy.engines.llamacpp:LlamaCpp",
-    "dynamo": "forerun.deploy.engines.dynamo:Dynamo",
+    "dynamo": "forerun.deploy.engines.vllm:Dynamo",
 }
 COMBINED = ("first_of", "merge", AUTO, "cascade")
 DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
