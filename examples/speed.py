@@ -1,9 +1,11 @@
 """SPEED, a drafter outside the package, for decoders that repeat a block of layers.
 
-Tokens at different depths share each pass of the block. The root goes through the block; what its first exit expects
-enters the block in the next pass, beside the root on its way through the second repetition; and so on. With P repetitions a pass of the block finishes one token once the
-pipeline is full, where plain decoding takes P. When a token is finished and the whole model finds another successor
-likeliest than the exit did, what came in behind it is flushed. Source: SPEED (arXiv 2310.12072).
+Tokens at different depths share each pass of the block. The root goes through the block; what its
+first exit expects enters the block in the next pass, beside the root on its way through the second
+repetition; and so on. With P repetitions a pass of the block finishes one token once the pipeline
+is full, where plain decoding takes P. When a token is finished and the whole model finds another
+successor likeliest than the exit did, what came in behind it is flushed. Source: SPEED (arXiv
+2310.12072).
 
 What differs from the paper: a step ends in one verification, so the pipeline is drained at the end of each step (P - 1
 passes that take in nothing), and in a batch a row that was flushed waits for the others; drafts are greedy, and a

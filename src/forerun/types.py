@@ -2,8 +2,6 @@
 
 Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last
 committed token), S committed tokens, V vocabulary, H hidden size, D depth.
-
-These two figures say what speculation brings; nothing else computes them. Imports no torch.
 """
 
 from __future__ import annotations

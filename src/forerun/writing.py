@@ -1,11 +1,11 @@
 """This module writes files and folders atomically: whole or not at all. Imports no torch.
 
-What is being written, about to be replaced or being removed has a hidden name of its own, so threads,
-processes and containers that share a folder do not meet there. A killed process leaves only such
-names, and `tidy` cleans them up.
+What is being written, about to be replaced or being removed has a hidden name of its own, so
+threads, processes and containers that share a folder do not meet there. A killed process leaves
+only such names, and `tidy` cleans them up.
 
-The cache folder holds compiled kernels, measured costs and whatever else can be made again.
-Imports no torch.
+The cache folder (`cache_root`) holds compiled kernels, measured costs and whatever else can be made
+again.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""This module simulates users, so many at a time or arriving at a rate; each asks its task's
-questions in turn.
+"""This module puts a server under load and says how it did.
 
-This module summarises a measurement under the names of ``vllm bench serve``, and finds what is
-worse than before.
-
-This module writes a result as a picture and as one self-contained HTML file.
-
-This module runs the loads one after the other, on the server and on its baseline, and keeps what
-is done.
+It simulates users, so many at a time or arriving at a rate, each of whom asks its task's questions
+in turn; runs the loads one after the other, on the server and on its baseline, and keeps what is
+done; summarises a measurement under the names of ``vllm bench serve``; and writes the result as a
+picture and as one self-contained HTML file.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether every check passed; no check is no proof."""
+        """True if every check passed; no check is no proof."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     def record(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What is examined, and the rules that were seen to verify drafts."""
+    """A plan with the model that is examined, and the rules that were seen to verify drafts."""
 
     llm: LLM
     reference: Reference
@@ -187,13 +187,15 @@ def _distribution_checks(run: Run) -> Iterator[Check]:
 
 
 def _drafts(run: Run, test: Test) -> bool:
-    """Whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
+    """Return whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
     params = test.setting.requests(_TRIED, run.plan, first=0)
     return any(answer.speculation.num_draft_tokens for answer in run.answers([test.prompt] * _TRIED, params))
 
 
 def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
-    """The same, drafted by one that samples and is often right; None: the target cannot run its layers in part."""
+    """Return the same examination, drafted by one that samples and is often right; None if the target cannot run its
+    layers in part.
+    """
     layers = run.llm.target.num_layers
     if layers < 2:
         return None
@@ -348,7 +350,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As a report calls it."""
+        """Name it for a report."""
         return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
 
     def requests(self, number: int, plan: Plan, first: int) -> list[SamplingParams]:
@@ -506,7 +508,7 @@ def exact_cells(
 
 
 def _merge(cells: Cells, plan: Plan) -> Cells:
-    """What is left of a beginning beside its own cells joins a shorter one where it is little."""
+    """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0

@@ -1,4 +1,4 @@
-"""What every drafter must keep, tried on a tiny random model: what ``forerun drafters check module:Class`` runs.
+"""This module runs ``forerun drafters check``: what every drafter must keep, on a tiny random model.
 
 The real engine drives the drafter, so a fault that is seen here is one that users would meet. forerun's own drafters
 are held to the same checks by its tests, and to more.
@@ -249,7 +249,7 @@ CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
 
 
 def _answers(config: Config) -> list[Check]:
-    """What ``forerun certify`` looks at: greedy text, log-probabilities, sampled distributions, and the rules used."""
+    """Examine what ``forerun certify`` does: greedy text, log-probabilities, distributions and rules."""
     reference = Reference(copy.deepcopy(tiny_target()))
     run = Run(
         llm=tiny_engine(config, rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN

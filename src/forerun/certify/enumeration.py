@@ -106,7 +106,7 @@ class PrefixProbs:
         self.distributions, self.tree = distributions, tree
 
     def probs(self, node: int) -> HostResidual:
-        """Of float64 values."""
+        """Return the float64 residual of a node."""
         return HostResidual(
             self.tree, node, self.distributions[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
         )
@@ -118,7 +118,7 @@ class PrefixProbs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExactDistribution:
-    """What a rule does over all its randomness and the drafter's."""
+    """A rule's outcomes over all its randomness and the drafter's."""
 
     joint: Tensor
     """(V,) * horizon float64: the distribution of the next tokens, completed by the target where a step emitted
@@ -218,7 +218,7 @@ def _draw_children(tree: TokenTree, node: int, how: tuple[Tensor, Drawing, int],
 
 
 class World(StrEnum):
-    """What the target's and the drafter's distributions of a toy world are like."""
+    """The target's and the drafter's distributions of a toy world."""
 
     RANDOM = "random distributions"
     UNIFORM_DRAFT = "a drafter that knows nothing"
@@ -286,7 +286,7 @@ class RuleCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether the emitted distribution is the target's but for rounding."""
+        """True if the emitted distribution is the target's but for rounding."""
         return self.error <= TOLERANCE
 
 

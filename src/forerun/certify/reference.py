@@ -1,4 +1,4 @@
-"""What answers are compared with: transformers' own logits and processors, and how a numeric tie is told from a bug.
+"""This module compares answers with transformers' own logits, and tells a numeric tie from a bug.
 
 In a low-precision format the shape of a batch changes the last bits of a logit, so two tokens that are almost equally
 likely may change places; anything more than that is a bug.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The same checkpoint as transformers loads and runs it: a `PreTrainedModel` that is not ours."""
+    """The checkpoint as transformers loads and runs it: a `PreTrainedModel` that is not ours."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.eval()
@@ -96,7 +96,7 @@ LOGPROB_TOLERANCE = {"float32": 5e-4, "float64": 5e-4, "bfloat16": 0.25, "float1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Where two answers to one prompt part."""
+    """The place where two answers to one prompt part."""
 
     prompt: int  # Index of the prompt
     position: int  # Index of the first token that differs
@@ -107,7 +107,7 @@ class Difference:
 
     @property
     def tie(self) -> bool:
-        """Whether the arithmetic explains it."""
+        """True if the arithmetic explains it."""
         return self.gap < self.epsilon
 
 
@@ -136,7 +136,7 @@ def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | 
 def difference(
     llm: LLM, prompt: Sequence[int], answers: tuple[Sequence[int], Sequence[int]], index: int
 ) -> Difference | None:
-    """Where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
+    """Find where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
     position = first_difference(*answers)
     if position is None:
         return None

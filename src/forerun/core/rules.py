@@ -1,27 +1,8 @@
-"""The base class of verification rules, the registry of rules, and the default rule for a kind of
-draft.
+"""This module has the verification rules, and says which one verifies a draft by default.
 
-A rule sees one row's tree, the target's distributions at its nodes, and rng. It never sees a drafter. Imports no torch.
-
-Greedy verification: follow the target's own argmax down the tree.
-
-Sample-and-walk: draw the target's token at each node and follow it while it was drafted.
-
-Token-by-token rejection on a chain: the original rule of speculative sampling, here as the
-baseline.
-
-Block verification: verifies a whole drafted chain at once and accepts at least as much as
-token-by-token rejection.
-
-Recursive rejection: each sibling is tried against the residual that its elder siblings left.
-
-Traversal verification: verifies a sampled tree from the leaves up. On a chain it is block verification.
-
-The greedy-k rule: deterministic siblings, and at most one drawn from the distribution restricted
-to other tokens.
-
-Typical acceptance: accepts what the target finds plausible. LOSSY: the emitted distribution is
-not the target's.
+A rule sees one row's tree, the target's distributions at its nodes, and random numbers. It never
+sees a drafter. Each class says what its rule accepts, why that is exact, and in which paper it
+stands. `TypicalAcceptance` alone is lossy.
 """
 
 from __future__ import annotations

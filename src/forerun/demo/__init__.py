@@ -1,14 +1,6 @@
-"""This module finds the demo models, and the held-out files and edits that serve as prompts.
+"""This module has the prompts of the demo and of the tests: held-out files and edits for the
+shipped models, and questions for a real one. The models themselves are found by `forerun.shipped`.
 Imports no torch.
-
-Wherever a model is named, ``demo`` means the demo target, ``demo-draft`` its draft model and
-``demo-eagle3`` its EAGLE-3 head. A checkout has them beside this file; other installations get them
-from the package ``forerun-demo``. How they were trained is in ``recipes/demo``; what they are, in
-the ``README.md`` next to each.
-
-``smollm2`` means SmolLM2-135M-Instruct, a small real model, which is downloaded at its first use.
-
-These questions are put to a real model in ``forerun demo`` and in the tests. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The planner's costs say how much to draft at each batch size, and what it costs to draft the same
-at every one.
-
-A launch plan turns a speculative configuration into the commands, files and environment of
+"""A launch plan turns a speculative configuration into the commands, files and environment of
 another engine.
 
-An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make of a
-trained head is asked of `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
+An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make
+of a trained head is asked of `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
+
+The planner's costs say how much to draft at each batch size, and what it costs to draft the same at
+every one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""This module recognises which sequence a row of tokens belongs to, for engines that move rows and
-tell no request ids.
-
-`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
+"""`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
 request ids.
 
 Rows are recognised by the tokens they hold. How much to draft is decided by the same policy as in

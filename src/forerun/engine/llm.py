@@ -164,10 +164,9 @@ class LLM:
         self.engine = Engine(self.target, pool, scheduling, check=check)
         self._drafter = self.engine.drafting.ensure(self.speculative)
         weakref.finalize(self, self.engine.drafting.keep_costs)
-        self._numbers = itertools.count()
         self._inbox: dict[str, deque[StreamChunk]] = {}
         self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
-        self._ending = deque[str]()  # Requests to end: whoever has the engine does so
+        self._numbers, self._ending = itertools.count(), deque[str]()  # Requests to end: whoever has the engine does so
 
     def generate(
         self,

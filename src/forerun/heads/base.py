@@ -45,7 +45,7 @@ class HeadConfig:
 
     @property
     def kind(self) -> str:
-        """Name of the kind in `heads.kinds`."""
+        """Name of the kind in `drafters.kinds`."""
         raise NotImplementedError
 
     @property

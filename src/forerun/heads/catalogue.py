@@ -18,7 +18,7 @@ from forerun.drafters.kinds import KINDS
 class KnownHead:
     """One published head."""
 
-    drafter: str = "eagle3"  # Its kind, as in `heads.kinds` where forerun has such heads
+    drafter: str = "eagle3"  # Its kind, as in `drafters.kinds` where forerun has such heads
     target: str  # Name of the target without its owner, as the report writes it
     model: str  # Hub id
     publisher: str

@@ -1,7 +1,7 @@
 """Hydra (arXiv 2402.05109): Medusa's output heads, each of which also reads the tokens drafted above it.
 
 Depth k reads the state of the token before the root beside the embeddings of the k + 1 tokens since. In Hydra++ that
-state has passed a decoder layer of the head's own, which sees all that is committed. Checkpoints: `heads.hydra`.
+state has passed a decoder layer of the head's own, which sees all that is committed.
 
 Hydra's own format (zankner/Hydra, ``hydra_model.py``, ``hydra_heads/``): keys ``hydra_*`` in
 ``config.json``, and in ``hydra_lm_head.safetensors`` tensors ``hydra_mlp.DEPTH.*``,

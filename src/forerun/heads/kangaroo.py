@@ -5,7 +5,6 @@ A drafted token runs through the target's layers 0 .. E in the slot in which it 
 other layers: ``h + Attention(norm(h))`` of the state h at boundary E, over what is committed and drafted before, then a
 norm of its own and the target's output head. The states at E go along with a chain or a fixed tree, so that no layer
 runs twice for a token (`self_drafting.early_exit`); the adapter's own cache holds keys and values of one layer.
-Checkpoints: `heads.kangaroo`.
 
 Kangaroo's objective (arXiv 2404.18911) pulls the adapter's distributions towards the target's,
 by cross-entropy.

@@ -1,11 +1,13 @@
-"""Decoder layers of draft heads: their configuration, norms, attention, feed-forward part and rotary embedding.
+"""Decoder layers of draft heads: their configuration, norms, attention, feed-forward part and
+rotary embedding.
 
-Parameter names are those on disk. How a layer attends is the caller's business: over a cache, or over unrolled steps.
+Parameter names are those on disk. How a layer attends is the caller's business: over a cache, or
+over unrolled steps.
 
-Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) of draft heads: MTP layers and EAGLE-3's for Kimi-K2.
-
-Parameter names are DeepSeek's on disk. Of queries and keys the last dimensions are rotated, in pairs that lie side by
-side; that part of a key is one for all heads. Keys and values are kept as each head reads them.
+One kind of attention is multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), of MTP layers
+and EAGLE-3's for Kimi-K2. Parameter names are DeepSeek's on disk. Of queries and keys the last
+dimensions are rotated, in pairs that lie side by side; that part of a key is one for all heads.
+Keys and values are kept as each head reads them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Medusa-1 (arXiv 2401.10774): an output head for each token further ahead, all from one state of the target.
 
 What depth k holds does not depend on the tokens above it, so all depths are one pass, and the likeliest paths are known
-without another. Checkpoints are in `heads.medusa`.
+without another.
 
 Medusa-1's objective (arXiv 2401.10774) lets each depth learn the token that really came, by
 cross-entropy.
@@ -38,7 +38,17 @@ from torch.nn.functional import silu
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.base import HeadConfig, ParallelHead
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
-from forerun.heads.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named
+from forerun.heads.engines import (
+    DRAFT_HERE,
+    NO_SUCH_DRAFTER,
+    Destination,
+    Engines,
+    Finding,
+    Launch,
+    check,
+    fails,
+    plainly_named,
+)
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
 from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
@@ -269,17 +279,14 @@ class MedusaFormat(Format):
 
 
 # What serving engines make of it
-HERE, NONE = "draft with it in forerun", "has no such drafter"
-
-
 class MedusaEngines(Engines):
     """Known facts about engines and Medusa heads."""
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         what = "a Medusa head"
         why = "drafts a chain with it up to 0.32, with model runner V1; 0.33 has no such drafter"
-        yield from check("vllm", what, why, f"serve with vLLM 0.32, or {HERE}")
-        yield from fails("sglang trtllm llama.cpp lmdeploy", what, NONE, HERE)
+        yield from check("vllm", what, why, f"serve with vLLM 0.32, or {DRAFT_HERE}")
+        yield from fails("sglang trtllm llama.cpp lmdeploy", what, NO_SUCH_DRAFTER, DRAFT_HERE)
         why = "trains such heads, but is not known to read this format"
         yield from check("modelopt", what, why, "train on with forerun")
 

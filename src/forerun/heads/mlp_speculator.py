@@ -1,7 +1,7 @@
 """MLP speculator (arXiv 2404.19124): a small recurrent network that starts from the target's last hidden state.
 
 Depth k, from 0: ``s_k = GELU(LN_k(w_s P_k s_(k-1) + w_e E_k[token above]))``, logits ``H_k s_k``, where s_(-1) is the
-target's state. Parameter names are those on disk (`heads.mlp_speculator`).
+target's state. Parameter names are those on disk.
 
 The format of IBM's MLP speculators (fms-extras, ``modeling_mlp_speculator.py``; vLLM, ``MLPSpeculatorConfig``):
 ``model_type`` mlp_speculator, tensors ``speculator.{emb,proj,ln,head}.DEPTH.*``.

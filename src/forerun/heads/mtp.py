@@ -1,22 +1,25 @@
-"""Mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing in groups, shared experts.
+"""Native MTP (DeepSeek-V3, arXiv 2412.19437): the layers that a target was pretrained with to
+predict tokens further ahead, drafted with as they ship; GLM-4-MoE's and MiMo's too.
 
-Native MTP (DeepSeek-V3, arXiv 2412.19437): the layers that a target was pretrained with to predict tokens further
-ahead, drafted with as they ship; GLM-4-MoE's and MiMo's too.
+Module k reads the next token's embedding beside a state, both normed, and is one decoder layer of
+the target's own make: ``h' = layer(eh_proj([enorm(e); hnorm(h)]))``; ``shared_head.norm``, then the
+target's output head. Parameter names are DeepSeek's on disk; see `heads.mtp_files`.
 
-Module k reads the next token's embedding beside a state, both normed, and is one decoder layer of the target's own
-make: ``h' = layer(eh_proj([enorm(e); hnorm(h)]))``; ``shared_head.norm``, then the target's output head. Parameter
-names are DeepSeek's on disk; see `heads.mtp_files`.
-
-Every token has an entry of its own in each module, which reads what the module before made of the token before it. So
-one pass over what is committed runs all modules, and the nodes at depth k run those that predict from there on: module
-k for the logits, the later ones for their keys. Beyond the last module that one goes on alone, on its own states.
+Every token has an entry of its own in each module, which reads what the module before made of the
+token before it. So one pass over what is committed runs all modules, and the nodes at depth k run
+those that predict from there on: module k for the logits, the later ones for their keys. Beyond the
+last module that one goes on alone, on its own states.
 
 FastMTP's objective (arXiv 2509.18362) trains one MTP module, which drafts several tokens, on its
 own states.
 
-The module is unrolled K times as in `eagle3`; at depth k, from 0, entry i predicts token i + 2 + k of the data, which
-the target itself should have written (``forerun data regenerate``). The loss is the cross-entropy, depth k weighing
-beta^k, normalised to sum 1. Embedding and output head are the target's and stay as they are.
+The module is unrolled K times as in `eagle3`; at depth k, from 0, entry i predicts token i + 2 + k
+of the data, which the target itself should have written (``forerun data regenerate``). The loss is
+the cross-entropy, depth k weighing beta^k, normalised to sum 1. Embedding and output head are the
+target's and stay as they are.
+
+Layers may hold a mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing
+in groups, shared experts.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""Keeps the self-check's result on disk, so that a second start of the same model need not repeat
-it.
+"""This module decides whether a model may be served, and with which of our replacements: one
+judgement for all who load a target.
 
-Kept is only that nothing was found, and which modules were accepted: by the model's configuration and files, forerun's
-own sources, the versions of torch and transformers, the device and what was asked for. Whatever limits a context or is
-put back is found, and told, at every start.
+The structure is checked in float32, on a copy of the model or of its first layers, where errors
+show that rounding hides in 16 bits; the whole is checked in the model's own dtype (`self_check`).
+What fails with faster modules alone is served without them; a model is refused if it fails as
+transformers made it, and then the message says what would help, which has been tried.
 
-A float32 copy of a model, whole or of its first layers: errors that rounding hides in 16 bits
-show there.
-
-Decides whether a model may be served, and with which of our replacements: one judgement for all
-who load a target.
-
-The structure is checked in float32, the whole in the model's own dtype (`self_check`). What fails with faster modules
-alone is served without them; a model is refused if it fails as transformers made it, and then the message says what
-would help, which has been tried.
+A result is kept on disk, so that a second start of the same model need not repeat it. Kept is only
+that nothing was found, and which modules were accepted: by the model's configuration and files,
+forerun's own sources, the versions of torch and transformers, the device and what was asked for.
+Whatever limits a context or is put back is found, and told, at every start.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""This module runs a drafter on real prompts at a chosen depth, and records what was accepted and
-what it cost.
-
-Real engine steps, one row at a time, without scheduler and policy: what is measured does not depend on them.
-
-This module measures acceptance and costs of drafters on the user's own prompts and machine, in
+"""This module measures acceptance and costs of drafters on the user's own prompts and machine, in
 real steps.
+
+Those are real engine steps at a chosen depth, one row at a time, without scheduler and policy: what
+is measured does not depend on them.
 """
 
 from __future__ import annotations

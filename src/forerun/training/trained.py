@@ -1,17 +1,13 @@
-"""This module shrinks a target into a draft model: some of its layers, and of what is left the
-strongest part.
-
-What goes of neurons, of key-value heads with their queries, and of the residual stream's dimensions is what the
-smallest weights write; what writes nothing goes without a trace.
-
-This module defines what a run trains, by the role of its kind: how it starts, drafts in
+"""This module defines what a run trains, by the role of its kind: how it starts, drafts in
 evaluation, and is written.
 
-This module trains a draft model: a small causal LM, one that exists or the target with fewer
-layers and less width.
+That is a head on a frozen target; a draft model, one that exists or the target with fewer layers
+and less width; the target itself, whose first layers then draft better; or target and head
+together.
 
-This module trains the target itself: alone, so that its first layers draft better, or together
-with a head.
+A draft model that is made of the target keeps its strongest part. What goes of neurons, of
+key-value heads with their queries, and of the residual stream's dimensions is what the smallest
+weights write; what writes nothing goes without a trace.
 """
 
 from __future__ import annotations

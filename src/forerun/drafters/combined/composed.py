@@ -1,16 +1,16 @@
-"""The members of a combined drafter: built from their own configurations, isolated from each
-other's failures.
+"""These drafters are made of others, which are built from configurations of their own and isolated
+from each other's failures.
 
-Drafts each row with the first of several drafters whose draft promises enough tokens.
+`first_of` drafts each row with the first of several drafters whose draft promises enough tokens.
+The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs
+forward passes costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by
+expected tokens, not match lengths.
 
-The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs forward passes
-costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by expected tokens, not match lengths.
-
-Joins the trees of several drafters under one node budget.
-
-Deterministic nodes with the same path become one, and the likeliest are kept. Sampled nodes come from one member only,
-whose tree goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the answer.
-Deterministic nodes of the others may stand beside and below sampled ones; traversal verifies such trees.
+`merge` joins the trees of several drafters under one node budget. Deterministic nodes with the same
+path become one, and the likeliest are kept. Sampled nodes come from one member only, whose tree
+goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the
+answer. Deterministic nodes of the others may stand beside and below sampled ones; traversal
+verifies such trees.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""A tree that a causal LM drafts, as one recording: the tokens that its cache lacks, then the tree
-level by level, and the draws between the levels. It is one launch, where passes one by one are
-packed, sent and launched each by itself.
+"""Drafts with a smaller causal LM that has the target's tokenizer: a chain or a tree, deterministic
+or sampled.
 
-Drafts with a smaller causal LM that has the target's tokenizer: a chain or a tree, deterministic or sampled.
+The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed
+tokens but the last; the root and the nodes that were run stand behind them, and what is accepted of
+them stays here too, so no token runs twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer
+(2305.09781), Sequoia (2402.12374).
 
-The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed tokens but the last; the
-root and the nodes that were run stand behind them, and what is accepted of them stays here too, so no token runs
-twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374).
+On a device the whole tree is one recording: the tokens that the cache lacks, then the tree level by
+level, and the draws between the levels. It is one launch, where passes one by one are packed, sent
+and launched each by itself.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Earlier places of the n-gram that ends a text, and drafts of what followed it there.
+"""Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
 
-Found by looking through the whole text, which takes 0.1 to 1 ns a token: an index costs its text more than the searches
-that it saves.
+The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. All
+nodes are deterministic.
 
-Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
-
-The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. All nodes are
-deterministic. What runs for every token is in `compiled.grams`.
+Earlier places of an n-gram are found by looking through the whole text, in compiled code, which
+takes 0.1 to 1 ns a token: an index costs its text more than the searches that it saves.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Finds where a text that is copied with changes goes on in its source: behind a replaced, an added
-or a left-out run of tokens, and through a replacement that was made before. The work per token is
-done in `compiled.following`.
-
-Prompt lookup and suffix automata find the place to copy from by what stands before the end of the text, and just that
-is what an edit has changed. A follower keeps the place instead, like a finger on the original. What "speculative edits"
-(Cursor, 2024) are for, whose method was not published; this one is ours.
-
-Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It
+"""Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It
 comes with the prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All
 nodes are deterministic.
+
+A follower (`following`) finds where a text that is copied with changes goes on in its source:
+behind a replaced, an added or a left-out run of tokens, and through a replacement that was made
+before.
+
+Prompt lookup and suffix automata find the place to copy from by what stands before the end of the
+text, and just that is what an edit has changed. A follower keeps the place instead, like a finger
+on the original. What "speculative edits" (Cursor, 2024) are for, whose method was not published;
+this one is ours.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
+"""REST: drafts what followed the text's last tokens in a corpus.
+
+arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it
+there, merged into a trie, of which the most frequent nodes are the draft. All nodes are
+deterministic, so at a temperature the target's own sample walks the tree, which is exact and
+optimal there.
+
+Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
 
 A directory, which `training.data.datastore` writes, holds
 
@@ -7,12 +14,6 @@ A directory, which `training.data.datastore` writes, holds
   them and hold one, sorted by the `SORTED_TOKENS` tokens *before* the place, read backwards: the suffix array of the
   reversed text. All places that follow the same words stand together, for any number of words.
 * ``manifest.json``: version, tokenizer, counts, and for both files the bytes and the sha256.
-
-REST: drafts what followed the text's last tokens in a corpus.
-
-arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it there, merged into a
-trie, of which the most frequent nodes are the draft. All nodes are deterministic, so at a temperature the target's own
-sample walks the tree, which is exact and optimal there.
 """
 
 from __future__ import annotations

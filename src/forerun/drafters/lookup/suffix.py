@@ -1,15 +1,14 @@
-"""A suffix automaton over a growing text: every string that occurs in it, how often, and what
-followed. Blumer et al. 1985, as in SAM-Decoding (arXiv 2411.10666), with the occurrence counts of
-SuffixDecoding (arXiv 2411.04975). The work per token is done in `compiled.suffixes`.
+"""SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or
+in earlier outputs.
 
-The work of the drafter `suffix` for a batch of rows: reads what their texts gained, and drafts.
+arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
+running request over its prompt and output, and a bounded store of past outputs; and, ours, a
+`Follower`, which stays with a text that is copied with changes. Each step drafts from where the
+expected number of accepted tokens is largest. All nodes are deterministic.
 
-SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or in earlier outputs.
-
-arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each running request over
-its prompt and output, and a bounded store of past outputs; and, ours, a `Follower`, which stays with a text that is
-copied with changes. Each step drafts from where the expected number of accepted tokens is largest. All nodes are
-deterministic.
+The automata (`suffixes`) hold every string that occurs in a text, how often, and what followed:
+Blumer et al. 1985, with the occurrence counts of SuffixDecoding. What is done for every token is
+compiled.
 """
 
 from __future__ import annotations

@@ -1,18 +1,25 @@
-"""Jacobi decoding: a chain of guesses for the next tokens, all refined by every pass of the target.
+"""Jacobi and lookahead decoding: the target's own guesses for the tokens to come, refined by every
+pass.
 
-Santilli et al., arXiv 2305.10427. The target's argmax after each token of the chain is the next guess for the token
-behind it; what was guessed right is accepted, and the rest moves up. It is one row of lookahead decoding's window,
-submitted and not only probed. Deterministic at every temperature.
+Jacobi decoding: a chain of guesses for the next tokens, all refined by every pass of the target.
 
-Lookahead decoding: the target guesses several positions at once and collects the n-grams that it comes across.
+Santilli et al., arXiv 2305.10427. The target's argmax after each token of the chain is the next
+guess for the token behind it; what was guessed right is accepted, and the rest moves up. It is one
+row of lookahead decoding's window, submitted and not only probed. Deterministic at every
+temperature.
 
-Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N - 1 tokens, and up
-to G guesses of N - 1 tokens. The window's elements are probes, which are never accepted. What the target says after the
-newest row completes W n-grams, which go to a pool; the guesses are the pool's n-grams that begin with the last token.
+Lookahead decoding: the target guesses several positions at once and collects the n-grams that it
+comes across.
 
-Unlike the published code the window begins as copies of the prompt, not at random, with all its rows; it moves by as
-many tokens as were emitted, so that every trajectory keeps its position; beginnings that guesses share are scored once.
-It is rolled by the argmax of the raw logits at every temperature: it decides what is guessed, not what is accepted.
+Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N
+- 1 tokens, and up to G guesses of N - 1 tokens. The window's elements are probes, which are never
+accepted. What the target says after the newest row completes W n-grams, which go to a pool; the
+guesses are the pool's n-grams that begin with the last token.
+
+Unlike the published code the window begins as copies of the prompt, not at random, with all its
+rows; it moves by as many tokens as were emitted, so that every trajectory keeps its position;
+beginnings that guesses share are scored once. It is rolled by the argmax of the raw logits at every
+temperature: it decides what is guessed, not what is accepted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
-"""Sets of attention and MLP sub-layers that a draft pass leaves out: their names, their search, their file.
+"""Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own
+cache.
 
-Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own cache.
+Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand
+(`forerun tune skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see
+the prefix as the whole target left it; scoring overwrites what drafting wrote. Output is lossless
+whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed may
+depend on what was decoded before, its distribution does not.
 
-Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand (`forerun tune
-skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see the prefix as the whole target left
-it; scoring overwrites what drafting wrote. Output is lossless whatever is skipped; with ``search="swift"`` or several
-requests at once the *text* for a seed may depend on what was decoded before, its distribution does not.
+Sets of sub-layers, their names, their search and their file are here, too.
 """
 
 from __future__ import annotations

@@ -1,24 +1,7 @@
-"""DeepSeek V3 and R1 write a call's arguments into a fenced block, V3.1 right behind the name.
+"""Models write tool calls in these formats. Adding one is one class and one name in `FORMATS`.
 
-Mistral writes ``[TOOL_CALLS]`` with a JSON list of calls behind it, or since version 11 with
-``name[ARGS]{...}``.
-
-Llama 3.1 and 3.2 write ``{"name": ..., "parameters": {...}}`` and nothing else, or behind
-``<|python_tag|>``.
-
-GLM 4.5 and later write
-``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``.
-
-Qwen3-Coder and Qwen 3.5 write
-``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``.
-
-Hermes, Qwen 2.5 and 3, and many others write ``<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>``.
-
-Models write tool calls in these formats; adding one is one file and one line here.
-
-The most particular formats come first: the first whose signs a chat template shows is taken for its
-own.
+The most particular formats come first there: the first whose signs a chat template shows is taken
+for its own.
 """
 
 from __future__ import annotations
