@@ -509,6 +509,7 @@ def llm(
 ) -> LLM:
     """An engine on the tiny target that a variant drafts for."""
     config = None if variant is None else variant.config(rule)
+    target = model() if target is None else target
     return tiny_engine(config, target=target, tokenizer=tokenizer, rows=rows, piece=chunk, check=check, device=None)
 
 

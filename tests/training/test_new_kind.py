@@ -13,11 +13,13 @@ from training.conftest import words
 
 PAGE = "docs/write-a-head.md"
 RUN = """
-import json, sys
-from forerun.drafters import kinds
+import importlib, json, sys
+import forerun.drafters
+from forerun.drafters.kinds import KINDS, HeadKind
 
-kind = eval(sys.argv[1], {"HeadKind": kinds.HeadKind})
-kinds.KINDS[kind.name] = kind  # as if its entry stood there
+kind = eval(sys.argv[1], {"HeadKind": HeadKind})
+KINDS[kind.name] = kind  # as if its entry stood there
+importlib.reload(forerun.drafters)
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main

@@ -168,16 +168,6 @@ class HostResidual:
         return self._draft, self._draft_mass
 
 
-def share(mass: float, weight: float) -> float:
-    """Return mass / (mass + 1 - weight), the probability that a node is still accepted after the
-    draw below it was rejected; 0/0 is 1.
-
-    0/0 means that the draft below was the target itself, where a rejection has probability zero.
-    """
-    total = mass + max(1.0 - weight, 0.0)
-    return mass / total if total > 0 else 1.0
-
-
 def _sum(values: Tensor) -> float:
     return float(values.sum(dtype=widest(values.device)))
 

@@ -12,13 +12,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from forerun.core.probs import NodeProbs, Probs, share
-from forerun.core.sampling import Rng
-from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, choices
 from forerun.types import DraftKind, Drawn, Source, Verdict
+
+if TYPE_CHECKING:  # rules are named before torch is imported
+    from forerun.core.probs import NodeProbs, Probs
+    from forerun.core.sampling import Rng
+    from forerun.core.tree import TokenTree
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,7 +213,8 @@ class BlockVerification(Rule):
         """Return the nodes from the root down, their weights, and the target's distribution below
         each node but the last.
         """
-        nodes, weights, below = [0], [1.0], list[Probs]()
+        below: list[Probs] = []
+        nodes, weights = [0], [1.0]
         while weights[-1] > 0 and tree.children[nodes[-1]]:
             probs = target.probs(nodes[-1])
             if probs.child is None:
@@ -331,8 +334,8 @@ class TypicalAcceptance(Rule):
     accepted path.
 
     Medusa (Cai et al., arXiv 2401.10774), H in nats. Among paths of equal length the one that the target finds
-    likeliest is kept. At T = 0 the entropy is 0 and only the argmax passes; at T > 0 the rule is biased towards the
-    draft.
+    likeliest is kept. At T = 0 the entropy is 0 and only the argmax passes; at T > 0 the rule is LOSSY, biased towards
+    the draft.
 
     Args:
         epsilon: hard probability threshold.
@@ -364,6 +367,16 @@ class TypicalAcceptance(Rule):
         threshold = min(self.epsilon, self.delta * math.exp(-at.entropy))
         probs = [(child, at.of_child(child)) for child in tree.children[node]]
         return [(child, prob) for child, prob in probs if prob > threshold]
+
+
+def share(mass: float, weight: float) -> float:
+    """Return mass / (mass + 1 - weight), the probability that a node is still accepted after the
+    draw below it was rejected; 0/0 is 1.
+
+    0/0 means that the draft below was the target itself, where a rejection has probability zero.
+    """
+    total = mass + max(1.0 - weight, 0.0)
+    return mass / total if total > 0 else 1.0
 
 
 RULES: dict[str, type[Rule]] = {
