@@ -50,6 +50,7 @@ from selection import slow
 PAGES = [page for page in pages() if printed(page)]
 WRITES = ("--output", "--out", "--record-traffic", "--plot", "--report")
 """Options that name what a command makes."""
+ENTRY = re.compile(r'"\w+": DrafterEntry\(')  # A line for the drafters' registry
 Request = tuple[str, str, dict[str, str], str | None]
 """Method, path, headers, body."""
 
@@ -228,8 +229,8 @@ class Reader:
         assert code in answers, f"exit code {code}: {self.shown()[-1500:]}"
 
     def _python(self, text: str) -> None:
-        if re.match(r'"\w+": Entry\(', text):  # a line for the registry, about the drafter above it
-            for name, entry in eval(f"{{{text}}}", {"Entry": DrafterEntry}).items():
+        if ENTRY.match(text):  # about the drafter above it
+            for name, entry in eval(f"{{{text}}}", {"DrafterEntry": DrafterEntry}).items():
                 self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
                 self.patch.setitem(DRAFTERS, name, entry)
             return
