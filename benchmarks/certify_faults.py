@@ -21,7 +21,7 @@ from torch import Tensor
 
 from forerun import LLM, demo
 from forerun.certify.checks import Run, chi_square_check, settings_for, token_prompts, uncertain
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import NodeProbs
@@ -82,14 +82,14 @@ class Fault:
     plant: Callable[[], Any]
     what: str = "no seed"
     drafter: dict[str, Any] = field(default_factory=lambda: {"method": "recycling", "nodes": 4, "adaptive": False})
-    plan: Plan = field(default_factory=Plan)
+    plan: CertifyPlan = field(default_factory=CertifyPlan)
 
 
 EXIT = {"method": "early_exit", "exit_layer": 26, "num_speculative_tokens": 3, "adaptive": False}
 FAULTS = {
     "top-p before the temperature": Fault(plant=nucleus_before_temperature, what="top-p 0.7"),
     "residual not normalised": Fault(plant=residual_not_normalised, drafter=EXIT),
-    "2 % more acceptance": Fault(plant=more_acceptance, plan=Plan(detect=0.02, sample_tokens=2, cells=8)),
+    "2 % more acceptance": Fault(plant=more_acceptance, plan=CertifyPlan(detect=0.02, sample_tokens=2, cells=8)),
 }
 
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--rows", type=int, default=32)
     asked = parser.parse_args()
-    llm = LLM(asked.model, dtype="float32", max_num_seqs=asked.rows, max_model_len=Plan().longest)
+    llm = LLM(asked.model, dtype="float32", max_num_seqs=asked.rows, max_model_len=CertifyPlan().longest)
     reference = Reference.of(llm)
     for name in asked.faults:
         fault = FAULTS[name]

@@ -12,7 +12,7 @@ from forerun import LLM
 from forerun.certify import checks, reference
 from forerun.certify.checks import certify
 from forerun.certify.enumeration import Drawing, World, check_rule
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.cli import main
 from forerun.core.probs import NodeProbs
 from forerun.core.rules import ArgmaxWalk
@@ -23,7 +23,7 @@ from forerun.types import Source, Verdict
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
 KINDS = ["no seed", "seeded", "top-k 8", "top-p 0.7", "min-p 0.1", "penalties", "logit bias", "grammar"]
-SMALL = Plan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
+SMALL = CertifyPlan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
 
 
 @pytest.fixture(autouse=True)

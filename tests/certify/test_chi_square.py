@@ -18,7 +18,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.certify import checks
 from forerun.certify.checks import Check
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import HostResidual, NodeProbs
@@ -28,7 +28,7 @@ from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
 from forerun.types import Source, SpeculationStats, Verdict
 
-PLAN = Plan(detect=0.3)
+PLAN = CertifyPlan(detect=0.3)
 PARAMS = SamplingParams(temperature=1.0, top_k=3, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 SETTING = checks.Setting(params=PARAMS, seeded=False)
 
@@ -57,12 +57,12 @@ def toy_run(monkeypatch: pytest.MonkeyPatch, probs: dict[int, list[float]]) -> c
 
     monkeypatch.setattr(Reference, "probs", toy)
     model: Any = None  # Nothing is asked of it
-    plan = Plan(sample_tokens=1)
+    plan = CertifyPlan(sample_tokens=1)
     return checks.Run(llm=model, reference=Reference.__new__(Reference), prompts=[[one] for one in probs], plan=plan)
 
 
 def examined(
-    llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False, plan: Plan = PLAN
+    llm: LLM, reference: Reference, prompt: list[int], *, seeded: bool = False, plan: CertifyPlan = PLAN
 ) -> tuple[Check, set[str]]:
     run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=plan)
     test = checks.uncertain(run, checks.Setting(params=PARAMS, seeded=seeded), 0, tests=1)
@@ -99,7 +99,7 @@ def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch:
 
     monkeypatch.setattr(Reference, "probs", toy)
     reference = Reference.__new__(Reference)
-    cells = checks.exact_cells(reference, [9], PARAMS, Plan(sample_tokens=2))
+    cells = checks.exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=2))
     assert sum(cells.values()) == pytest.approx(1.0)
     assert cells[0, 0] == pytest.approx(0.3) and cells[2, 2] == pytest.approx(0.0625)
     # (1, 1) is too rare for a cell of its own; nor is that enough for the rest, which takes a likely one in. After 0
@@ -120,7 +120,7 @@ def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(
         return torch.tensor(tables[before, last])
 
     monkeypatch.setattr(Reference, "probs", toy)
-    cells = checks.exact_cells(Reference.__new__(Reference), [9], PARAMS, Plan(sample_tokens=3, cells=12))
+    cells = checks.exact_cells(Reference.__new__(Reference), [9], PARAMS, CertifyPlan(sample_tokens=3, cells=12))
     found = dict.fromkeys(cells, 0.0)
     for one, two, three in itertools.product(range(4), repeat=3):
         chance = tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
@@ -130,7 +130,7 @@ def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(
 
 
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:
-    cells = checks.exact_cells(reference, prompt, PARAMS, Plan(cells=6))
+    cells = checks.exact_cells(reference, prompt, PARAMS, CertifyPlan(cells=6))
     assert 3 <= len(cells) <= 6 + 2 and sum(cells.values()) == pytest.approx(1.0)
 
 
@@ -196,7 +196,7 @@ def test_answers_that_become_uncertain_late_are_compared(monkeypatch: pytest.Mon
 
     run = toy_run(monkeypatch, {1: []})
     monkeypatch.setattr(Reference, "probs", toy)
-    test = checks.uncertain(replace(run, plan=Plan(sample_tokens=3)), SETTING, 0, tests=1)
+    test = checks.uncertain(replace(run, plan=CertifyPlan(sample_tokens=3)), SETTING, 0, tests=1)
     assert {outcome for outcome, chance in test.cells.items() if chance} == {(1, 1, 0), (1, 1, 1)}
 
 

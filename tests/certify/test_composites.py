@@ -12,7 +12,7 @@ from contract.test_exact_steps import NAMED, by_the_drawn_tree
 from forerun import LLM, SamplingParams
 from forerun.certify import checks
 from forerun.certify.checks import Check
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.decode import step as stepping
 
@@ -33,7 +33,7 @@ def certified(name: str) -> tuple[Check, set[str]]:
     )
     setting = checks.Setting(params=PARAMS, seeded=False)
     reference = Reference(copy.deepcopy(toy()))
-    run = checks.Run(llm=llm, reference=reference, prompts=[PROMPT], plan=Plan(detect=0.05))
+    run = checks.Run(llm=llm, reference=reference, prompts=[PROMPT], plan=CertifyPlan(detect=0.05))
     return checks.chi_square_check(run, checks.uncertain(run, setting, 0, tests=4)), run.rules
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.certify.enumeration import TOLERANCE, check_rules
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
 from forerun.control.config import SpeculativeConfig
 from forerun.core.rules import rule_named
@@ -53,7 +53,7 @@ REST: Outcome = ()  # The cell of everything that has no cell of its own
 def certify(
     llm: LLM,
     prompts: Sequence[str],
-    plan: Plan | None = None,
+    plan: CertifyPlan | None = None,
     progress: Callable[[str], None] = lambda _: None,
     *,
     reference: Reference | None = None,
@@ -68,7 +68,7 @@ def certify(
         progress: is told what is being done.
         reference: the target as transformers runs it; None loads its checkpoint a second time.
     """
-    plan = plan or Plan()
+    plan = plan or CertifyPlan()
     if llm.speculative is None:
         raise ArgumentError("nothing to certify without a drafter; name one with --drafter (see: forerun drafters)")
     texts = token_prompts(llm, prompts, plan)
@@ -122,7 +122,7 @@ class Run:
     llm: LLM
     reference: Reference
     prompts: list[Tokens]  # As long as the plan wants them
-    plan: Plan
+    plan: CertifyPlan
     progress: Callable[[str], None] = lambda _: None
     rules: set[str] = field(default_factory=set)
 
@@ -146,7 +146,7 @@ def examined(run: Run) -> list[Check]:
     return [*_rule_checks(run), *checks]
 
 
-def token_prompts(llm: LLM, prompts: Sequence[str], plan: Plan) -> list[Tokens]:
+def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[Tokens]:
     """Return the beginnings of the prompts that are examined, as token ids."""
     if llm.tokenizer is None:
         raise ArgumentError("certify needs the model's tokenizer to read its prompts")
@@ -353,7 +353,7 @@ class Setting:
         """Name it for a report."""
         return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
 
-    def requests(self, number: int, plan: Plan, first: int) -> list[SamplingParams]:
+    def requests(self, number: int, plan: CertifyPlan, first: int) -> list[SamplingParams]:
         """Return so many requests; where they have seeds, these are the `first` one and those that follow it."""
         params = replace(self.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
         return [replace(params, seed=first + index if self.seeded else None) for index in range(number)]
@@ -487,7 +487,7 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
 
 
 def exact_cells(
-    reference: Reference, prompt: Tokens, params: SamplingParams, plan: Plan, allowed: Tensor | None = None
+    reference: Reference, prompt: Tokens, params: SamplingParams, plan: CertifyPlan, allowed: Tensor | None = None
 ) -> Cells:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
@@ -507,7 +507,7 @@ def exact_cells(
     return _merge(cells, plan)
 
 
-def _merge(cells: Cells, plan: Plan) -> Cells:
+def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
     """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:

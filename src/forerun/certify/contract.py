@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.certify.checks import Check, Run, examined
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.decode.drafter import warn_drafter
 from forerun.errors import ForerunError
@@ -39,7 +39,7 @@ PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4,
 PIECE = 3  # Tokens of a prompt that are shown at a time, where it is shown in pieces
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95)
-PLAN = Plan(prompts=len(PROMPTS), max_tokens=24, detect=0.2, temperatures=(0.0, 0.8))
+PLAN = CertifyPlan(prompts=len(PROMPTS), max_tokens=24, detect=0.2, temperatures=(0.0, 0.8))
 
 Config = Mapping[str, Any]  # A drafter as `LLM` takes it
 Step = list[tuple[int, int, int]]  # One draft's nodes behind the root: token, parent, how it was drawn

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class CertifyPlan:
     """A plan says how much to check."""
 
     prompts: int = 6  # Prompts for the greedy and the log-probability check

@@ -148,7 +148,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _said(error: CycloptsError) -> str:
-    """What was wrong with a command line, in our words where cyclopts has a list of tokens."""
+    """Say what was wrong with a command line, in our words where cyclopts has a list of tokens."""
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)
     return f"unexpected argument {' '.join(map(repr, error.unused_tokens))}; values are given with options"

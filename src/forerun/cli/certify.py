@@ -13,7 +13,7 @@ from cyclopts import Parameter
 from rich.padding import Padding
 from rich.text import Text
 
-from forerun.certify.plan import Plan
+from forerun.certify.plan import CertifyPlan
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Json, Model, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import ArgumentError, DataError
@@ -67,7 +67,7 @@ def certify(
     texts = _texts(prompt_file)
     from forerun.cli import session
 
-    plan = Plan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
+    plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
     if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut off
         loading = replace(loading, dtype="float32")
     llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)

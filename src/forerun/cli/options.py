@@ -107,7 +107,7 @@ class TargetOptions:
     compile: bool = False
     """Compile the step; pays for itself in long sessions."""
     reproducible: bool = False
-    """The same bits with and without speculation in bfloat16 too, at some cost."""
+    """Keep the bits the same with and without speculation in bfloat16 too, at some cost."""
 
 
 SPECULATION = SpeculationOptions()

@@ -21,7 +21,7 @@ NOT_WHILE_SERVING = (
     "drafters no longer learn while they serve, which cost more than it gained: record the traffic (forerun serve "
     "--record-traffic), train on it (forerun train --from-traffic), load the result (LLM.load_drafter); docs/traffic.md"
 )
-"""What is said to whoever asks for the online adaptation of earlier versions."""
+"""The error says this to whoever asks for the online adaptation of earlier versions."""
 
 _ALIASES = {
     "drafter": "method",

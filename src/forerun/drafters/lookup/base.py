@@ -95,7 +95,7 @@ class LookupDrafter(Drafter, Generic[D]):
         raise NotImplementedError
 
     def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
-        """Run the method's compiled step, with the arguments of `grams.step`."""
+        """Run the method's compiled step, with the arguments of `lookup.ngram.step`."""
         raise NotImplementedError
 
     # --- rows in arrays -----------------------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> i
 
 @compiled
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
-    """Read and draft as `grams.step` does; `chosen` are `Options`."""
+    """Read and draft as `lookup.ngram.step` does; `chosen` are `Options`."""
     batch, options = batch_at(where), Options(*chosen)
     ready = without_room(batch, work)
     if ready < work.shape[1]:
