@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Every client of httpx reads the certificates of the world, 30 ms each time; the servers here are on this machine.
-ssl.create_default_context = functools.cache(ssl.create_default_context)  # type: ignore[assignment]
+ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 settings.register_profile("whatever the time", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("whatever the time")

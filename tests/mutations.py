@@ -177,11 +177,7 @@ FAULTS = [
         f"{SAMPLING} tests/engine/test_llm.py",
     ),
     Fault(
-        "sampling",
-        "min-p is taken for a logit",
-        "scaled < math.log(params.min_p)",
-        "scaled < -params.min_p",
-        SAMPLING,
+        "sampling", "min-p is taken for a logit", "scaled < math.log(params.min_p)", "scaled < -params.min_p", SAMPLING
     ),
     Fault(
         "sampling",
@@ -212,13 +208,7 @@ FAULTS = [
         f"{SAMPLING} tests/drafters/test_drawing.py",
     ),
     # --- trees and steps ---
-    Fault(
-        "tree",
-        "deep nodes do not see all that is above them",
-        "        steps *= 2\n",
-        "        steps *= 8\n",
-        TREE,
-    ),
+    Fault("tree", "deep nodes do not see all that is above them", "        steps *= 2\n", "        steps *= 8\n", TREE),
     Fault("tree", "a joined tree has more nodes than it may", "rest[: max(0, nodes - fixed)]", "rest", TREE),
     Fault(
         "tree",

@@ -87,7 +87,7 @@ def test_numbers_and_ids_may_be_of_numpy_or_torch() -> None:
     for name in WHOLE:
         value = getattr(SamplingParams(**{name: np.int64(3)}), name)
         assert value == 3 and type(value) is int
-    assert SamplingParams(temperature=np.float32(0.5), stop="a").temperature == 0.5  # type: ignore[arg-type]
+    assert SamplingParams(temperature=np.float32(0.5), stop="a").temperature == 0.5
     for made in (np.array, torch.tensor):
         params = SamplingParams(stop_token_ids=made([5, 6]), allowed_token_ids=made([7]))
         assert params.stop_token_ids == [5, 6] and params.allowed_token_ids == [7]

@@ -118,7 +118,7 @@ def other_head(kind: str, **options: Any) -> Head:
         "dflash2": {**layers, **masked, "own_lm_head": False, "block_size": 5, "selector_rank": 8, "selector_top_k": 6},
     }
     module = kind_named(kind).head
-    made = module(module.Config(**sizes, **shapes[kind] | options))  # type: ignore[call-arg]
+    made = module(module.Config(**sizes, **shapes[kind] | options))
     for name, weight in made.named_parameters():
         if name.endswith("norm.weight") or (name.startswith("ln.") and name.endswith("weight")):
             torch.nn.init.uniform_(weight, 0.5, 1.5)

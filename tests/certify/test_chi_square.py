@@ -303,11 +303,7 @@ def test_a_fault_of_every_parameter_is_seen(
 
 
 def test_a_residual_that_is_not_taken_is_seen(
-    checkpoint: Path,
-    draft_checkpoint: Path,
-    reference: Reference,
-    prompt: list[int],
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, draft_checkpoint: Path, reference: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a rejection emits is drawn from the target's whole distribution."""
     config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3, "temperature": 3.0}

@@ -27,7 +27,7 @@ def rendered(*, terminal: bool, no_color: bool = False) -> str:
         soft_wrap=True,
     )
     screen.print(session.colour_tokens(TOKENS, screen), end="")
-    return screen.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+    return screen.file.getvalue()
 
 
 def test_text_is_unchanged_and_unescaped_in_a_pipe() -> None:

@@ -149,7 +149,7 @@ class World:
             for index, spec in enumerate(specs)
         ]
         target = SimpleNamespace(vocab_size=VOCABULARY)
-        setup = DrafterSetup(target=target, tokenizer=None, rows=rows, slots=10**9)  # type: ignore[arg-type]
+        setup = DrafterSetup(target=target, tokenizer=None, rows=rows, slots=10**9)
         self._failures = setup.failures
         arms = [
             Arm(
@@ -176,7 +176,7 @@ class World:
             cache_row=index,
             tokens=[truth(place) for place in range(prompt)],
             prompt_length=prompt,
-            sampler=None,  # type: ignore[arg-type]
+            sampler=None,
             seed=0,
             stop_ids=frozenset(),
             tokens_left=room,

@@ -77,7 +77,7 @@ def test_little_is_lost_by_trying_where_passes_with_nodes_are_dear(nodes: float,
     """And stay so: nothing that can be accepted repays them."""
     copy = Spec(name="c", alpha=0.5, cost=DraftCost(fixed_ms=0.02, level_ms=0.0), copies=True, limit=16)
     dear = Disturbed(slope=0.0)
-    dear.now = lambda count: nodes if count > 1 else 1.0  # type: ignore[method-assign]
+    dear.now = lambda count: nodes if count > 1 else 1.0
     steps = World(copy, rows=rows, passes=dear, assumed=Nominal(), measure=True).run(3000)
     plain = rows / 30.02
     assert steps.rate(200) > 0.985 * plain

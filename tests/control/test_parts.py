@@ -337,8 +337,8 @@ def shown(texts: dict[int, list[int]], fresh: Sequence[int]) -> DraftContext:
         tokens=[texts[row] for row in rows],
         prompt_lengths=[1] * len(rows),
         fresh=fresh,
-        samplers=[None] * len(rows),  # type: ignore[list-item]
-        rng=[None] * len(rows),  # type: ignore[list-item]
+        samplers=[None] * len(rows),
+        rng=[None] * len(rows),
         hidden_states={3: states},
     )
 

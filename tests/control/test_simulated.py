@@ -82,7 +82,7 @@ def test_the_bandit_finds_the_best_of_three() -> None:
         Spec(name="best", alpha=0.85, cost=level(0.12)),
         Spec(name="dear", alpha=0.9, cost=level(0.6)),
     ]
-    rates = {spec.name: optimum(float(spec.alpha), spec.cost, Passes())[1] for spec in specs}  # type: ignore[arg-type]
+    rates = {spec.name: optimum(float(spec.alpha), spec.cost, Passes())[1] for spec in specs}
     assert max(rates, key=rates.__getitem__) == "best"
     for seed in (0, 20, 40):
         steps = World(*specs, seed=seed).run(400)

@@ -285,7 +285,7 @@ def test_one_number_for_two_decisions_is_refused() -> None:
     class SharedRng(rules.RecursiveRejection):
         def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
             flip = rng.flip
-            rng.flip = lambda probability, _node: flip(probability, 0)  # type: ignore[method-assign]
+            rng.flip = lambda probability, _node: flip(probability, 0)
             return super().verify(tree, target, rng)
 
     target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=1, seed=0)

@@ -76,7 +76,7 @@ def test_the_emitted_distribution_is_the_targets(name: str, world: World) -> Non
         joint = torch.zeros([3] * horizon, dtype=torch.float64)
         for row, (tree, chance) in enumerate(drafted):
             for (path, token, _), probability in verdicts(name, tree, residuals.row(row)).items():
-                emitted = (*(tree.tokens[node] for node in path), token)  # type: ignore[attr-defined]
+                emitted = (*(tree.tokens[node] for node in path), token)
                 joint[emitted] += chance * probability * joint_distribution(target, emitted, horizon - len(emitted))
         assert float((joint - joint_distribution(target, (), horizon)).abs().max()) <= TOLERANCE
 

@@ -63,7 +63,7 @@ async def test_a_stream_and_leaving_it_early(llm: AsyncLLM) -> None:
     stream = llm.stream(PROMPTS[1], SamplingParams(max_tokens=150, ignore_eos=True))
     async for _ in stream:
         break
-    await stream.aclose()  # type: ignore[attr-defined]
+    await stream.aclose()
     await llm.generate(PROMPTS[2], GREEDY)
     assert not llm.llm.engine.busy
 
@@ -208,7 +208,7 @@ def test_several_loops_at_once(checkpoint: Path) -> None:
         found = list(threads.map(answers, PROMPTS))
     alone = LLM(str(checkpoint), dtype="float32").generate(PROMPTS, GREEDY)
     assert found == [[output.outputs[0].token_ids] * 4 for output in alone]
-    stopped.run_until_complete(left.aclose())  # type: ignore[attr-defined]
+    stopped.run_until_complete(left.aclose())
     stopped.run_until_complete(llm.close())
     stopped.close()
 

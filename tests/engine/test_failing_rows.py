@@ -198,7 +198,7 @@ async def test_a_step_that_fails_is_told_to_all(
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3) as llm:
         monkeypatch.setattr(Target, "score", failing)
         found = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in PROMPTS), return_exceptions=True)
-        assert [type(one) for one in found] == [EngineError] * 3 and found[0].__cause__ is error  # type: ignore[union-attr]
+        assert [type(one) for one in found] == [EngineError] * 3 and found[0].__cause__ is error
         assert len((await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].token_ids) == 20
 
 
@@ -224,7 +224,7 @@ async def test_the_other_prompts_of_a_call_end_with_the_one_that_fails(checkpoin
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3, max_model_len=250) as llm:
         long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         answers, add = list[Any](), llm.llm.engine.add
-        llm.llm.engine.add = lambda request: (answers.append(request.answers[0]), add(request))[1]  # type: ignore[method-assign]
+        llm.llm.engine.add = lambda request: (answers.append(request.answers[0]), add(request))[1]
         bad = replace(long, logits_processors=[raising(RuntimeError("boom"), 12)])
         with pytest.raises(RequestError, match="RuntimeError: boom"):
             await llm.generate(PROMPTS, [long, bad, long])

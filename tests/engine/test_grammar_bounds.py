@@ -184,7 +184,7 @@ async def test_a_grammar_that_takes_too_long_ends_its_answer_alone(
             llm.generate(PROMPT, good), llm.generate(PROMPT, bad), llm.generate("the dog", good), return_exceptions=True
         )
         assert isinstance(found[1], ArgumentError) and "structured outputs" in str(found[1])
-        assert [len(found[i][0].outputs[0].token_ids) for i in (0, 2)] == [40, 40]  # type: ignore[index]
+        assert [len(found[i][0].outputs[0].token_ids) for i in (0, 2)] == [40, 40]
 
 
 def test_masks_that_take_too_long_end_the_answer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_a_stream_that_nobody_reads_leaves_nothing_behind(ngram: LLM, end: str) 
     stream = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
     assert ngram.engine.busy
     if end == "closed":
-        stream.close()  # type: ignore[attr-defined]
+        stream.close()
     del stream
     assert not ngram.engine.busy and not ngram._inbox
 
@@ -277,7 +277,7 @@ def test_a_chat_goes_through_the_template(plain: LLM) -> None:
 
 
 def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
-    tokens = plain.tokenizer(PROMPTS[0])["input_ids"]  # type: ignore[misc]
+    tokens = plain.tokenizer(PROMPTS[0])["input_ids"]
     forms: list[Any] = [PROMPTS[0], tokens, {"prompt": PROMPTS[0]}, {"prompt_token_ids": tokens}]
     answers = [ids(plain, form, GREEDY)[0] for form in forms]
     assert all(answer == answers[0] for answer in answers)
@@ -353,7 +353,7 @@ def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
 def test_out_of_range_sizes_and_sampling(checkpoint: Path) -> None:
     for keywords in ({"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}):
         with pytest.raises(ArgumentError):
-            LLM(str(checkpoint), **keywords)  # type: ignore[arg-type]
+            LLM(str(checkpoint), **keywords)
     for wrong in (
         {"temperature": -1},
         {"top_p": 0},
@@ -364,7 +364,7 @@ def test_out_of_range_sizes_and_sampling(checkpoint: Path) -> None:
         {"logprobs": -2},
     ):
         with pytest.raises(ArgumentError):
-            SamplingParams(**wrong)  # type: ignore[arg-type]
+            SamplingParams(**wrong)
 
 
 def test_a_drafter_that_raises_loses_its_drafts_not_the_answer(

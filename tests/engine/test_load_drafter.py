@@ -118,7 +118,7 @@ def test_new_requests_have_the_new_drafter_and_running_ones_their_own(folders: F
 def test_the_former_drafter_is_freed_with_its_last_row(folders: Folders) -> None:
     """Also in a server, whose garbage collector passes over all that was there when it began."""
     llm = engine(folders, {"method": "eagle3", "model": str(folders["head"]), "adaptive": False})
-    drafter = llm.engine.drafting._active[llm._drafter or ""].drafter.drafter  # type: ignore[attr-defined]
+    drafter = llm.engine.drafting._active[llm._drafter or ""].drafter.drafter
     former = [weakref.ref(drafter), weakref.ref(drafter.head)]
     del drafter
     gc.collect()

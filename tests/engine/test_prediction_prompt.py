@@ -94,7 +94,7 @@ def test_the_command_line_takes_a_file(
 
     def generate(self: LLM, prompts: object, params: SamplingParams) -> list[RequestOutput]:
         seen.append((self.speculative, prompts))
-        return original(self, prompts, params)  # type: ignore[arg-type]
+        return original(self, prompts, params)
 
     original = LLM.generate
     monkeypatch.setattr(LLM, "generate", generate)

@@ -46,10 +46,7 @@ def test_whatever_shapes_the_answer_goes_on_where_it_stood(checkpoint: Path, dra
         (PROMPTS[0], sampled(30, repetition_penalty=1.3, frequency_penalty=0.5, logprobs=3)),
         (PROMPTS[1], sampled(40, seed=4, stop=[plain[12:14], plain[25:28]], min_tokens=15)),
         (PROMPTS[2], sampled(25, seed=2, n=2, top_p=0.9, presence_penalty=0.4)),
-        (
-            PROMPTS[3],
-            sampled(40, seed=3, structured_outputs=StructuredOutputs(regex="[a-f]{25}")),
-        ),
+        (PROMPTS[3], sampled(40, seed=3, structured_outputs=StructuredOutputs(regex="[a-f]{25}"))),
         (PROMPTS[0], greedy(20, prompt_logprobs=1)),
     ]
     compare(checkpoint, drafter(name, draft_checkpoint), jobs, **{**TIGHT, "kv_cache_tokens": 140})

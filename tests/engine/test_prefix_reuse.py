@@ -160,7 +160,7 @@ def test_a_beginning_serves_its_own_domain_alone(checkpoint: Path, monkeypatch: 
     for salt in ("b", "a"):
         llm.submit(TEXT, greedy(4), cache_salt=salt)
     run(llm)
-    prompt = len(llm.tokenizer.encode(TEXT))  # type: ignore[union-attr]
+    prompt = len(llm.tokenizer.encode(TEXT))
     assert sum(counts) == 2 * prompt - whole, "one of the two reads it all"
 
 

@@ -37,7 +37,7 @@ def test_a_token_is_decoded_about_once() -> None:
     tokenizer = tiny_tokenizer()
     counting = Counting(tokenizer)
     tokens = tokenizer("the cat sat on the mat and the dog sat on the log " * 8)["input_ids"]
-    detokenizer = Detokenizer(counting, [], skip_special=True)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(counting, [], skip_special=True)
     assert "".join(detokenizer.add(token) for token in tokens) == tokenizer.decode(tokens)
     assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) < 16
 
@@ -47,7 +47,7 @@ def test_nor_are_bytes_that_never_form_a_character(part: slice) -> None:
     """They were decoded all together with each further one: of 8,000 in a prompt that took seconds."""
     tokenizer = tiny_tokenizer()
     counting, tokens = Counting(tokenizer), tokenizer("漢")["input_ids"][part] * 1000
-    detokenizer = Detokenizer(counting, [], skip_special=True)  # type: ignore[arg-type]
+    detokenizer = Detokenizer(counting, [], skip_special=True)
     text = "".join(detokenizer.add(token) for token in tokens)
     assert text + detokenizer.flush() == tokenizer.decode(tokens) and text
     assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) <= 16

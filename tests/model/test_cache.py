@@ -203,7 +203,7 @@ def test_buckets() -> None:
     assert buckets.pad_width(299, 300) == 300
     for wrong in ({"width": 0}, {"nodes": (4, 2)}, {"nodes": (0,)}, {"nodes": (2, 2)}):
         with pytest.raises(ArgumentError, match="buckets"):
-            Buckets(**wrong)  # type: ignore[arg-type]
+            Buckets(**wrong)
 
 
 def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:

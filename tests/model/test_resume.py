@@ -63,7 +63,7 @@ class Evaluations:
         self.target = target
         original = target.cache.update
 
-        def update(keys, values, layer, *args, **kwargs):  # type: ignore[no-untyped-def]
+        def update(keys, values, layer, *args, **kwargs):
             slots = target.cache._window.flat
             real = slots[slots % (target.cache.slots + 1) != target.cache.dump]
             self.seen.update((layer, slot) for slot in real.tolist())

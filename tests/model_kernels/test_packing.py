@@ -8,15 +8,7 @@ from torch import nn
 
 from forerun.model import Target
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import (
-    FusedGroup,
-    JoinedWeight,
-    PackedLinear,
-    PackedWeight,
-    pack,
-    packable,
-    packs,
-)
+from forerun.model.kernels.packing import FusedGroup, JoinedWeight, PackedLinear, PackedWeight, pack, packable, packs
 from model_kernels.conftest import FAMILIES, build
 
 DTYPES = [

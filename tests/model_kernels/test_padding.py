@@ -42,7 +42,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counted(self: PackedWeight, rows: torch.Tensor) -> torch.Tensor:
         seen.append(len(rows))
-        return before(self, rows)  # type: ignore[arg-type]
+        return before(self, rows)
 
     monkeypatch.setattr(kind, "_product", counted)
     return seen

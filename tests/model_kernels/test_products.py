@@ -54,7 +54,7 @@ def threads() -> Iterator[None]:
 
 def problem(outputs: int, depth: int, dtype: torch.dtype, count: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(outputs + depth)
-    return tuple(torch.randn(*size).to(dtype) for size in ((outputs, depth), (outputs,), (count, depth)))  # type: ignore
+    return tuple(torch.randn(*size).to(dtype) for size in ((outputs, depth), (outputs,), (count, depth)))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

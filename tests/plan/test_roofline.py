@@ -27,7 +27,7 @@ LLAMA = Size(params=8e9)
 
 
 def line(device: str = "h100", **more: object) -> Roofline:
-    return Roofline(device=DEVICES[device], size=more.pop("size", LLAMA), **more)  # type: ignore[arg-type]
+    return Roofline(device=DEVICES[device], size=more.pop("size", LLAMA), **more)
 
 
 @pytest.mark.parametrize("device", BALANCE)
@@ -106,7 +106,7 @@ class TestMixtureOfExperts:
     )
     def test_nonsense_is_refused(self, wrong: dict[str, float]) -> None:
         with pytest.raises(ArgumentError):
-            Size(params=30e9, **wrong)  # type: ignore[arg-type]
+            Size(params=30e9, **wrong)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ class TestMixtureOfExperts:
 )
 def test_impossible_sizes_are_refused(wrong: object) -> None:
     with pytest.raises(ArgumentError):
-        wrong()  # type: ignore[operator]
+        wrong()
 
 
 def test_names_of_devices() -> None:

@@ -249,7 +249,7 @@ class TestPredict:
 )
 def test_nonsense_is_refused(wrong: object) -> None:
     with pytest.raises(ArgumentError):
-        wrong()  # type: ignore[operator]
+        wrong()
 
 
 def test_no_torch_is_imported() -> None:

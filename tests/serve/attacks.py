@@ -92,8 +92,7 @@ class Server:
 
     def token(self, text: str) -> int:
         """The token of one character."""
-        tokenizer = self.live.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = self.live.llm.tokenizer
         [found] = tokenizer.encode(text, add_special_tokens=False)
         return int(found)
 

@@ -19,7 +19,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from engine.conftest import checkpoint, draft_checkpoint
-from forerun import AsyncLLM
+from forerun import LLM, AsyncLLM
 from forerun.serve import server as http_server
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
@@ -39,6 +39,10 @@ class Live:
     session: Session
     verify: ssl.SSLContext | bool = True
     """Whom to trust where the server speaks HTTPS."""
+
+    @property
+    def llm(self) -> LLM:
+        return self.session.engine.llm
 
     def client(self, key: str = "none") -> OpenAI:
         from openai import OpenAI  # which tests on a device do without

@@ -59,8 +59,7 @@ def client(server: Live) -> Iterator[Any]:
 
 
 def prompt_of(live: Live, text: str) -> int:
-    tokenizer = live.session.engine.llm.tokenizer
-    assert tokenizer is not None
+    tokenizer = live.llm.tokenizer
     return len(tokenizer.encode(text))
 
 

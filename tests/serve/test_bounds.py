@@ -192,7 +192,7 @@ def test_many_log_probabilities_are_written_in_a_thread_of_their_own(
 def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens(
     own: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = own.session.engine.llm
+    llm = own.llm
     assert llm.tokenizer is not None
     kind, encode = type(llm.tokenizer), type(llm.tokenizer).encode
     read: list[int] = []

@@ -42,14 +42,13 @@ def official(templated: Live) -> Iterator[OpenAI]:
 
 
 def ids_of(live: Live, text: str) -> list[int]:
-    tokenizer = live.session.engine.llm.tokenizer
-    assert tokenizer is not None
+    tokenizer = live.llm.tokenizer
     return list(tokenizer.encode(text))
 
 
 def probs(live: Live, ids: list[int]) -> torch.Tensor:
     """transformers' own log-probabilities in float32."""
-    model = AutoModelForCausalLM.from_pretrained(live.session.engine.llm.target.name_or_path, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(live.llm.target.name_or_path, dtype=torch.float32)
     found: torch.Tensor = model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
     return found
 
@@ -59,10 +58,10 @@ class TestPromptLogprobs:
         text = PROMPT * 4
         asked: dict[str, Any] = {"model": NAME, "prompt": text, "temperature": 0, "max_tokens": 3}
         asked["extra_body"] = {"cache_salt": "mine"}
-        hits = live.session.engine.llm.engine.prefix_hits
+        hits = live.llm.engine.prefix_hits
         for _ in range(2):
             client.completions.create(**asked)
-        assert live.session.engine.llm.engine.prefix_hits > hits, "the prompt is in the prefix cache"
+        assert live.llm.engine.prefix_hits > hits, "the prompt is in the prefix cache"
         answer = client.completions.create(**asked, echo=True, logprobs=2).choices[0]
         found, prompt = answer.logprobs, ids_of(live, text)
         assert found is not None and found.token_logprobs and found.top_logprobs and found.tokens and found.text_offset
@@ -127,7 +126,7 @@ class TestPromptLogprobs:
 
     def test_no_token_is_written_where_none_is_wanted(self, live: Live, client: OpenAI) -> None:
         """As lm-eval-harness asks for scores; several prompts at once, one of them as long as the context."""
-        longest = live.session.engine.llm.max_model_len
+        longest = live.llm.max_model_len
         prompts = [ids_of(live, PROMPT), ids_of(live, "the cat"), (ids_of(live, PROMPT) * longest)[:longest]]
         answer = client.completions.create(
             model=NAME, prompt=prompts, max_tokens=0, echo=True, logprobs=1, temperature=0
@@ -144,13 +143,10 @@ class TestPromptLogprobs:
     def test_vllms_shape(self, live: Live, client: OpenAI) -> None:
         text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=1, extra_body={"prompt_logprobs": 1})
         chat = client.chat.completions.create(
-            model=NAME,
-            messages=ASK,
-            max_tokens=1,
-            extra_body={"prompt_logprobs": 1, "return_token_ids": True},  # type: ignore[arg-type]
+            model=NAME, messages=ASK, max_tokens=1, extra_body={"prompt_logprobs": 1, "return_token_ids": True}
         )
         extra: Any = chat.model_extra
-        pairs: list[Any] = [(ids_of(live, PROMPT), text.choices[0].model_extra["prompt_logprobs"])]  # type: ignore[index]
+        pairs: list[Any] = [(ids_of(live, PROMPT), text.choices[0].model_extra["prompt_logprobs"])]
         pairs.append((extra["prompt_token_ids"], extra["prompt_logprobs"]))
         for ids, found in pairs:
             expected = probs(live, ids)
@@ -208,7 +204,7 @@ def test_token_ids(live: Live, client: OpenAI, chat: bool) -> None:
     asked["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
     create: Any = client.chat.completions.create if chat else client.completions.create
     asked |= {"messages": ASK} if chat else {"prompt": PROMPT}
-    prompt = live.session.engine.llm.chat_prompt(ASK)["prompt_token_ids"] if chat else ids_of(live, PROMPT)
+    prompt = live.llm.chat_prompt(ASK)["prompt_token_ids"] if chat else ids_of(live, PROMPT)
     whole, streamed = create(**asked), [chunk.model_dump() for chunk in create(**asked, stream=True)]
     assert (whole if chat else whole.choices[0]).prompt_token_ids == prompt
     first = streamed[0] if chat else streamed[0]["choices"][0]
@@ -222,11 +218,11 @@ def test_token_ids(live: Live, client: OpenAI, chat: bool) -> None:
 def test_tokens_named_by_their_ids(client: OpenAI) -> None:
     more = {"return_tokens_as_token_ids": True, "return_token_ids": True}
     text = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=3, logprobs=1, extra_body=more).choices[0]
-    chat = client.chat.completions.create(model=NAME, messages=ASK, max_tokens=3, logprobs=True, extra_body=more)  # type: ignore[arg-type]
+    chat = client.chat.completions.create(model=NAME, messages=ASK, max_tokens=3, logprobs=True, extra_body=more)
     assert text.logprobs is not None and chat.choices[0].logprobs is not None
-    assert text.logprobs.tokens == [f"token_id:{token}" for token in text.model_extra["token_ids"]]  # type: ignore[index]
+    assert text.logprobs.tokens == [f"token_id:{token}" for token in text.model_extra["token_ids"]]
     names = [token.token for token in chat.choices[0].logprobs.content or []]
-    assert names == [f"token_id:{token}" for token in chat.choices[0].model_extra["token_ids"]]  # type: ignore[index]
+    assert names == [f"token_id:{token}" for token in chat.choices[0].model_extra["token_ids"]]
 
 
 def test_a_prompt_is_cut_at_its_beginning(live: Live, client: OpenAI) -> None:
@@ -237,7 +233,7 @@ def test_a_prompt_is_cut_at_its_beginning(live: Live, client: OpenAI) -> None:
     assert cut.choices[0].text == same.choices[0].text and cut.usage and cut.usage.prompt_tokens == 3
     uncut = client.completions.create(prompt=PROMPT, extra_body={"truncate_prompt_tokens": 100}, **asked)
     assert uncut.choices[0].text.startswith(PROMPT)
-    longest = live.session.engine.llm.max_model_len
+    longest = live.llm.max_model_len
     fitted = client.completions.create(prompt=PROMPT * 90, extra_body={"truncate_prompt_tokens": -1}, **asked)
     assert fitted.usage and fitted.usage.total_tokens == longest
 
@@ -267,20 +263,14 @@ def test_effort_is_the_templates_variable(official: OpenAI) -> None:
     more = official.chat.completions.create(
         **{**asked, "extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}, **asked["extra_body"]}}
     )
-    assert low.prompt_token_ids == more.prompt_token_ids != plain.prompt_token_ids  # type: ignore[attr-defined]
+    assert low.prompt_token_ids == more.prompt_token_ids != plain.prompt_token_ids
 
 
 class TestCalls:
     def test_a_named_function_is_called_once(self, official: OpenAI) -> None:
         for seed in range(8):
             answer = official.chat.completions.create(
-                model=NAME,
-                messages=ASK,
-                tools=[TOOL],
-                tool_choice=NAMED,
-                temperature=1.5,
-                seed=seed,
-                max_tokens=120,  # type: ignore[arg-type, list-item]
+                model=NAME, messages=ASK, tools=[TOOL], tool_choice=NAMED, temperature=1.5, seed=seed, max_tokens=120
             ).choices[0]
             assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
             assert answer.finish_reason == "tool_calls"
@@ -291,7 +281,7 @@ class TestCalls:
         body = ChatRequest.model_validate(
             {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
         )
-        llm = templated.session.engine.llm
+        llm = templated.llm
         form = chat_format_of(llm, templated.session.settings, body).constrained(body, None, llm.grammar_mark)
         assert form is not None and form.grammar is not None and "time" in form.grammar
         assert "weather" not in form.grammar
@@ -299,24 +289,20 @@ class TestCalls:
         for seed in range(4):
             answer = official.chat.completions.create(
                 model=NAME,
-                messages=ASK,  # type: ignore[arg-type]
-                tools=[TOOL, OTHER],  # type: ignore[list-item]
-                tool_choice=allowed(mode, "time"),  # type: ignore[arg-type]
+                messages=ASK,
+                tools=[TOOL, OTHER],
+                tool_choice=allowed(mode, "time"),
                 temperature=1.5,
                 seed=seed,
                 max_tokens=100,
             ).choices[0]
-            names += [call.function.name for call in answer.message.tool_calls or []]  # type: ignore[union-attr]
+            names += [call.function.name for call in answer.message.tool_calls or []]
         assert set(names) <= {"time"} and (mode == "auto" or len(names) >= 4)
 
     def test_the_model_is_shown_all_tools(self, official: OpenAI) -> None:
         def shown(choice: Any) -> int:
             answer = official.chat.completions.create(
-                model=NAME,
-                messages=ASK,
-                tools=[TOOL, OTHER],
-                tool_choice=choice,
-                max_tokens=1,  # type: ignore[arg-type, list-item]
+                model=NAME, messages=ASK, tools=[TOOL, OTHER], tool_choice=choice, max_tokens=1
             )
             assert answer.usage is not None
             return answer.usage.prompt_tokens
@@ -345,8 +331,7 @@ class TestStopReason:
     @pytest.mark.parametrize("kind", ["string", "id", "end", "length"])
     def test_what_ended_each_choice(self, live: Live, chat: bool, kind: str) -> None:
         """Whole and in the last chunk of each choice; the model's own end is none, though a client names it."""
-        tokenizer = live.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = live.llm.tokenizer
         [liked], end = ids_of(live, "the")[:1], tokenizer.eos_token_id
         more: dict[str, Any] = {
             "string": {"stop": ["hethe", "x"], "logit_bias": {liked: 100}},
@@ -380,8 +365,8 @@ class TestTokenize:
 
     def test_strings_of_tokens(self, live: Live) -> None:
         found = live.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()
-        tokenizer = live.session.engine.llm.tokenizer
-        assert tokenizer is not None and found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
+        tokenizer = live.llm.tokenizer
+        assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
         answer = live.post("/tokenize", {"prompt": "a", "add_generation_prompt": True})
         assert answer.status_code == 400 and "belongs to messages" in answer.json()["error"]["message"]
 

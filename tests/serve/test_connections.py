@@ -182,7 +182,7 @@ def test_a_stream_that_nobody_reads_loses_its_rows(checkpoint: Path) -> None:
         with connected(impatient, receive_buffer=2048) as deaf:
             deaf.sendall(posted({**WORDY, "stream": True}))
             wait_for(lambda: counters(impatient).get('vllm:request_success_total{finished_reason="abort"}') == 4)
-            llm = impatient.session.engine.llm
+            llm = impatient.llm
             wait_for(lambda: not llm.engine.busy and impatient.session.in_flight == 0)
             assert counters(impatient)["forerun:answers_admitted_total{}"] == 4
         assert impatient.post("/v1/completions", {"prompt": "the", "max_tokens": 2}).status_code == 200

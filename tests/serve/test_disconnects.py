@@ -59,7 +59,7 @@ def test_others_leave_and_nobody_else_notices(live: Live) -> None:
     for thread in (*staying, *leaving):
         thread.join(timeout=60)
     assert len(found) == 3 * len(PROMPTS) and all(text == alone[prompt] for prompt, text in found)
-    wait_for(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
+    wait_for(lambda: live.session.in_flight == 0 and not live.llm.engine.busy)
 
     def grown(name: str) -> float:
         return sum(value - before.get(key, 0.0) for key, value in counters(live).items() if key.startswith(name))
@@ -76,7 +76,7 @@ def test_all_leave_at_once(live: Live) -> None:
         ]
         for answer in opened:
             answer.close()
-    wait_for(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
+    wait_for(lambda: live.session.in_flight == 0 and not live.llm.engine.busy)
     assert live.post(TEXT, body("the", 3)).status_code == 200
 
 
@@ -92,7 +92,7 @@ def test_who_leaves_before_the_first_token_gives_the_place_up(
         ("/v1/messages", {"messages": messages, "max_tokens": 9}),
     ]
     with serving(checkpoint) as live:
-        engine = live.session.engine.llm.engine
+        engine = live.llm.engine
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda: (release.wait(30), step())[1])
         for stream in (True, False):

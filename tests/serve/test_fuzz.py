@@ -33,7 +33,7 @@ def small(checkpoint: Path, draft_checkpoint: Path) -> Iterator[Live]:
     with serving(checkpoint, speculative=drafter, **limits) as running:
         yield running
         assert running.session.state.value == "ready"
-        wait_for(lambda: running.session.in_flight == 0 and not running.session.engine.llm.engine.busy)
+        wait_for(lambda: running.session.in_flight == 0 and not running.llm.engine.busy)
         found = counters(running)
         ended = sum(value for name, value in found.items() if name.startswith("vllm:request_success_total"))
         assert found["forerun:answers_admitted_total{}"] == ended + found["forerun:answers_refused_total{}"]

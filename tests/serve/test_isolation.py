@@ -72,11 +72,11 @@ def with_processor(answer: Completion, processor: Callable[[Sequence[int], Tenso
 
 
 def in_distribution(answer: Completion, fault: Fault) -> None:
-    answer.row.sampler.probs = fault.before(answer.row.sampler.probs)  # type: ignore[method-assign]
+    answer.row.sampler.probs = fault.before(answer.row.sampler.probs)
 
 
 def in_processing(answer: Completion, fault: Fault) -> None:
-    answer.row.sampler._penalise = fault.before(answer.row.sampler._penalise)  # type: ignore[method-assign]
+    answer.row.sampler._penalise = fault.before(answer.row.sampler._penalise)
 
 
 def in_a_callable(answer: Completion, fault: Fault) -> None:
@@ -130,12 +130,12 @@ def in_grammar(method: str) -> Callable[[Completion, Fault], None]:
 
 
 def in_detokenizer(answer: Completion, fault: Fault) -> None:
-    answer.detokenizer.add = fault.before(answer.detokenizer.add)  # type: ignore[method-assign]
+    answer.detokenizer.add = fault.before(answer.detokenizer.add)
 
 
 def in_the_last_character(answer: Completion, fault: Fault) -> None:
     fault.left = 0
-    answer.detokenizer.flush = fault.before(answer.detokenizer.flush)  # type: ignore[method-assign]
+    answer.detokenizer.flush = fault.before(answer.detokenizer.flush)
 
 
 class Text:
@@ -150,11 +150,11 @@ class Text:
 
 
 def in_stop_strings(answer: Completion, fault: Fault) -> None:
-    answer.text = Text(answer.text, add=fault)  # type: ignore[assignment]
+    answer.text = Text(answer.text, add=fault)
 
 
 def in_what_is_held_back(answer: Completion, fault: Fault) -> None:
-    answer.text = Text(answer.text, release=fault)  # type: ignore[assignment]
+    answer.text = Text(answer.text, release=fault)
 
 
 class Ends(frozenset[int]):
@@ -192,8 +192,8 @@ class Rule:
 
 def in_output(answer: Completion, fault: Fault) -> None:
     fault.left = 0
-    answer.stats = answer.traces = None  # type: ignore[assignment]
-    answer.request.output = fault  # type: ignore[method-assign,assignment]
+    answer.stats = answer.traces = None
+    answer.request.output = fault
 
 
 def at_submission(answer: Completion, fault: Fault) -> None:
@@ -325,5 +325,5 @@ def test_a_fault_ends_its_own_request(wide: Live, injector: Injector, speculativ
                 harmed.append((name, others))
         assert not missed, "the fault was not met, or the client was told of its inside"
         assert not harmed
-        wait_for(lambda: wide.session.in_flight == 0 and not wide.session.engine.llm.engine.busy)
+        wait_for(lambda: wide.session.in_flight == 0 and not wide.llm.engine.busy)
         assert together(INNOCENT) == undisturbed

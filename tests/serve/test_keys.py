@@ -70,7 +70,7 @@ class TestSecrets:
         rng, found = random.Random(4), Recovered()
         with Server(copying) as server:
             told, own = server.told(rng), server.ask
-            server.ask = lambda key, *args, **more: own(VICTIM, *args, **more)  # type: ignore[method-assign]
+            server.ask = lambda key, *args, **more: own(VICTIM, *args, **more)
             found.add(from_traces(server, told[:KNOWN], rng), told[KNOWN:], 0, 16)
         assert found.right >= 20, found
 

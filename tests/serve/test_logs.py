@@ -134,8 +134,8 @@ def break_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"cannot read {SECRET}")
 
-    monkeypatch.setattr(live.session.engine.llm, "prepared", fail)
-    monkeypatch.setattr(live.session.engine.llm, "chat_prompt", fail)
+    monkeypatch.setattr(live.llm, "prepared", fail)
+    monkeypatch.setattr(live.llm, "chat_prompt", fail)
 
 
 @pytest.mark.parametrize("shown", [False, True])
@@ -198,7 +198,7 @@ def test_a_failing_step_is_no_fault_of_the_request(
             raise ValueError("shapes do not fit")
 
         with monkeypatch.context() as broken:
-            broken.setattr(live.session.engine.llm.engine, "step", fail)
+            broken.setattr(live.llm.engine, "step", fail)
             answer = live.post(TEXT, {"prompt": "the cat", "max_tokens": 4}, **named("in-the-step"))
         assert answer.status_code == 500, answer.text
         error = kept.of("in-the-step", "a request failed")

@@ -119,7 +119,7 @@ def test_nor_does_whatever_the_engine_raises(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(live.session.engine.llm, broken, fail)
+    monkeypatch.setattr(live.llm, broken, fail)
     answer = live.post(CHAT, {"messages": ASK, "max_tokens": 3, "stream": stream})
     assert answer.status_code == status, answer.text
     assert not TELLING.search(answer.text) and "private" not in answer.text
@@ -150,7 +150,7 @@ def test_a_failure_of_many_is_written_once(checkpoint: Path, kept: Kept, monkeyp
             raise ValueError("begins " + "x" * 50_000 + " ends")
 
         with monkeypatch.context() as broken:
-            broken.setattr(live.session.engine.llm.engine, "step", fail)
+            broken.setattr(live.llm.engine, "step", fail)
             answer = live.post(TEXT, {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 4}, **named("many"))
         assert answer.status_code == 500
         error = kept.of("many", "a request failed")

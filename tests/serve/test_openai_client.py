@@ -26,12 +26,12 @@ class TestChat:
         answer = client.chat.completions.create(
             model=NAME, messages=ASK, temperature=0, max_completion_tokens=12, extra_body={"ignore_eos": True}
         )
-        prompt = live.session.engine.llm.chat_prompt(ASK)["prompt"]
+        prompt = live.llm.chat_prompt(ASK)["prompt"]
         assert answer.choices[0].message.content == plain_text(live, prompt, 12)
         assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.role == "assistant"
         assert answer.usage is not None and answer.usage.completion_tokens == 12
         assert answer.usage.total_tokens == answer.usage.prompt_tokens + 12
-        counts = answer.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+        counts = answer.model_extra["metrics"]["speculative_decoding"]
         assert counts["num_spec_steps"] > 0 and sum(counts["acceptance_histogram"]) == counts["num_spec_steps"]
         assert len(counts["acceptance_histogram"]) == counts["num_spec_tokens"] + 1, "what AIPerf asks for"
 
@@ -86,14 +86,14 @@ class TestChat:
         """This one was told not to, and requests with fewer tokens are served by the same; other drafters adapt."""
         for wish in ({"num_speculative_tokens": 2}, {"drafter": "draft_model"}, {"drafter": "ngram"}):
             client.completions.create(model=NAME, prompt="the cat", max_tokens=4, extra_body={"speculative": wish})
-        active = live.session.engine.llm.engine.drafting._active.values()
+        active = live.llm.engine.drafting._active.values()
         found = {(one.config.method, one.policy is not None) for one in active}
         assert found >= {("draft_model", False), ("ngram", True)} and ("draft_model", True) not in found
 
     def test_the_trace_of_an_answer(self, client: OpenAI) -> None:
         body = {"return_speculation_trace": True, "ignore_eos": True}
         answer = client.chat.completions.create(model=NAME, messages=ASK, temperature=0, max_tokens=9, extra_body=body)
-        [trace] = answer.model_extra["speculation_trace"]  # type: ignore[index]
+        [trace] = answer.model_extra["speculation_trace"]
         steps = trace["steps"]
         assert steps and {"nodes", "path", "kind", "draft_ms", "verify_ms"} <= steps[0].keys()
         assert "".join(token["text"] for token in trace["tokens"]) == answer.choices[0].message.content
@@ -111,8 +111,7 @@ class TestCompletions:
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
 
     def test_token_ids_echo_and_stop(self, live: Live, client: OpenAI) -> None:
-        tokenizer = live.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = live.llm.tokenizer
         ids = tokenizer.encode("the cat sat")
         plain = plain_text(live, "the cat sat", 12)
         stop = plain[6:8]

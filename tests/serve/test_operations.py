@@ -50,8 +50,8 @@ def test_a_client_that_leaves_frees_its_row(live: Live) -> None:
         next(answer.iter_lines())
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(live.url + "/v1/completions", json={**body, "stream": False, "n": 3}, timeout=0.02)
-    wait_for(lambda: live.session.in_flight == 0 and not live.session.engine.llm.engine.busy)
-    assert live.session.engine.llm.target.lengths == [0] * 4
+    wait_for(lambda: live.session.in_flight == 0 and not live.llm.engine.busy)
+    assert live.llm.target.lengths == [0] * 4
 
 
 def test_a_full_queue_is_a_429(checkpoint: Path) -> None:
@@ -94,7 +94,7 @@ def test_not_ready_is_a_503(checkpoint: Path) -> None:
     assert session.state is State.FAILED
     with pytest.raises(Exception, match="failed") as caught:
         _ = session.engine
-    assert caught.value.status == 503  # type: ignore[attr-defined]
+    assert caught.value.status == 503
     assert issubclass(CheckpointError, Exception)
 
 
@@ -102,7 +102,7 @@ def test_a_frozen_engine_is_not_ready(checkpoint: Path, monkeypatch: pytest.Monk
     """Whatever it is frozen at: a step, or a request that it takes in; and until that ends."""
     with serving(checkpoint, step_timeout_s=0.2) as live:
         for where in ("step", "add"):
-            thawed, answers, engine = threading.Event(), list[httpx.Response](), live.session.engine.llm.engine
+            thawed, answers, engine = threading.Event(), list[httpx.Response](), live.llm.engine
             real = getattr(engine, where)
 
             def frozen(*given: Any, thawed: threading.Event = thawed, real: Callable[..., Any] = real) -> Any:
@@ -131,7 +131,7 @@ def test_a_long_prompt_is_not_frozen(checkpoint: Path, monkeypatch: pytest.Monke
         return AsyncLLM(str(checkpoint), dtype="float32", max_model_len=200, max_num_batched_tokens=16)
 
     with serving(in_pieces, step_timeout_s=1.5) as live:
-        engine, seen = live.session.engine.llm.engine, set[str]()
+        engine, seen = live.llm.engine, set[str]()
         real = engine.step
 
         def slow() -> Any:

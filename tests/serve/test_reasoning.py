@@ -164,8 +164,7 @@ def test_reasoning_and_an_answer_in_one(checkpoint: Path, tmp_path: Path) -> Non
     """Marks of the operator's choice; the closing one is a letter, so that the tiny model comes to it."""
     folder = with_template(checkpoint, tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %} <r>\n")
     with serving(folder, reasoning_parser="<r> e") as running:
-        tokenizer = running.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = running.llm.tokenizer
         answer = ask(
             running,
             None,

@@ -55,7 +55,7 @@ def test_a_text(caller: Live, official: OpenAI) -> None:
     asked: dict[str, Any] = {"input": "the cat", "instructions": "sat", "max_output_tokens": 9, "temperature": 0}
     whole = official.responses.create(model=NAME, **asked)
     prompt = [{"role": "system", "content": "sat"}, {"role": "user", "content": "the cat"}]
-    chat = official.chat.completions.create(model=NAME, messages=prompt, temperature=0, max_tokens=9)  # type: ignore[arg-type]
+    chat = official.chat.completions.create(model=NAME, messages=prompt, temperature=0, max_tokens=9)
     assert whole.output_text == chat.choices[0].message.content and chat.usage and whole.usage
     assert (whole.usage.input_tokens, whole.usage.output_tokens) == (chat.usage.prompt_tokens, 9)
     assert whole.status == "incomplete" and whole.incomplete_details and whole.instructions == "sat"

@@ -42,8 +42,7 @@ def scripted(
     """An engine's `stream` that always says the same; with `failure` it breaks after the second step."""
 
     def token(text: str, place: int, step: int, wanted: int | None) -> OutputToken:
-        tokenizer = live.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = live.llm.tokenizer
         [first, *_] = tokenizer.encode(text)
         own = TokenLogprob(logprob=-0.125 * place, rank=1)
         best = {first: own, 5: TokenLogprob(logprob=float("-inf"), rank=2)}

@@ -393,8 +393,7 @@ class TestServer:
         assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id.startswith("call_")
 
     def test_a_call_that_a_stop_cut_off_is_no_reason_to_finish(self, caller: Live) -> None:
-        tokenizer = caller.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = caller.llm.tokenizer
         brace, end = tokenizer.encode("}")[0], tokenizer.eos_token_id
         for more, reason in (({"stop": ['"unit']}, "stop"), ({"extra_body": {"stop_token_ids": [brace]}}, "stop")):
             choice = ask(caller, tool_choice=NAMED, **more)
@@ -407,8 +406,7 @@ class TestServer:
 
     @pytest.mark.parametrize("name", ["weather", "clock"])
     def test_a_required_call_is_the_models_choice(self, caller: Live, name: str) -> None:
-        tokenizer = caller.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = caller.llm.tokenizer
         liked = {str(tokenizer.encode(name[0])[0]): 40.0}
         choice = ask(caller, tool_choice="required", parallel_tool_calls=False, logit_bias=liked)
         [call] = choice.message.tool_calls
@@ -416,8 +414,7 @@ class TestServer:
 
     def test_several_calls(self, caller: Live) -> None:
         """The end made unlikely, the model calls until it may not go on; the last call is cut off."""
-        tokenizer = caller.session.engine.llm.tokenizer
-        assert tokenizer is not None
+        tokenizer = caller.llm.tokenizer
         choice = ask(caller, tool_choice="required", logit_bias={str(tokenizer.eos_token_id): -100}, max_tokens=150)
         assert len(choice.message.tool_calls) > 1 and choice.finish_reason == "length"
         assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
@@ -449,12 +446,12 @@ class TestServer:
             result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}
             messages: Any = [*ASK, message, result]
             second = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=4)
-        arguments = message.tool_calls[0].function.arguments  # type: ignore[union-attr]
+        arguments = message.tool_calls[0].function.arguments
         prompt = (
             f"weather clock user: the cat\nassistant: weather({json.loads(arguments)['unit']})\ntool: 20\nassistant: "
         )
-        tokenizer = caller.session.engine.llm.tokenizer
-        assert tokenizer is not None and second.usage is not None
+        tokenizer = caller.llm.tokenizer
+        assert second.usage is not None
         assert second.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
     def test_none_hides_the_tools(self, caller: Live) -> None:

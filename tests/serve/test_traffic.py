@@ -212,7 +212,7 @@ def test_the_operator_loads_another_drafter_and_nobody_else_does(checkpoint: Pat
         # The server names its drafter for requests that change something of it.
         shorter = live.post(TEXT, {**ask, "speculative": {"num_speculative_tokens": 2}}, **bearer("client"))
         assert shorter.json()["metrics"]["speculative_decoding"]["draft_acceptance_rate"] == 1.0
-        assert len(live.session.engine.llm.engine.drafting._active) == len({"own", "auto", "ngram", "prediction"})
+        assert len(live.llm.engine.drafting._active) == len({"own", "auto", "ngram", "prediction"})
 
 
 def test_without_an_admin_key_nobody_loads_a_drafter(live: Live, draft_checkpoint: Path) -> None:

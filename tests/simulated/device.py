@@ -102,7 +102,7 @@ class DeviceTensor(Tensor):
     @staticmethod
     def __new__(cls, held: Tensor) -> DeviceTensor:
         with torch.inference_mode(held.is_inference()):
-            made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made = Tensor._make_wrapper_subclass(
                 cls,
                 held.shape,
                 strides=held.stride(),
@@ -114,7 +114,7 @@ class DeviceTensor(Tensor):
         made.held = held.detach()
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> DeviceTensor:
@@ -328,7 +328,7 @@ class SimulatedDevice(TorchDispatchMode):
                 return f"{path.rsplit(self._source, 1)[1]}:{frame.f_lineno}"
             if not caller and path != _SELF and "/torch/" not in path:
                 caller = f"{Path(path).name}:{frame.f_lineno}"
-            frame = frame.f_back  # type: ignore[assignment]
+            frame = frame.f_back
         return caller
 
 

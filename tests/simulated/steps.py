@@ -88,14 +88,7 @@ def answers(
     target: Any = tied() if variant is SPEED else model()
     if move is not None:
         target, config = move(target), on_device(config, move)
-    llm = LLM(
-        target,
-        tokenizer=False,
-        speculative_config=config,
-        max_num_seqs=3,
-        max_model_len=64,
-        self_check=False,
-    )
+    llm = LLM(target, tokenizer=False, speculative_config=config, max_num_seqs=3, max_model_len=64, self_check=False)
     assert llm.target.device.type == device
     with llm.engine.drafting.free_of_charge() if variant is AUTO else nullcontext():
         outputs = [output.outputs[0] for output in llm.generate(as_prompts(PROMPTS[:3]), params)]

@@ -97,10 +97,7 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Kind]] = {
     ),
     "pinned, blocking": (lambda d: torch.zeros(4).pin_memory().to(NAME), Kind.BLOCKING_WRITE),
     "pinned, not blocking": (lambda d: torch.zeros(4).pin_memory().to(NAME, non_blocking=True), Kind.STAGED),
-    "made pinned, not blocking": (
-        lambda d: d.copy_(torch.zeros(4, pin_memory=True), non_blocking=True),
-        Kind.STAGED,
-    ),
+    "made pinned, not blocking": (lambda d: d.copy_(torch.zeros(4, pin_memory=True), non_blocking=True), Kind.STAGED),
 }
 
 
