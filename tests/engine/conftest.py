@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from forerun.drafters import DRAFTERS, DrafterEntry
 from llamas import tiny_llama
 
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
@@ -73,3 +75,14 @@ def _write(folder: Path, *, seed: int, layers: int) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """What the drafter `engine.test_hidden_states.LISTENER` is shown in this test: by prompt, position, boundary."""
+    from engine.test_hidden_states import Listener
+
+    entry = DrafterEntry(path="engine.test_hidden_states:Listener", summary="listens")
+    monkeypatch.setitem(DRAFTERS, "listener", entry)
+    Listener.heard.clear()
+    return Listener.heard

@@ -75,22 +75,23 @@ def worth(point: Point) -> float:
 
 
 class TestCostModel:
-    def test_on_the_grid(self) -> None:
-        cost = model_of()
-        assert cost.pass_ms(2) == 11.0 and cost.pass_ms(4, 4) == 30.0 and cost.pass_ms(1, 1, 100) == 20.0
-        assert cost.v(4) == 1.4 and cost.v(4, 4, 100) == 2.5
+    @pytest.mark.parametrize(
+        ("nodes", "rows", "context", "expected"),
+        [
+            *[(2, 1, 0, 11.0), (4, 4, 0, 30.0), (1, 1, 100, 20.0)],
+            pytest.param(3, 1, 0, 14.0, id="padded sizes are a staircase"),
+            pytest.param(1, 2, 0, 10 + 2 / 3, id="rows are interpolated"),
+            pytest.param(1, 1, 50, 15.0, id="contexts, too"),
+            pytest.param(6, 1, 0, 17.0, id="beyond the last size the line goes on"),
+            *[(1, 7, 0, 14.0), (1, 1, 300, 40.0)],
+        ],
+    )
+    def test_what_a_pass_takes(self, nodes: int, rows: int, context: int, expected: float) -> None:
+        assert model_of().pass_ms(nodes, rows, context) == pytest.approx(expected)
 
-    def test_padded_sizes_are_a_staircase_and_others_a_line(self) -> None:
-        assert model_of().pass_ms(3) == 14.0
+    def test_in_units_of_a_plain_pass_and_between_sizes_that_are_not_padded(self) -> None:
+        assert model_of().v(4) == 1.4 and model_of().v(4, 4, 100) == 2.5
         assert model_of(stairs=False).pass_ms(3) == pytest.approx(12.5)
-
-    def test_between_and_beyond(self) -> None:
-        cost = model_of()
-        assert cost.pass_ms(1, 2) == pytest.approx(10 + 2 / 3), "rows are interpolated"
-        assert cost.pass_ms(1, 1, 50) == pytest.approx(15.0), "contexts, too"
-        assert cost.pass_ms(6) == pytest.approx(17.0), "beyond the last size the line goes on"
-        assert cost.pass_ms(1, 7) == pytest.approx(14.0)
-        assert cost.pass_ms(1, 1, 300) == pytest.approx(40.0)
 
     def test_one_row_count_speaks_for_all(self) -> None:
         alone = CostModel(nodes=(1, 4, 8), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 13.0, 17.0),),))
@@ -185,15 +186,11 @@ class TestMeasure:
 
 
 class TestStore:
-    def test_is_measured_once(self, instant: list[Point], cache: Path) -> None:
+    def test_is_measured_once_unless_it_is_forced(self, instant: list[Point], cache: Path) -> None:
         first = measuring.load_or_measure(target_of())
         count = len(instant)
         assert measuring.load_or_measure(target_of()) == first and len(instant) == count > 0
         assert [path.suffix for path in cache.iterdir()] == [".json"]
-
-    def test_force_measures_again(self, instant: list[Point]) -> None:
-        measuring.load_or_measure(target_of())
-        count = len(instant)
         measuring.load_or_measure(target_of(), force=True)
         assert len(instant) == 2 * count
 
@@ -404,20 +401,19 @@ def test_acceptance_by_rank_is_of_the_nodes_with_all_children() -> None:
 
 
 class TestDrafts:
-    def test_a_line_is_found_without_the_first_step_and_the_target(self) -> None:
-        found = fit(steps_of({1: 3.0, 3: 7.0, 5: 11.0}), besides_ms=0.5)
-        assert found.fixed_ms == pytest.approx(1.0) and found.level_ms == pytest.approx(2.0)
-
-    def test_one_depth_has_no_slope(self) -> None:
-        assert fit(steps_of({4: 3.0}), besides_ms=0.5) == DraftCost(fixed_ms=3.0, level_ms=0.0)
-
-    def test_nothing_found_costs_the_looking(self) -> None:
-        assert fit(steps_of({0: 0.25}), besides_ms=0.5).fixed_ms == 0.25
-
-    def test_a_falling_line_is_flat_and_a_steep_one_begins_at_zero(self) -> None:
-        assert fit(steps_of({1: 3.0, 5: 2.0}), besides_ms=0.5) == DraftCost(fixed_ms=2.5, level_ms=0.0)
-        steep = fit(steps_of({2: 1.0, 4: 9.0}), besides_ms=0.5)
-        assert steep.fixed_ms == 0.0 and steep.level_ms == pytest.approx(5 / 3)
+    @pytest.mark.parametrize(
+        ("costs", "fixed", "level"),
+        [
+            pytest.param({1: 3.0, 3: 7.0, 5: 11.0}, 1.0, 2.0, id="a line without the first step and the target"),
+            pytest.param({4: 3.0}, 3.0, 0.0, id="one depth has no slope"),
+            pytest.param({0: 0.25}, 0.25, 0.0, id="nothing found costs the looking"),
+            pytest.param({1: 3.0, 5: 2.0}, 2.5, 0.0, id="a falling line is flat"),
+            pytest.param({2: 1.0, 4: 9.0}, 0.0, 5 / 3, id="a steep one begins at zero"),
+        ],
+    )
+    def test_what_drafting_costs(self, costs: dict[int, float], fixed: float, level: float) -> None:
+        found = fit(steps_of(costs), besides_ms=0.5)
+        assert (found.fixed_ms, found.level_ms) == (pytest.approx(fixed), pytest.approx(level))
 
     def test_real_proposals_leave_the_row_free(self) -> None:
         target = target_of()

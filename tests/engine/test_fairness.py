@@ -14,7 +14,6 @@ from engine.test_scheduling import Clock, passes
 from forerun import LLM
 from forerun.engine import core
 from forerun.engine.scheduling import CUT, MAX_GAP, PassTimes, Prefill, PrefillQueue, Scheduling
-from forerun.errors import ArgumentError
 from forerun.model import Target
 
 BUDGET = 16
@@ -33,16 +32,15 @@ def first_token(llm: LLM, request_id: str) -> int:
     raise AssertionError("no token came")
 
 
-@pytest.mark.parametrize("long", [1, 7])
-@pytest.mark.parametrize("owner", ["other", "same", "unnamed"])
-@pytest.mark.parametrize("scored", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("clients", ["ab", "aa", (None, None)], ids=str)
+@pytest.mark.parametrize(
+    ("long", "scored", "padded"), [(1, False, False), (7, False, True), (7, True, False), (1, True, True)]
+)
 def test_a_short_prompt_waits_for_at_most_two_chunks(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, long: int, owner: str, scored: bool, padded: bool
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, long: int, clients: Any, scored: bool, padded: bool
 ) -> None:
     monkeypatch.setattr(Target, "pads_prompts", property(lambda _: padded))
     llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
-    clients = {"other": ("a", "b"), "same": ("a", "a"), "unnamed": (None, None)}[owner]
     stream = llm.submit("the dog", greedy(100), client=clients[0])
     first_token(llm, stream)
     for index in range(long):
@@ -319,8 +317,3 @@ def test_a_pass_is_as_long_as_it_may_be() -> None:
     for _ in range(9):
         times.add_pass(64, 0.001)
     assert times.tokens(beside=True) == 512
-
-
-def test_no_tokens_at_all_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="max_num_batched_tokens"):
-        Scheduling(max_num_batched_tokens=0)

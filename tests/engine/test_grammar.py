@@ -111,15 +111,9 @@ def test_no_copied_node_is_scored_that_the_grammar_forbids(llm: LLM, drafter: st
 
 
 def test_bad_forms(llm: LLM) -> None:
-    with pytest.raises(ArgumentError, match="exactly one"):
-        StructuredOutputs()
-    with pytest.raises(ArgumentError, match="exactly one"):
-        StructuredOutputs(regex="a", choice=["b"])
-    for form in (
-        StructuredOutputs(json={"type": "nonsense"}),
-        StructuredOutputs(json="{"),
-        StructuredOutputs(regex="("),
-        StructuredOutputs(grammar="start: missing"),
-    ):
+    for both in ({}, {"regex": "a", "choice": ["b"]}):
+        with pytest.raises(ArgumentError, match="exactly one"):
+            StructuredOutputs(**both)
+    for wrong in ({"json": {"type": "nonsense"}}, {"json": '{"a'}, {"regex": "("}, {"grammar": "start: missing"}):
         with pytest.raises(ArgumentError, match="structured outputs"):
-            ask(llm, form)
+            ask(llm, StructuredOutputs(**wrong))

@@ -24,12 +24,16 @@ class _Config:
     num_speculative_tokens: int = 3
 
 
-class _Listener(Drafter):
+Heard = dict[tuple[int, ...], dict[int, dict[Boundary, Tensor]]]
+LISTENER = {"method": "listener", "adaptive": False}
+
+
+class Listener(Drafter):
     """Writes down every state it is shown; repeats the text's first tokens as a branching draft."""
 
     name = "listener"
     Config = _Config
-    heard: ClassVar[dict[tuple[int, ...], dict[int, dict[Boundary, Tensor]]]] = {}
+    heard: ClassVar[Heard] = {}
 
     def __init__(self, config: _Config, setup: DrafterSetup) -> None:
         self.reading: dict[int, dict[int, dict[Boundary, Tensor]]] = {}
@@ -59,12 +63,8 @@ class _Listener(Drafter):
         return trees
 
 
-def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DRAFTERS, "listener", DrafterEntry(path=f"{__name__}:_Listener", summary="listens"))
-    _Listener.heard.clear()
-    llm = LLM(
-        str(checkpoint), dtype="float32", speculative_config={"method": "listener", "adaptive": False}, max_num_seqs=2
-    )
+def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, heard: Heard) -> None:
+    llm = LLM(str(checkpoint), dtype="float32", speculative_config=LISTENER, max_num_seqs=2)
     prompts = [[9, 9, 9, 9, 9], [20, 31, 42], [7, 8]]
     outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True))
     assert sum(output.outputs[0].speculation.num_accepted_draft_tokens for output in outputs) > 0
@@ -72,7 +72,7 @@ def test_every_state_is_that_of_a_plain_forward(checkpoint: Path, monkeypatch: p
         text = [*prompt, *output.outputs[0].token_ids]
         with torch.no_grad():
             states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-        notes = _Listener.heard[tuple(prompt)]
+        notes = heard[tuple(prompt)]
         assert sorted(notes) == list(range(len(notes)))
         assert len(notes) >= len(text) - 4
         for place in range(min(len(notes), len(text) - 1)):
@@ -110,10 +110,8 @@ def test_a_drafter_observes_the_scores_of_its_own_rows(checkpoint: Path, monkeyp
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
     choices: list[Any] = [False, *({"method": name, "adaptive": False} for name in ("ngram", "onlooker"))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
-    ids = [
+    for prompt, chosen in zip([[9, 9, 9], [20, 31, 42], [7, 8]], choices, strict=True):
         llm.submit(prompt, params, speculative=chosen)
-        for prompt, chosen in zip([[9, 9, 9], [20, 31, 42], [7, 8]], choices, strict=True)
-    ]
     while llm.engine.busy:
         llm.engine.step()
-    assert ids and len(_Onlooker.seen) > 3 and all(_Onlooker.seen)
+    assert len(_Onlooker.seen) > 3 and all(_Onlooker.seen)

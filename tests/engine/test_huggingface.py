@@ -50,10 +50,6 @@ def test_sampling_follows_torchs_seed_and_its_processors(model: Any, batch: Any)
         out = model.generate(**batch, max_new_tokens=15, do_sample=True, top_k=2, custom_generate=loop)
         texts.append(out[:, batch["input_ids"].shape[1] :].tolist())
     assert texts[0] == texts[1] != texts[2]
-    logits = model(
-        out[:1, batch["input_ids"].shape[1] - 8 :]
-    ).logits  # the unpadded row's own distribution allows two tokens
-    assert logits.shape[-1] == model.config.vocab_size
 
 
 def test_a_draft_model_a_streamer_and_a_criterion(

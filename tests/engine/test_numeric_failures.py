@@ -12,7 +12,7 @@ import torch
 
 from contract.harness import installed
 from emulation import kernels_in_c, packed_linears
-from engine.two_engines import VOCABULARY, model
+from engine.test_two_engines import VOCABULARY, model
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
@@ -101,6 +101,12 @@ class Poisonous(Drafter):
         self.target.run(context.rows, trees, LayerRange(stop=1))
 
 
+def drafting(monkeypatch: pytest.MonkeyPatch, right: list[list[int]], form: str) -> None:
+    """From now on `Poisonous` drafts so."""
+    monkeypatch.setattr(Poisonous, "answers", {prompt[0]: own for prompt, own in zip(PROMPTS, right, strict=True)})
+    monkeypatch.setattr(Poisonous, "form", form)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
     """As many as there are, each after a longer prompt that failed somewhere, with and without drafts."""
@@ -115,15 +121,16 @@ def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
         assert answers(llm, GREEDY, speculative) == expected
 
 
-@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-@pytest.mark.parametrize("form", ["sibling", "behind", "alone", "run"])
+@pytest.mark.parametrize(
+    ("form", "params"),
+    [("sibling", GREEDY), ("sibling", DRAWN), ("behind", DRAWN), ("alone", GREEDY), ("run", DRAWN)],
+    ids=lambda value: value if isinstance(value, str) else f"temperature {value.temperature}",
+)
 def test_a_drafted_token_that_fails(
     path: Path, form: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(path.engine(torch.inf), params)
-    right = {prompt[0]: answer for prompt, answer in zip(PROMPTS, expected, strict=True)}
-    monkeypatch.setattr(Poisonous, "answers", right)
-    monkeypatch.setattr(Poisonous, "form", form)
+    drafting(monkeypatch, expected, form)
     with installed("poisonous", Poisonous):
         llm = path.engine(torch.inf, speculative_config={"method": "poisonous", "adaptive": False})
         outputs = llm.generate(PROMPTS, params)
@@ -151,10 +158,9 @@ class Reading(Poisonous):
 @pytest.mark.parametrize("form", ["sibling", "behind", "alone"])
 def test_what_drafters_read_of_it_is_sound(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, found = Path("torch-float32"), []
-    right = {prompt[0]: answer for prompt, answer in zip(PROMPTS, answers(path.engine(torch.inf)), strict=True)}
-    monkeypatch.setattr(Poisonous, "answers", right)
+    right = answers(path.engine(torch.inf))
     for drafted in (form, "nothing"):
-        monkeypatch.setattr(Poisonous, "form", drafted)
+        drafting(monkeypatch, right, drafted)
         monkeypatch.setattr(Reading, "shown", {prompt[0]: [] for prompt in PROMPTS})
         with installed("reading", Reading):
             path.engine(torch.inf, speculative_config={"method": "reading", "adaptive": False}).generate(
@@ -169,10 +175,7 @@ def test_a_token_that_fails_when_it_is_said_fails_with_a_draft_too(path: Path, m
     """The third token of the answer is the one; the draft names it beforehand."""
     whole = answers(path.engine(0.0))
     monkeypatch.setitem(globals(), "POISON", whole[0][2])
-    monkeypatch.setattr(
-        Poisonous, "answers", {prompt[0]: answer for prompt, answer in zip(PROMPTS, whole, strict=True)}
-    )
-    monkeypatch.setattr(Poisonous, "form", "sibling")
+    drafting(monkeypatch, whole, "sibling")
     assert whole[0][2] not in [*PROMPTS[0], *whole[0][:2]]
     with installed("poisonous", Poisonous):
         for speculative in (False, {"method": "poisonous", "adaptive": False}):

@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled
-from engine.test_hidden_states import _Listener
+from engine.test_hidden_states import LISTENER, Heard
 from forerun import LLM
 from forerun.core.tree import TokenTree
-from forerun.drafters import DRAFTERS as REGISTRY
-from forerun.drafters import DrafterEntry
 from forerun.engine.core import BLOCK, PrefixCache
 from forerun.types import LAST_HIDDEN, RequestOutput
 
@@ -72,18 +70,14 @@ def test_a_head_that_does_not_hold_the_row_sees_the_whole_prompt(checkpoint: Pat
     alike(fourth.outputs[0], engine(checkpoint, config).generate(next_turn(third), sampled())[0].outputs[0])
 
 
-def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
-    )
-    _Listener.heard.clear()
-    llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_batched_tokens=7)
+def test_states_of_a_reused_prefix_come_once_and_are_right(checkpoint: Path, heard: Heard) -> None:
+    llm = engine(checkpoint, LISTENER, max_num_batched_tokens=7)
     [first] = llm.generate(TEXT[:60], greedy())
     [second] = llm.generate(next_turn(first), greedy())
     text = [*second.prompt_token_ids, *second.outputs[0].token_ids]
     with torch.no_grad():
         states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    notes = _Listener.heard[tuple(second.prompt_token_ids)]
+    notes = heard[tuple(second.prompt_token_ids)]
     assert second.num_cached_tokens >= BLOCK and min(notes) == second.num_cached_tokens
     assert sorted(notes) == list(range(min(notes), min(notes) + len(notes))) and len(notes) > 12
     for place in (place for place in notes if place < len(text) - 1):
@@ -118,7 +112,7 @@ def test_who_wants_the_whole_prompt_gets_it_read(checkpoint: Path) -> None:
     llm = engine(checkpoint)
     scored = greedy(4, prompt_logprobs=0)
     first, again = llm.generate(TEXT, scored)[0], llm.generate(TEXT, scored)[0]
-    assert again.num_cached_tokens == 0 and again.prompt_logprobs is not None and first.prompt_logprobs is not None
+    assert again.num_cached_tokens == 0
     assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
     assert llm.generate(TEXT, greedy(4), trace=True)[0].num_cached_tokens == 0
     assert llm.generate(TEXT, greedy(4))[0].num_cached_tokens == (len(first.prompt_token_ids) - 1) // BLOCK * BLOCK

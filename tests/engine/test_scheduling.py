@@ -10,14 +10,12 @@ import pytest
 import torch
 
 from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled, streamed
-from engine.test_hidden_states import _Listener
+from engine.test_hidden_states import LISTENER, Heard
 from forerun import LLM
-from forerun.drafters import DRAFTERS as REGISTRY
-from forerun.drafters import DrafterEntry
 from forerun.engine import core
 from forerun.engine.scheduling import Scheduling, next_in_line
 from forerun.errors import ArgumentError
-from forerun.types import LAST_HIDDEN, OutputToken, Source
+from forerun.types import LAST_HIDDEN, OutputToken, RequestOutput, Source
 
 
 class Clock:
@@ -107,12 +105,15 @@ def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
     run(llm)
 
 
-def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
-    )
-    _Listener.heard.clear()
-    llm = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_seqs=3, max_num_batched_tokens=5)
+def same_prompt_logprobs(found: RequestOutput, expected: RequestOutput) -> None:
+    assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(expected.prompt_token_ids)
+    for one, other in zip(found.prompt_logprobs[1:], expected.prompt_logprobs[1:], strict=True):
+        assert one.keys() == other.keys()
+        assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+
+
+def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, heard: Heard) -> None:
+    llm = engine(checkpoint, LISTENER, max_num_seqs=3, max_num_batched_tokens=5)
     llm.submit("the mat", greedy(30))
     while not llm.engine.step():
         pass
@@ -120,30 +121,23 @@ def test_prompt_log_probabilities_and_states_come_in_pieces(checkpoint: Path, mo
     outputs, _ = run(llm)
     found = outputs[request_id]
     [whole] = engine(checkpoint).generate(TEXT, greedy(8, prompt_logprobs=2))
-    assert found.prompt_logprobs is not None and whole.prompt_logprobs is not None
-    assert len(found.prompt_logprobs) == len(whole.prompt_logprobs) == len(whole.prompt_token_ids)
-    for one, other in zip(found.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
-        assert one is not None and other is not None and one.keys() == other.keys()
-        assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+    same_prompt_logprobs(found, whole)
     text = [*found.prompt_token_ids, *found.outputs[0].token_ids]
     with torch.no_grad():
         states = llm.target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
-    notes = _Listener.heard[tuple(found.prompt_token_ids)]
+    notes = heard[tuple(found.prompt_token_ids)]
     assert sorted(notes) == list(range(len(notes))) and len(notes) > len(found.prompt_token_ids)
     for place in (place for place in notes if place < len(text) - 1):
         torch.testing.assert_close(notes[place][LAST_HIDDEN], states[-1][0, place], atol=2e-5, rtol=1e-4)
 
 
-def test_few_states_of_a_long_prompt_are_kept(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_states_of_a_long_prompt_are_kept(checkpoint: Path, heard: Heard) -> None:
     """Of 64,000 tokens of an 8 B model they would be 1.5 GB for EAGLE-3. Answers that share a prompt share its states,
     too, and are shown it at the end."""
-    monkeypatch.setitem(
-        REGISTRY, "listener", DrafterEntry(path="engine.test_hidden_states:_Listener", summary="listens")
-    )
     kept, answers = [], []
     for several in (1, 2):
-        _Listener.heard.clear()
-        llm, most = engine(checkpoint, {"method": "listener", "adaptive": False}, max_num_batched_tokens=5), [0]
+        heard.clear()
+        llm, most = engine(checkpoint, LISTENER, max_num_batched_tokens=5), [0]
         request_id = llm.submit(TEXT, greedy(4, n=several))
         outputs = {}
         while llm.engine.busy:
@@ -192,28 +186,29 @@ def test_a_request_of_many_answers_shares_the_rows(checkpoint: Path) -> None:
     assert order.count(many) == 8
 
 
-def test_a_burst_of_one_client_shares_the_rows(checkpoint: Path) -> None:
+def orders(checkpoint: Path, wishes: list[tuple[str, str | None]]) -> list[int]:
+    """Which of the requests of a client and its user gets its first token when, with two rows for all of them."""
     llm = engine(checkpoint, max_num_seqs=2)
-    burst = [llm.submit("the cat", greedy(6), client="eager") for _ in range(6)]
-    other = llm.submit("the dog", greedy(6), client="patient")
-    order = beginnings(llm)
-    assert order[:2] == [burst[0], other] and [one for one in order if one != other] == burst
+    ids = [llm.submit("the cat", greedy(6), client=client, user=user) for client, user in wishes]
+    return list(map(ids.index, beginnings(llm)))
 
 
-@pytest.mark.parametrize("users", [[None] * 4, ["one"] * 4, ["one", "two", "three", "four"]])
-def test_a_client_gets_as_much_whatever_users_it_names(checkpoint: Path, users: list[str | None]) -> None:
-    llm = engine(checkpoint, max_num_seqs=2)
-    named = [llm.submit("the cat", greedy(6), client="a", user=user) for user in users]
-    plain = [llm.submit("the dog", greedy(6), client="b") for _ in range(4)]
-    order = beginnings(llm)
-    assert order == [request_id for pair in zip(named, plain, strict=True) for request_id in pair]
-
-
-def test_users_of_a_client_share_its_rows(checkpoint: Path) -> None:
-    llm = engine(checkpoint, max_num_seqs=2)
-    eager = [llm.submit("the cat", greedy(6), client="a", user="eager") for _ in range(4)]
-    unnamed = llm.submit("the dog", greedy(6), client="a")
-    assert beginnings(llm) == [eager[0], unnamed, *eager[1:]], "who names no user is one, too"
+@pytest.mark.parametrize(
+    ("wishes", "order"),
+    [
+        ([("eager", None)] * 6 + [("patient", None)], [0, 6, 1, 2, 3, 4, 5]),
+        *(
+            ([*(("a", user) for user in users), *[("b", None)] * 4], [0, 4, 1, 5, 2, 6, 3, 7])
+            for users in ([None] * 4, ["one"] * 4, ["one", "two", "three", "four"])
+        ),
+        ([("a", "eager")] * 4 + [("a", None)], [0, 4, 1, 2, 3]),
+    ],
+    ids=["a burst", "no users", "one user", "many users", "users of a client"],
+)
+def test_clients_share_the_rows_and_users_those_of_their_client(
+    checkpoint: Path, wishes: list[tuple[str, str | None]], order: list[int]
+) -> None:
+    assert orders(checkpoint, wishes) == order
 
 
 def test_nobody_who_holds_nothing_waits_behind_who_came_later(checkpoint: Path) -> None:
@@ -271,10 +266,10 @@ def test_text_that_was_held_back_comes_with_the_last_chunk(checkpoint: Path, clo
     assert last.output is not None and last.output.outputs[0].text == last.text and not llm.engine.busy
 
 
-@pytest.mark.parametrize("wrong", [{"max_num_batched_tokens": 0}, {"kv_cache_tokens": 0}])
-def test_nonsense_is_refused(checkpoint: Path, wrong: dict[str, int]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(wrong))):
-        Scheduling(**wrong)
+def test_nonsense_is_refused(checkpoint: Path) -> None:
+    for name in ("max_num_batched_tokens", "kv_cache_tokens"):
+        with pytest.raises(ArgumentError, match=name):
+            Scheduling(**{name: 0})
     with pytest.raises(ArgumentError, match="timeout_s"):
         engine(checkpoint).submit("x", greedy(), timeout_s=0.0)
 
@@ -303,10 +298,7 @@ def test_an_answer_of_no_tokens_reads_its_prompt(checkpoint: Path, draft_checkpo
     [whole] = engine(checkpoint).generate(TEXT, greedy(4, prompt_logprobs=1))
     assert [answer.finish_reason for answer in found.outputs] == ["length"] * 2
     assert all(answer.token_ids == [] and answer.text == "" for answer in found.outputs)
-    assert found.prompt_logprobs is not None and whole.prompt_logprobs is not None
-    for one, same in zip(found.prompt_logprobs[1:], whole.prompt_logprobs[1:], strict=True):
-        assert one is not None and same is not None and one.keys() == same.keys()
-        assert all(abs(one[token].logprob - same[token].logprob) < 1e-4 for token in one)
+    same_prompt_logprobs(found, whole)
     [alone] = engine(checkpoint).generate("the dog", greedy(12))
     assert outputs[other].outputs[0].token_ids == alone.outputs[0].token_ids
     again = llm.generate(TEXT, greedy(4))[0]
