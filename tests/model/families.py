@@ -23,19 +23,12 @@ _COMMON = {
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+_SLIDING = {"head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 2,
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 2},
 }
 _LONG: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0}
 _LONG |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -49,25 +42,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GROUPED, "use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _MIXED[::-1]},
     ),
     "qwen3": ("Qwen3", {**_GROUPED, "head_dim": 16}),
-    "gemma2": ("Gemma2", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
-    "gemma3": ("Gemma3Text", {**_GROUPED, "head_dim": 16, "sliding_window": WINDOW, "layer_types": _MIXED}),
+    "gemma2": ("Gemma2", {**_GROUPED, **_SLIDING}),
+    "gemma3": ("Gemma3Text", {**_GROUPED, **_SLIDING}),
     "phi3": ("Phi3", _GROUPED),
     "phi3_longrope": ("Phi3", {**_GROUPED, "rope_parameters": _LONG, "original_max_position_embeddings": 64}),
     "olmo2": ("Olmo2", _GROUPED),
     "gpt2": ("GPT2", {"vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512}),
     "gpt_neox": ("GPTNeoX", _COMMON),
     "qwen3_moe": ("Qwen3Moe", {**_GROUPED, **_MOE, "head_dim": 16}),
-    "gpt_oss": (
-        "GptOss",
-        {
-            **_GROUPED,
-            "head_dim": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "layer_types": _MIXED,
-        },
-    ),
+    "gpt_oss": ("GptOss", {**_GROUPED, **_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek_v3": ("DeepseekV3", {**_COMMON, **_LATENT}),
     "granite": ("Granite", {**_GROUPED, "embedding_multiplier": 3.0, "logits_scaling": 2.0}),
     "llama4": (

@@ -66,21 +66,20 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
     assert (logits[0] - expected).abs().max() <= 2e-5
 
 
-def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+@pytest.mark.parametrize("counts", [(3, 25, 14), (25, 14, 9), (25,)], ids=str)
+def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target, counts: tuple[int, ...]) -> None:
+    """Also where no row ends in the first."""
     monkeypatch.setattr("forerun.model.target.PREFILL_CHUNK", 7)
-    chunks = [random_tokens(count, count) for count in (3, 25, 14)]
-    scored = target.prefill([2, 0, 1], chunks, boundaries=frozenset({2, -1}), all_logits=True)
-    assert target.lengths == [25, 14, 3]
+    rows, chunks = [2, 0, 1][: len(counts)], [random_tokens(count, count) for count in counts]
+    scored = target.prefill(rows, chunks, boundaries=frozenset({2, -1}), all_logits=True)
+    assert [target.lengths[row] for row in rows] == [*counts]
     for index, tokens in enumerate(chunks):
-        assert (scored.logits[index, : len(tokens)] - plain(target.model, tokens)).abs().max() <= 2e-5
-        assert torch.allclose(
-            target.lm_head(scored.hidden_states[-1][index, : len(tokens)]),
-            scored.logits[index, : len(tokens)],
-            atol=1e-5,
-        )
-    target.truncate([0, 1, 2], [0, 0, 0])
-    last = target.prefill([2, 0, 1], chunks).logits
-    assert last.shape == (3, 1, 99)
+        logits = scored.logits[index, : len(tokens)]
+        assert (logits - plain(target.model, tokens)).abs().max() <= 2e-5
+        assert torch.allclose(target.lm_head(scored.hidden_states[-1][index, : len(tokens)]), logits, atol=1e-5)
+    target.truncate(rows, [0] * len(rows))
+    last = target.prefill(rows, chunks).logits
+    assert last.shape == (len(rows), 1, 99)
     for index, tokens in enumerate(chunks):
         assert torch.allclose(last[index, 0], scored.logits[index, len(tokens) - 1], atol=2e-5)
 
@@ -123,18 +122,9 @@ def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count(
     target = Target.load(make("gpt2", n_positions=16), rows=3, slots=64, self_check=False)
     target.prefill([0, 1, 2], [random_tokens(count, 0) for count in (13, 11, 11)])
     target.buckets = Buckets(nodes=(16,))
-    scored = target.score([0, 1, 2], trees_of_depth_two())
-    assert scored.logits.isfinite().all()
-
-
-def trees_of_depth_two() -> list[TokenTree]:
-    made = [TokenTree(3) for _ in range(3)]
-    for token in range(6):
-        made[0].add(token + 3, 0 if token < 3 else 1)
-    for tree, size in zip(made[1:], (8, 3), strict=True):
-        for token in range(size):
-            tree.add(token + 3, min(token, 2) if token < 3 else 1)
-    return made
+    shapes = ([0, 0, 0, 1, 1, 1], [0, 1, 2, 1, 1, 1, 1, 1], [0, 1, 2])
+    drafted = [TokenTree.of(3, [token + 3 for token in range(len(parents))], parents) for parents in shapes]
+    assert target.score([0, 1, 2], drafted).logits.isfinite().all()
 
 
 @pytest.mark.parametrize("path", [(3,), (2, 1), (1, 1), (0,), (-1,)])

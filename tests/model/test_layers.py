@@ -13,17 +13,9 @@ from forerun.model.layers import base_of, layers_of
 from forerun.model.partial import prove
 from forerun.model.prepare import cache_bytes_per_token
 from forerun.types import LAST_HIDDEN
-from model.families import FAMILIES, SHARING, make, random_tokens
-from model.test_families import trees
+from model.families import FAMILIES, SHARING, random_tokens
+from model.test_resume import ROWS, TREES, prefilled
 from model.tiny import build
-
-ROWS, TREES = [0, 1, 2], trees(0)
-
-
-def prefilled(name: str) -> Target:
-    target = Target.load(make(name), rows=3, slots=64, self_check=False)
-    target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
-    return target
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -85,8 +77,9 @@ def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
     target = Target.load(model, rows=3, slots=64)
     target.prefill([0], [[4, 5]])
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 65
-    with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
-        target.run(ROWS, TREES, LayerRange(stop=2))
+    for refused in (lambda: target.run(ROWS, TREES, LayerRange(stop=2)), lambda: prove(target, 2)):
+        with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
+            refused()
 
 
 @pytest.mark.parametrize(

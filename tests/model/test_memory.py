@@ -53,14 +53,9 @@ def test_memory_follows_use() -> None:
                     store[start, :2048] += 1.0
         print(round(whole), few, seen(), round(64 * 2048 * token / 2**20))
     """
-    found = subprocess.run(
-        [sys.executable, "-c", dedent(script)],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command, folder = [sys.executable, "-c", dedent(script)], Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", *sys.path]), "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     whole, few, many, expected = map(int, found.stdout.split())
     assert whole > 4096, "or it would not show"
@@ -113,11 +108,6 @@ def plan(**changes: int) -> MemoryPlan:
     return MemoryPlan(**(sizes | changes))
 
 
-def test_what_fits_passes() -> None:
-    assert plan().cache == 8000 * 2**20
-    plan().check(plan().total, "cpu")
-
-
 def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         plan().check(16 * 2**30, "cuda:0")
@@ -130,6 +120,8 @@ def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
 
 
 def test_weights_that_do_not_fit_need_another_way() -> None:
+    assert plan().cache == 8000 * 2**20
+    plan().check(plan().total, "cpu")
     with pytest.raises(OutOfMemoryError, match="smaller dtype, a quantised checkpoint, or device_map"):
         plan().check(8 * 2**30, "cpu")
 
@@ -167,11 +159,6 @@ def test_a_container_is_a_limit(tmp_path: Path) -> None:
     assert _container_room(tmp_path) == 350
     (tmp_path / "memory.max").write_text("max\n")
     assert _container_room(tmp_path) == 2**62
-
-
-def test_there_is_memory_here() -> None:
-    assert 2**20 < available_bytes(torch.device("cpu")) < 2**62
-    assert prepare.SCORED_NODES >= 1
 
 
 def test_the_drafters_cache_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
@@ -16,7 +15,7 @@ from forerun.model import Buckets, LayerRange, Target
 from forerun.model.inputs import Nodes
 from forerun.model.partial import prove, renumber
 from forerun.types import LAST_HIDDEN, Boundary
-from model.families import FAMILIES, SHARING, make, random_tokens
+from model.families import FAMILIES, make, random_tokens
 from model.test_families import trees
 
 ROWS, TREES = [0, 1, 2], trees(0)
@@ -213,12 +212,6 @@ def test_the_proof_at_load_passes_every_family(name: str) -> None:
     before = list(target.lengths)
     prove(target, 2)
     assert target.lengths == before
-
-
-def test_layers_that_cannot_be_run_in_part_are_refused() -> None:
-    target = Target.load(AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHARING)).eval(), rows=1, slots=64)
-    with pytest.raises(UnsupportedModelError, match="cannot be run in part"):
-        prove(target, 2)
 
 
 def test_a_layer_that_remembers_is_refused() -> None:

@@ -1,8 +1,10 @@
-"""The self-check passes for every family and notices each way in which a model can fail to follow the tree."""
+"""The self-check passes for every family, sees each way in which a model can fail to follow the tree, and is done once."""
 
 from __future__ import annotations
 
+import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,8 @@ import torch
 import transformers
 
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import Target, self_check, support
+from forerun.errors import ArgumentError, NumericError, UnsupportedModelError
+from forerun.model import Target, proof, self_check, support
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import accelerate
 from forerun.model.masks import MaskStyle
@@ -19,6 +21,101 @@ from forerun.model.prepare import cache_bytes_per_token
 from forerun.model.support import named_sizes
 from model.families import FAMILIES, WINDOW, make, plain, random_tokens
 from model.tiny import build
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkpoint, and a cache of its own."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    make("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Grows by one with every check."""
+    made, expect = list[Any](), self_check.expect
+
+    def counted(model: Any, *args: Any, **keywords: Any) -> Any:
+        made.append(model)
+        return expect(model, *args, **keywords)
+
+    monkeypatch.setattr(self_check, "expect", counted)
+    return made
+
+
+def load(path: Path, **options: Any) -> Target:
+    return Target.load(path, rows=1, slots=32, device="cpu", **options)
+
+
+def test_a_second_start_compares_nothing(saved: Path, checks: list[Any]) -> None:
+    first = load(saved)
+    assert len(checks) == 1
+    second = load(saved)
+    assert len(checks) == 1
+    assert second.cache.nbytes() == first.cache.nbytes(), "reserved at load"
+    scored = [target.prefill([0], [[5, 6, 7]]).logits for target in (first, second)]
+    assert torch.equal(*scored)
+
+
+def test_what_could_change_it_asks_again(saved: Path, checks: list[Any]) -> None:
+    load(saved)
+    load(saved, dtype="bfloat16")
+    load(saved, repack=False)
+    counted = len(checks)
+    load(saved, dtype="bfloat16")
+    assert len(checks) == counted
+    for file in saved.glob("*.safetensors"):
+        os.utime(file, ns=(1, 1))
+    load(saved)
+    assert len(checks) > counted
+
+
+def test_a_broken_file_is_ignored(saved: Path, checks: list[Any], tmp_path: Path) -> None:
+    load(saved)
+    [kept] = (tmp_path / "cache" / "checked").iterdir()
+    for text in ("", "{", "[]", '{"accepted": 3}', '{"accepted": [3]}'):
+        kept.write_text(text)
+        counted = len(checks)
+        load(saved)
+        assert len(checks) == counted + 1
+
+
+def test_what_fails_is_not_kept(saved: Path, checks: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotCache, "move", lambda *_: None)
+        for _ in range(2):
+            with pytest.raises(UnsupportedModelError, match="failed the self-check"):
+                load(saved)
+    load(saved)
+    assert len(checks) == 3
+
+
+def test_what_helps_is_tried_before_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose 16 bits alone are wrong: float32 is offered, because it passed."""
+    model = make("llama", dtype=torch.bfloat16)
+    forward = SlotCache.write
+
+    def rough(self: SlotCache, keys: Any, values: Any, layer: int) -> None:
+        forward(self, keys if keys.dtype == torch.float32 else 2 * keys, values, layer)
+
+    monkeypatch.setattr(SlotCache, "write", rough)
+    with pytest.raises(UnsupportedModelError, match=r"times its own noise.*In float32 it passes: load it with dtype="):
+        Target.load(model)
+    monkeypatch.setattr(proof, "_copy", lambda *_: None)
+    with pytest.raises(UnsupportedModelError, match="No option of forerun changes that"):
+        Target.load(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"])
+def test_nan_in_one_weight(name: str, dtype: torch.dtype) -> None:
+    model = make("llama", dtype=dtype)
+    model.get_parameter(name).data[77, 5] = torch.nan
+    with pytest.raises(
+        NumericError, match=r"(model\.layers\.2|token 77|lm_head).* is not finite. The checkpoint is bro"
+    ):
+        Target.load(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -35,11 +132,10 @@ def refused(model: Any, match: str, **options: Any) -> None:
         Target.load(model, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_an_attention_that_ignores_the_mask(dtype: torch.dtype) -> None:
     def ignoring(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
-        groups = query.shape[1] // key.shape[1]
-        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
         causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
         out = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=causal)
         return out.transpose(1, 2), None
@@ -63,17 +159,29 @@ def test_positions_that_are_not_followed() -> None:
     refused(model, "failed the self-check")
 
 
-@pytest.mark.parametrize("window", [WINDOW, 300])
-@pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
-def test_a_window_that_is_one_too_wide(monkeypatch: pytest.MonkeyPatch, name: str, window: int) -> None:
-    """Also where the window is far longer than what the check runs."""
-    model = make(name, sliding_window=window)
+@pytest.mark.parametrize("size", [WINDOW, 300])
+@pytest.mark.parametrize(
+    ("name", "option", "part"),
+    [
+        *((name, "sliding_window", "window") for name in ("mistral", "gemma3", "gpt_oss")),
+        ("llama4", "attention_chunk_size", "chunk"),
+    ],
+)
+def test_a_window_or_chunk_that_is_one_too_wide(
+    monkeypatch: pytest.MonkeyPatch, name: str, option: str, part: str, size: int
+) -> None:
+    """Also where it is far longer than what the check runs."""
+    model = make(name, **{option: size})
     Target.load(model, slots=32)
-    assert model.config.sliding_window == window
+    assert getattr(model.config, option) == size
     types = MaskStyle.of(model.config).types
-    monkeypatch.setattr(MaskStyle, "of", lambda config: MaskStyle(types=types, window=config.sliding_window + 1))
+
+    def wrong(config: Any) -> MaskStyle:
+        return MaskStyle(types=types, **{"window": None, part: getattr(config, option) + 1})
+
+    monkeypatch.setattr(MaskStyle, "of", wrong)
     refused(model, "failed the self-check")
-    assert model.config.sliding_window == window
+    assert getattr(model.config, option) == size
 
 
 def test_a_commit_that_gathers_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,21 +198,6 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(accelerate, "accelerate", broken)
     Target.load(make("llama"))
     refused(make("llama"), "failed the self-check", repack=True)
-
-
-def _wrong_chunk(types: tuple[str, ...], config: Any) -> MaskStyle:
-    return MaskStyle(types=types, window=None, chunk=config.attention_chunk_size + 1)
-
-
-def test_a_chunk_that_is_one_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    for chunk in (WINDOW, 300):
-        model = make("llama4", attention_chunk_size=chunk)
-        Target.load(model, slots=32)
-        assert model.config.attention_chunk_size == chunk
-        types = MaskStyle.of(model.config).types
-        with monkeypatch.context() as patched:
-            patched.setattr(MaskStyle, "of", partial(_wrong_chunk, types))
-            refused(model, "failed the self-check")
 
 
 def test_attention_that_changes_behind_the_check_ends_the_context(caplog: pytest.LogCaptureFixture) -> None:
@@ -175,29 +268,33 @@ def test_positions_that_are_counted_in_the_cache(
     refused(model, "a step after a gathered path")
 
 
-def test_reasons_in_words() -> None:
-    refused(build("bert"), "is not causal.*is_decoder")
-    refused(build("bloom"), "does not take a 4D attention mask.*transformers' own generate")
-    refused(build("mpt"), "ignores the positions")
-    refused(build("falcon", alibi=True), "4D attention mask")
-    refused(build("bart"), "ignores the positions")
-    refused(build("deepseek_v32"), "indexed_attention.*transformers' own generate")
+def of_local_layers() -> Any:
+    sizes = {"vocab_size": 99, "hidden_size": 64, "num_layers": 4, "num_heads": 4}
+    config = transformers.GPTNeoConfig(**sizes, attention_types=[[["global", "local"], 2]])
+    return transformers.GPTNeoForCausalLM(config)
 
 
-def test_windows_that_differ_from_layer_to_layer() -> None:
-    refused(build("mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes")
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (partial(build, "bert"), "is not causal.*is_decoder"),
+        (partial(build, "bloom"), "does not take a 4D attention mask.*transformers' own generate"),
+        (partial(build, "mpt"), "ignores the positions"),
+        (partial(build, "falcon", alibi=True), "4D attention mask"),
+        (partial(build, "bart"), "ignores the positions"),
+        (partial(build, "deepseek_v32"), "indexed_attention.*transformers' own generate"),
+        (partial(build, "mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes"),
+        (of_local_layers, "layers of type local"),
+    ],
+    ids=str,
+)
+def test_reasons_in_words(made: Any, reason: str) -> None:
+    refused(made(), reason)
 
 
 @pytest.mark.parametrize("kind", ["bert", "bert-generation", "electra", "megatron-bert"])
 def test_encoders_that_were_made_decoders(kind: str) -> None:
     Target.load(build(kind, is_decoder=True), slots=32)
-
-
-def test_windows_that_the_attention_applies_by_itself() -> None:
-    config = transformers.GPTNeoConfig(
-        vocab_size=99, hidden_size=64, num_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]]
-    )
-    refused(transformers.GPTNeoForCausalLM(config), "layers of type local")
 
 
 def test_a_plain_forward_that_fails() -> None:

@@ -63,12 +63,6 @@ class Folder:
         shutil.copytree(self.good, folder / "snapshots" / "0a1b")
         return folder
 
-    def parted(self) -> Path:
-        """The folder of a model of which the last part is not there."""
-        write_tiny(self.path / "tiny.gguf", split=6)
-        sorted(self.path.iterdir())[-1].unlink()
-        return self.path
-
     def nan(self) -> Path:
         """A GGUF file with a number that is none."""
         model = tiny()
@@ -95,6 +89,8 @@ WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
     "the weights in place of their folder": (lambda at: at.copy() / WEIGHTS, "name the directory that it lies in"),
     "an adapter": (lambda at: at.holding(adapter_config__json="{}"), "It holds a PEFT adapter: pass it as adapter="),
     "a configuration that is no JSON": (lambda at: at.holding(config__json="{"), "config.json"),
+    "an empty configuration": (lambda at: at.holding(config__json=""), "config.json"),
+    "a configuration that is a list": (lambda at: at.holding(config__json="[]"), "model"),
     "a configuration without a kind": (lambda at: at.holding(config__json="{}"), "model"),
     "a configuration of another kind": (lambda at: at.configured(model_type="bert"), "not those of its config.json"),
     "a configuration of a diffusion model": (lambda at: at.holding(model_index__json="{}"), "holds no config.json"),
@@ -103,11 +99,6 @@ WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
     "a number that is none": (Folder.broken, "model.layers.1.mlp.up_proj.weight is not finite"),
     "a GGUF file with a number that is none": (Folder.nan, "model.layers.0.mlp.up_proj.weight is not finite"),
     "a GGUF file that is cut": (_cut, "is cut short"),
-    "a GGUF model that lacks a part": (Folder.parted, "is not beside it: put all parts into one directory"),
-    "a GGUF file of no model": (
-        lambda at: write_tiny(at.path / "vision.gguf", more=lambda writer: writer.add_type("mmproj")),
-        "projector of a multimodal model",
-    ),
 }
 """What it is -> what is typed, and words of the message."""
 
