@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from emulation import needs_bfloat16
 from forerun.errors import UnsupportedModelError
 from forerun.model.kernels import attention
 from forerun.model.kernels.attention import fold_attention
+from forerun.model.padding import Buckets
 from model_kernels.conftest import FAMILIES, build, by_definition
-
-KEEP_OWN = {"gemma2"}
 
 
 def problem(heads: int, kv_heads: int, count: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
@@ -26,10 +26,12 @@ def problem(heads: int, kv_heads: int, count: int, dtype: torch.dtype) -> tuple[
 @pytest.mark.parametrize("kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_equals_attention_by_definition(kv_heads: int, count: int) -> None:
+    """Whichever mask came in the pass before."""
     query, key, value, mask = problem(6, kv_heads, count, torch.float32)
-    seen, weights = fold_attention(nn.Identity(), query, key, value, mask, scaling=0.25)
-    assert weights is None
-    torch.testing.assert_close(seen.double(), by_definition(query, key, value, mask, 0.25), rtol=1e-5, atol=1e-5)
+    for seen in (mask, mask.flip(0).contiguous(), mask):
+        found, weights = fold_attention(nn.Identity(), query, key, value, seen, scaling=0.25)
+        assert weights is None
+        torch.testing.assert_close(found.double(), by_definition(query, key, value, seen, 0.25), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.usefixtures("attention_path")
@@ -47,12 +49,22 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(kv_heads: int) -> No
             assert torch.equal(part, whole[:, :count]), (trial, count)
 
 
-def test_masks_are_not_mixed_up_between_passes() -> None:
-    query, key, value, mask = problem(6, 2, 3, torch.float32)
-    other = mask.flip(0).contiguous()
-    for seen in (mask, other, mask):
-        result, _ = fold_attention(nn.Identity(), query, key, value, seen, scaling=0.25)
-        torch.testing.assert_close(result.double(), by_definition(query, key, value, seen, 0.25), rtol=1e-5, atol=1e-5)
+@pytest.mark.usefixtures("attention_path")
+@needs_bfloat16
+@pytest.mark.parametrize("seen", [60, 180, 250, 300, 700])
+def test_a_tokens_bits_do_not_depend_on_the_width_of_the_cache(seen: int) -> None:
+    buckets = Buckets()
+    widths = sorted({buckets.pad_width(used, 1024) for used in range(seen, 1024, 16)})
+    torch.manual_seed(seen)
+    query = torch.randn(1, 8, 4, 64).bfloat16()
+    key, value = torch.randn(2, 1, 1024, 4, 64).bfloat16().transpose(2, 3)
+    results = []
+    for width in widths:
+        mask = torch.zeros(1, 1, 4, width, dtype=torch.bfloat16)
+        mask[..., seen:] = torch.finfo(torch.bfloat16).min
+        states, _ = fold_attention(nn.Identity(), query, key[:, :, :width], value[:, :, :width], mask, scaling=0.125)
+        results.append(states)
+    assert all(torch.equal(result, results[0]) for result in results), widths
 
 
 @pytest.mark.parametrize("extra", ["softcap", "s_aux"])
@@ -66,10 +78,9 @@ def test_what_it_cannot_honour_is_refused(extra: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_the_same(family: str) -> None:
     plain, changed = build(family, torch.float32), build(family, torch.float32)
-    if plain.config.model_type in KEEP_OWN:
-        assert not attention.suits(changed)
+    assert attention.suits(changed) == (family != "gemma2")
+    if family == "gemma2":
         return
-    assert attention.suits(changed)
     attention.install(changed)
     ids = torch.randint(0, 128, (2, 12), generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(changed(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-4, atol=1e-4)

@@ -121,23 +121,17 @@ def test_what_was_compiled_is_loaded_again(elsewhere: Path, compilations: list[A
     assert says(native.compiled_library(NAME)) == 1 and len(compilations) == 1
 
 
-@pytest.mark.parametrize("mode", [0o775, 0o757, 0o777])
-def test_a_file_that_others_may_write_to_is_not_run(elsewhere: Path, mode: int) -> None:
-    mark = lay_trap(elsewhere, mode)
-    assert says(native.compiled_library(NAME)) == 1 and not mark.exists()
+ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
-def test_a_file_of_somebody_else_is_not_run(elsewhere: Path) -> None:
-    mark = lay_trap(elsewhere, 0o755)
-    os.chown(place(elsewhere), 12345, 12345)
-    assert says(native.compiled_library(NAME)) == 1 and not mark.exists()
-
-
-def test_a_link_is_not_followed(elsewhere: Path) -> None:
-    mark = lay_trap(elsewhere, 0o755)
-    place(elsewhere).rename(elsewhere / "theirs.so")
-    place(elsewhere).symlink_to(elsewhere / "theirs.so")
+@pytest.mark.parametrize("how", [0o775, 0o757, 0o777, "a link", pytest.param("another owner", marks=ROOT)])
+def test_a_file_that_may_be_another_users_is_not_run(elsewhere: Path, how: int | str) -> None:
+    mark = lay_trap(elsewhere, how if isinstance(how, int) else 0o755)
+    if how == "a link":
+        place(elsewhere).rename(elsewhere / "theirs.so")
+        place(elsewhere).symlink_to(elsewhere / "theirs.so")
+    elif how == "another owner":
+        os.chown(place(elsewhere), 12345, 12345)
     assert says(native.compiled_library(NAME)) == 1 and not mark.exists()
 
 

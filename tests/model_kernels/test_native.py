@@ -32,17 +32,15 @@ def problem(
 
 
 @pytest.mark.parametrize("depths", [(32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
-@pytest.mark.parametrize(
-    ("batch", "heads", "key_heads", "count", "width"),
-    [(1, 4, 4, 1, 1), (2, 4, 2, 1, 31), (1, 6, 2, 3, 128), (3, 6, 1, 5, 129), (1, 8, 2, 33, 300), (2, 3, 3, 130, 515)],
-)
-def test_equals_attention_by_definition(
-    depths: tuple[int, int], batch: int, heads: int, key_heads: int, count: int, width: int
-) -> None:
-    tensors = problem(batch, heads, key_heads, count, width, depths)
-    assert native.takes_attention(*tensors)
-    found = native.attend(*tensors, 0.125)
-    torch.testing.assert_close(found.double(), by_definition(*tensors, 0.125), rtol=1e-2, atol=1e-2)
+def test_equals_attention_by_definition(depths: tuple[int, int]) -> None:
+    """Scores so large that their exponentials overflow as well."""
+    shapes = (1, 4, 4, 1, 1), (2, 4, 2, 1, 31), (1, 6, 2, 3, 128), (3, 6, 1, 5, 129), (1, 8, 2, 33, 300)
+    for shape in (*shapes, (2, 3, 3, 130, 515)):
+        query, key, value, mask = problem(*shape, depths)
+        assert native.takes_attention(query, key, value, mask)
+        for tensors, scale in (((query, key, value, mask), 0.125), ((100 * query, 10 * key, value, mask), 1.0)):
+            found = native.attend(*tensors, scale)
+            torch.testing.assert_close(found.double(), by_definition(*tensors, scale), rtol=1e-2, atol=1e-2)
 
 
 def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
@@ -72,8 +70,6 @@ def test_one_mask_for_all_sequences() -> None:
     query, key, value, mask = problem(3, 4, 2, 5, 70)
     shared = native.attend(query, key, value, mask[:1], 0.125)
     assert torch.equal(shared, native.attend(query, key, value, mask[:1].repeat(3, 1, 1, 1), 0.125))
-    with pytest.raises(RuntimeError, match="expand"):
-        native.attend(query, key, value, mask[:, :, :4], 0.125)
 
 
 def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
@@ -83,40 +79,32 @@ def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
     assert torch.equal(native.attend(query[:3], key, value, mask[:3], 0.125, rows), native.attend(*chosen, 0.125))
 
 
-def test_large_scores_do_not_overflow() -> None:
-    query, key, value, mask = problem(1, 2, 1, 5, 200)
-    tensors = [100 * query, 10 * key, value, mask]
-    found = native.attend(*tensors, 1.0)
-    torch.testing.assert_close(found.double(), by_definition(*tensors, 1.0), rtol=1e-2, atol=1e-2)
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("width", [40, 300])
-def test_numbers_that_fail_are_not_hidden(which: str, value: float, width: int) -> None:
+def test_numbers_that_fail_are_not_hidden(which: str, width: int) -> None:
     """One entry of a token that some see: whoever gets NaN by definition, and nobody else who does not see it."""
-    tensors = problem(1, 4, 2, 6, width)
-    slot = width - 7
-    tensors[3][..., slot] = torch.tensor([0.0, LOWEST, 0.0, LOWEST, 0.0, LOWEST]).bfloat16()
-    {"query": tensors[0][0, 1], "key": tensors[1][0, 1], "value": tensors[2][0, 1]}[which][
-        2 if which == "query" else slot, 5
-    ] = value
-    expected, found = by_definition(*tensors, 0.125), native.attend(*tensors, 0.125)
-    seeing = ~expected[:, ::2].isfinite()
-    assert seeing.any() or value == -torch.inf
-    assert not found[:, ::2][seeing].isfinite().any()
-    healthy = expected.isfinite()
-    torch.testing.assert_close(found.double()[healthy], expected[healthy], rtol=1e-2, atol=1e-2)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        tensors = problem(1, 4, 2, 6, width)
+        tensors[3][..., width - 7] = torch.tensor([0.0, LOWEST, 0.0, LOWEST, 0.0, LOWEST]).bfloat16()
+        at = ["query", "key", "value"].index(which)
+        tensors[at][0, 1, 2 if which == "query" else width - 7, 5] = value
+        expected, found = by_definition(*tensors, 0.125), native.attend(*tensors, 0.125)
+        seeing, healthy = ~expected[:, ::2].isfinite(), expected.isfinite()
+        assert seeing.any() or value == -torch.inf
+        assert not found[:, ::2][seeing].isfinite().any()
+        torch.testing.assert_close(found.double()[healthy], expected[healthy], rtol=1e-2, atol=1e-2)
 
 
 def test_what_it_does_not_take() -> None:
     query, key, value, mask = problem(1, 4, 2, 3, 40)
-    assert native.takes_attention(query, key, value, mask)
-    assert not native.takes_attention(query.float(), key, value, mask)
-    assert not native.takes_attention(query, key, value, mask == 0)
-    assert not native.takes_attention(query[..., :16], key[..., :16], value, mask)
-    assert not native.takes_attention(query, key, value, mask.transpose(2, 3).contiguous().transpose(2, 3))
-    assert not native.takes_attention(query.clone().requires_grad_(), key, value, mask)
+    for others in (
+        (query.float(), key, value, mask),
+        (query, key, value, mask == 0),
+        (query[..., :16], key[..., :16], value, mask),
+        (query, key, value, mask.transpose(2, 3).contiguous().transpose(2, 3)),
+        (query.clone().requires_grad_(), key, value, mask),
+    ):
+        assert not native.takes_attention(*others)
     with torch.inference_mode():
         assert native.takes_attention(query.clone().requires_grad_(), key, value, mask)
 
@@ -153,28 +141,24 @@ def test_without_a_compiler_torch_attends(
     torch.testing.assert_close(found.double(), by_definition(query, key, value, mask, 0.125), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("rows", [[0, 1, 5], [0, -1, 2], [2**62, 0, 1], [0, 1], [0, 1, 2, 3]])
-def test_rows_that_are_not_there_are_refused(rows: list[int]) -> None:
-    query, key, value, mask = problem(5, 4, 2, 3, 70)
-    with pytest.raises(ArgumentError, match="below R"):
-        native.attend(query[:3], key, value, mask[:3], 0.125, torch.tensor(rows))
-
-
-def test_shapes_that_do_not_belong_together_are_refused() -> None:
+def test_rows_and_shapes_that_do_not_fit_are_refused() -> None:
     query, key, value, mask = problem(3, 4, 2, 5, 70)
-    wide, long = torch.zeros(2, 3, 2, 70, 96).bfloat16(), torch.zeros(3, 2, 71, 64).bfloat16()
-    wrong = [
+    for rows in ([0, 1, 3], [0, -1, 2], [2**62, 0, 1], [0, 1], [0, 1, 2, 3]):
+        with pytest.raises(ArgumentError, match="below R"):
+            native.attend(query, key, value, mask, 0.125, torch.tensor(rows))
+    with pytest.raises(ArgumentError, match="int32"):
+        native.attend(query, key, value, mask, 0.125, torch.tensor([0, 1, 2], dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="expand"):
+        native.attend(query, key, value, mask[:, :, :4], 0.125)
+    for tensors in (
         (query, key[:2], value[:2], mask),  # three sequences, two rows
         (query, key[:, :1], value, mask),
         (query, key, value[:2], mask),
-        (query, wide[0], value, mask),
-        (query, key, long, mask),
+        (query, torch.zeros(3, 2, 70, 96).bfloat16(), value, mask),
+        (query, key, torch.zeros(3, 2, 71, 64).bfloat16(), mask),
         (query[:, :3], key, value, mask),  # heads that are no groups
         (query[..., :48], key[..., :48], value, mask),
         (torch.zeros(3, 4, 5, 288).bfloat16(), torch.zeros(3, 2, 70, 288).bfloat16(), value, mask),
-    ]
-    for tensors in wrong:
+    ):
         with pytest.raises(ArgumentError, match="cannot be computed"):
             native.attend(*tensors, 0.125)
-    with pytest.raises(ArgumentError, match="int32"):
-        native.attend(query, key, value, mask, 0.125, torch.tensor([0, 1, 2], dtype=torch.int32))
