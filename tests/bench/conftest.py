@@ -46,3 +46,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
             parameter.add_(torch.randn_like(parameter) * 0.01)
     model.save_pretrained(folder)
     return folder
+
+
+def quiet(_: str) -> None:
+    """Progress that nobody reads."""

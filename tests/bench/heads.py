@@ -8,25 +8,17 @@ import torch
 
 from forerun.heads.eagle import EagleConfig, EagleHead
 
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "initializer_range": 0.2,
+}
+
 
 def head(**options: Any) -> EagleHead:
     """A random head for `lively_llama`, every weight large enough to matter."""
     torch.manual_seed(1)
-    given = {
-        "hidden_size": 48,
-        "target_hidden_size": 48,
-        "intermediate_size": 80,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "vocab_size": 256,
-        "draft_vocab_size": 100,
-        "boundaries": (1, 2, 3),
-        "initializer_range": 0.2,
-        "rms_norm_eps": 1e-3,
-        "max_position_embeddings": 128,
-        **options,
-    }
+    target = {"target_hidden_size": 48, "vocab_size": 256, "draft_vocab_size": 100, "boundaries": (1, 2, 3)}
+    given = SIZES | target | {"rms_norm_eps": 1e-3, "max_position_embeddings": 128} | options
     made = EagleHead(EagleConfig(**given)).eval()
     for name, weight in made.named_parameters():
         if "norm" in name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from bench.conftest import quiet
 from bench.heads import head
-from benchmarks.suite import plots, report, suite
+from bench.test_parts import machine, shown, summary
+from benchmarks.suite import plots, suite
 from benchmarks.suite.acceptance import (
     EQUAL_NODES,
     NODES,
@@ -30,8 +31,8 @@ from benchmarks.suite.acceptance import (
 )
 from benchmarks.suite.arms import TREE_NODES, forerun_arms
 from benchmarks.suite.goals import acceptance_goals, speed_goals
-from benchmarks.suite.speed import ArmSummary, measure, summarise
-from benchmarks.suite.suite import Machine, Options, Results, as_json
+from benchmarks.suite.speed import measure, summarise
+from benchmarks.suite.suite import Options, Results, as_json
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
 from forerun.drafters.drawing import Shape
@@ -40,10 +41,6 @@ from forerun.heads.formats import write_head
 
 PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
 PLAN = AcceptancePlan(new_tokens=20, seeds=(1,), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))
-
-
-def quiet(_: str) -> None:
-    pass
 
 
 def engine(folder: Path, rows: int = 3) -> LLM:
@@ -122,20 +119,9 @@ class TestRoots:
 
 def line(label: str, method: str, form: str, temperature: float, emitted: list[int], passes: list[int]) -> Any:
     length = sum(emitted) / sum(passes)
-    return AcceptanceLine(
-        label=label,
-        method=method,
-        form=form,
-        temperature=temperature,
-        length=length,
-        low=length,
-        high=length,
-        nodes=5.0,
-        depths=[0.5, 0.25],
-        looping=0.5,
-        emitted=emitted,
-        passes=passes,
-    )
+    found: dict[str, Any] = {"length": length, "low": length, "high": length, "emitted": emitted, "passes": passes}
+    found |= {"nodes": 5.0, "depths": [0.5, 0.25], "looping": 0.5}
+    return AcceptanceLine(label=label, method=method, form=form, temperature=temperature, **found)
 
 
 def sample() -> Acceptance:
@@ -175,13 +161,8 @@ class TestReport:
         assert not acceptance_goals(Acceptance(head="none"))
 
     def test_tables_json_and_plots_show_it(self, tmp_path: Path) -> None:
-        from rich.console import Console
-
-        machine = Machine(processor="abacus", cores=2, threads=2, flags=(), versions="none", load=0.0)
-        results = Results(machine=machine, options=Options(parts=("acceptance",)), acceptance=sample())
-        console = Console(file=io.StringIO(), record=True, width=180)
-        report.show(results, console)
-        text = console.export_text()
+        results = Results(machine=machine(), options=Options(parts=("acceptance",)), acceptance=sample())
+        text = shown(results, width=180)
         for expected in ("eagle3 large tree", "50% 25%", "99 roots", "0.812", "missed", "met", "T = 1"):
             assert expected in text, expected
         document = json.loads(json.dumps(as_json(results)))
@@ -225,28 +206,15 @@ class TestSpeed:
         arms = forerun_arms(llm, None, chain=3, lookup=4, head=head())
         setting = Setting(name="greedy", temperature=0.0, new_tokens=16)
         runs = measure(arms, PROMPTS[:1], setting, quiet)
-        assert [line.arm for line in summarise(runs, [arm.name for arm in arms])] == [
-            "forerun plain",
-            "forerun ngram",
-            "forerun eagle3",
-            "forerun eagle3 tree",
-        ]
+        named = [f"forerun {name}" for name in ("plain", "ngram", "eagle3", "eagle3 tree")]
+        assert [line.arm for line in summarise(runs, [arm.name for arm in arms])] == named
         assert len({tuple(run.tokens) for run in runs}) == 1
         sizes = {run.arm: max(len(step.nodes) for step in run.trace) for run in runs}
         assert sizes["forerun eagle3"] == 3 < sizes["forerun eagle3 tree"] <= TREE_NODES
 
     def test_the_faster_arm_is_held_against_plain_and_draft_model(self) -> None:
-        speeds = {
-            "forerun plain": 10.0,
-            "forerun draft_model": 18.0,
-            "forerun draft_model tree": 22.0,
-            "forerun eagle3": 21.0,
-            "forerun eagle3 tree": 20.0,
-        }
-        lines = [
-            ArmSummary(arm=arm, tokens_per_second=speed, median_tokens_per_second=speed, first_token_ms=9.0, looping=0)
-            for arm, speed in speeds.items()
-        ]
+        speeds = {"plain": 10.0, "draft_model": 18.0, "draft_model tree": 22.0, "eagle3": 21.0, "eagle3 tree": 20.0}
+        lines = [summary(f"forerun {arm}", speed) for arm, speed in speeds.items()]
         plain, draft = speed_goals(lines, "T = 0", compiled=False)
         assert plain.what == "forerun eagle3 / forerun plain, T = 0" and plain.met
         assert draft.what == "forerun eagle3 / forerun draft_model tree, T = 0" and not draft.met

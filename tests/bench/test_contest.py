@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from bench.conftest import quiet
+from bench.test_parts import summary
 from benchmarks.suite.arms import load_transformers
-from benchmarks.suite.burden import Burden
+from benchmarks.suite.burden import Burden, measure_burden
 from benchmarks.suite.contest import (
     FAMILY,
     PLAIN,
@@ -21,10 +23,29 @@ from benchmarks.suite.contest import (
     compete,
     workloads,
 )
-from benchmarks.suite.speed import ArmSummary
 from benchmarks.suite.suite import burden_goals, contest_goals
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
+
+
+def test_pairs_are_measured_for_a_whole_batch(source_tied: Path) -> None:
+    llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=3, max_model_len=96)
+    twin = LLM(llm.target.model, tokenizer=False, max_num_seqs=3, max_model_len=96)
+    seen = list[str]()
+    prompts = [[5, 6, 7], [8, 9], [10, 11, 12, 13]]
+    found = measure_burden(
+        (llm, twin), "ngram", {"method": "ngram"}, prompts, pairs=2, new_tokens=6, progress=seen.append
+    )
+    assert found.batch == 3 and len(found.ratios) == 2 and min(found.ratios) > 0
+    assert len(seen) == 4 + 2 and not llm.engine.busy and not twin.engine.busy
+
+
+def test_the_lower_bound_lies_below_the_mean_and_falls_with_the_scatter() -> None:
+    steady, wild = (
+        Burden(drafter="x", batch=1, ratios=ratios) for ratios in ([0.98, 1.0, 1.02] * 7, [0.8, 1.0, 1.2] * 7)
+    )
+    assert abs(steady.mean - wild.mean) < 1e-9
+    assert wild.low < steady.low < steady.mean
 
 
 class Letters:
@@ -35,10 +56,6 @@ class Letters:
 
     def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
         return "".join(message["content"] for message in messages)
-
-
-def quiet(_: str) -> None:
-    pass
 
 
 class TestWorkloads:
@@ -89,10 +106,8 @@ class TestContest:
 
 
 def line(workload: str, arm: str, speedup: float, **more: Any) -> ContestLine:
-    summary = ArmSummary(
-        arm=arm, tokens_per_second=10 * speedup, median_tokens_per_second=10, first_token_ms=1, looping=0
-    )
-    return ContestLine(workload=workload, summary=summary, speedup=speedup, seconds=10 / speedup, **more)
+    found = summary(arm, 10 * speedup)
+    return ContestLine(workload=workload, summary=found, speedup=speedup, seconds=10 / speedup, **more)
 
 
 class TestGoals:
@@ -121,10 +136,6 @@ class TestGoals:
         assert goals["plan's speed-up beside the measured one, median error"].measured == pytest.approx(0.025)
 
     def test_a_burden_is_judged_by_its_lower_bound(self) -> None:
-        [good, bad] = burden_goals(
-            [
-                Burden(drafter="auto", batch=1, ratios=[0.99, 1.0, 0.98] * 7),
-                Burden(drafter="auto", batch=64, ratios=[0.9] * 20),
-            ]
-        )
+        ratios = {1: [0.99, 1.0, 0.98] * 7, 64: [0.9] * 20}
+        [good, bad] = burden_goals([Burden(drafter="auto", batch=batch, ratios=own) for batch, own in ratios.items()])
         assert good.met and not bad.met

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from bench.heads import head
-from bench.test_parts import results
+from bench.test_acceptance import line
+from bench.test_parts import results, shown
 from bench.test_scale_head import other_head
-from benchmarks.suite import report
-from benchmarks.suite.acceptance import NODES, Acceptance, AcceptanceLine, AcceptancePlan
+from benchmarks.suite.acceptance import NODES, Acceptance, AcceptancePlan
 from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json
 from forerun import LLM
@@ -58,17 +56,15 @@ def test_every_form_drafts_the_nodes_that_it_says(board: HeadBoard) -> None:
     drafted = {name: {form for other, form, _ in found if other == name} for name in ("dflash", "medusa", "eagle3")}
     assert drafted["dflash"] - drafted["medusa"] == {"longest chain"}
     assert drafted["eagle3"] - drafted["medusa"] == {f"chain of {NODES}"}
-    for (name, form, temperature), line in found.items():
+    for (name, form, temperature), own in found.items():
         most = 7 if form == "longest chain" else int(form.rpartition(" ")[2])
         fewest = 4 if name == "medusa" or form.endswith(f"chain of {NODES}") else most  # depths, tokens of an answer
-        assert 0.5 * min(most, fewest) < line.nodes <= most, (name, form, temperature)
+        assert 0.5 * min(most, fewest) < own.nodes <= most, (name, form, temperature)
 
 
 def test_the_board_is_shown_and_written(board: HeadBoard) -> None:
     found = dataclasses.replace(results(), heads=board)
-    console = Console(file=io.StringIO(), record=True, width=300)
-    report.show(found, console)
-    text = console.export_text()
+    text = shown(found)
     for words in ("10 s", "drawn tree of 32", "longest chain", "best head / EAGLE-3 chain, 32 nodes, T = 1"):
         assert words in text
     document = json.loads(json.dumps(as_json(found)))
@@ -85,23 +81,7 @@ def test_a_folder_without_heads_is_refused(tmp_path: Path) -> None:
 def judged(kinds: list[str], lengths: dict[tuple[str, str], int]) -> dict[str, Any]:
     """The goals of one prompt of 100 passes at temperature 0, each head of the name of its kind."""
     heads = [TrainedDrafter(name=kind, kind=kind_named(kind), model="", parameters=1, seconds=9.0) for kind in kinds]
-    lines = [
-        AcceptanceLine(
-            label=f"{name}, {form}",
-            method=name,
-            form=form,
-            temperature=0.0,
-            length=tokens / 100,
-            low=1.0,
-            high=9.0,
-            nodes=5.0,
-            depths=[],
-            looping=0.0,
-            emitted=[tokens],
-            passes=[100],
-        )
-        for (name, form), tokens in lengths.items()
-    ]
+    lines = [line(f"{name}, {form}", name, form, 0.0, [tokens], [100]) for (name, form), tokens in lengths.items()]
     board = HeadBoard(heads=heads, found=Acceptance(head="", lines=lines))
     assert board.note is None
     return {goal.what.removeprefix("mean acceptance length, "): goal for goal in head_goals(board)}
@@ -111,15 +91,9 @@ def test_goals_compare_at_equal_nodes() -> None:
     found = judged(
         ["dspark", "dflash", "eagle3", "eagle", "medusa"],
         {
-            ("eagle3", "chain of 5"): 200,
-            ("eagle3", "tree of 5"): 500,
-            ("eagle3", "chain of 32"): 250,
-            ("dflash", "chain of 5"): 220,
-            ("dflash", "longest chain"): 300,
-            ("dflash", "tree of 32"): 320,
-            ("dspark", "chain of 5"): 210,
-            ("dspark", "tree of 5"): 240,
-            ("eagle", "chain of 5"): 150,
+            **{("eagle3", "chain of 5"): 200, ("eagle3", "tree of 5"): 500, ("eagle3", "chain of 32"): 250},
+            **{("dflash", "chain of 5"): 220, ("dflash", "longest chain"): 300, ("dflash", "tree of 32"): 320},
+            **{("dspark", "chain of 5"): 210, ("dspark", "tree of 5"): 240, ("eagle", "chain of 5"): 150},
         },
     )
     best = found["best head / EAGLE-3 chain, 5 nodes, T = 0"]

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
-from bench.conftest import lively_llama
+from bench.conftest import lively_llama, quiet
 from benchmarks.suite import plots, report
 from benchmarks.suite.arms import Run, forerun_arms, transformers_arms
 from benchmarks.suite.bits import BitCount, BitPlan, compare
@@ -31,10 +32,6 @@ from forerun.types import Source, StepTrace
 GREEDY = Setting(name="greedy", temperature=0.0, new_tokens=24)
 SAMPLED = Setting(name="sampled", temperature=0.8, top_p=0.95, seeds=(1, 2), new_tokens=16)
 PROMPTS = [list(range(3, 40)), list(range(100, 130))]
-
-
-def quiet(_: str) -> None:
-    pass
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +64,8 @@ class TestArms:
     def test_every_arm_generates_all_tokens_and_is_timed(self, runs_and_llm: tuple[list[Run], LLM]) -> None:
         runs, _ = runs_and_llm
         assert {run.arm for run in runs} == {
-            "transformers plain",
-            "transformers prompt lookup",
-            "transformers assisted",
-            "forerun plain",
-            "forerun ngram",
-            "forerun draft_model",
-            "forerun draft_model tree",
+            *(f"transformers {name}" for name in ("plain", "prompt lookup", "assisted")),
+            *(f"forerun {name}" for name in ("plain", "ngram", "draft_model", "draft_model tree")),
         }
         assert len(runs) == 7 * 2
         for run in runs:
@@ -95,10 +87,8 @@ class TestArms:
 
     def test_sampling_follows_the_seed(self, source_tied: Path) -> None:
         llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
-        for arm in (
-            transformers_arms(source_tied, None, chain=3, lookup=4)[0],
-            forerun_arms(llm, None, chain=3, lookup=4)[0],
-        ):
+        for arms, model in ((transformers_arms, source_tied), (forerun_arms, llm)):
+            arm, *_ = arms(model, None, chain=3, lookup=4)
             one, again, other = (arm.run(0, PROMPTS[0], SAMPLED, seed).tokens for seed in (1, 1, 2))
             assert one == again != other
 
@@ -114,26 +104,15 @@ class TestArms:
 
 
 def step(draft_ms: float, verify_ms: float, kept: int, drafter: str | None) -> StepTrace:
-    return StepTrace(
-        step=0,
-        position=10,
-        drafter=drafter,
-        rule="argmax_walk",
-        nodes=(),
-        path=tuple(range(1, kept + 1)),
-        next_token=1,
-        kind=Source.BONUS,
-        draft_ms=draft_ms,
-        verify_ms=verify_ms,
-        commit_ms=0.0,
-    )
+    said: dict[str, Any] = {"step": 0, "position": 10, "rule": "argmax_walk", "nodes": (), "kind": Source.BONUS}
+    times = {"draft_ms": draft_ms, "verify_ms": verify_ms, "commit_ms": 0.0}
+    return StepTrace(drafter=drafter, path=tuple(range(1, kept + 1)), next_token=1, **said, **times)
 
 
 def test_promised_and_realised_speed_up() -> None:
     def run(arm: str, seconds: float, trace: list[StepTrace]) -> Run:
-        return Run(
-            arm=arm, prompt=0, seed=1, tokens=[7] * 49, first_s=0.1, decode_s=seconds, decode_tokens=48, trace=trace
-        )
+        counts: dict[str, Any] = {"prompt": 0, "seed": 1, "tokens": [7] * 49, "decode_tokens": 48}
+        return Run(arm=arm, first_s=0.1, decode_s=seconds, trace=trace, **counts)
 
     plain = run("forerun plain", 4.8, [step(0, 90, 0, None)] * 48)
     fast = run("forerun ngram", 2.4, [step(10, 110, 2, "ngram")] * 16)
@@ -197,15 +176,26 @@ class TestBits:
         assert counts == [TokenCount(drafter="ngram", tokens=60, differing=0)]
 
 
+def summary(arm: str, speed: float) -> ArmSummary:
+    return ArmSummary(arm=arm, tokens_per_second=speed, median_tokens_per_second=speed, first_token_ms=9.0, looping=0.5)
+
+
+def machine() -> Machine:
+    return Machine(processor="abacus", cores=2, threads=2, flags=(), versions="none", load=3.0)
+
+
+def shown(found: Results, width: int = 300) -> str:
+    """The report as text."""
+    console = Console(file=io.StringIO(), record=True, width=width)
+    report.show(found, console)
+    return console.export_text()
+
+
 def results() -> Results:
-    machine = Machine(processor="abacus", cores=2, threads=2, flags=(), versions="none", load=3.0)
     costs = StepCosts(step_ms=dict.fromkeys(NODES, 30.0), floor_ms=dict.fromkeys(NODES, 20.0), first_pass_s=0.1)
-    lines = [
-        ArmSummary(arm=arm, tokens_per_second=speed, median_tokens_per_second=speed, first_token_ms=9.0, looping=0.5)
-        for arm, speed in {"transformers plain": 10.0, "forerun plain": 20.0}.items()
-    ]
+    lines = [summary(arm, speed) for arm, speed in {"transformers plain": 10.0, "forerun plain": 20.0}.items()]
     return Results(
-        machine=machine,
+        machine=machine(),
         options=Options(),
         notes=["a scale model"],
         steps=costs,
@@ -234,11 +224,7 @@ class TestReport:
         assert all(goal.met for goal in text_goals(lines, []))
 
     def test_tables_say_what_was_measured_and_on_what(self) -> None:
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), record=True, width=160)
-        report.show(results(), console)
-        text = console.export_text()
+        text = shown(results(), width=160)
         for expected in ("abacus", "a scale model", "forerun plain", "50%", "missed", "met", "2000"):
             assert expected in text
 
@@ -254,11 +240,9 @@ class TestReport:
         assert {path.name for path in written} == {"speed-0.svg", "speed-0.png", "steps.svg", "steps.png"}
         assert all(path.stat().st_size > 1000 for path in written)
 
-    def test_unknown_parts_are_refused(self) -> None:
+    def test_goals_without_measurements_do_not_appear(self) -> None:
         with pytest.raises(ArgumentError, match="'speed'"):
             Options(parts=("spead",))
-
-    def test_goals_without_measurements_do_not_appear(self) -> None:
         assert not speed_goals([], "T = 0", compiled=False)
         assert not bit_goals([])
         costs = results().steps

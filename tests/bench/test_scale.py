@@ -104,24 +104,10 @@ def test_other_models_are_refused(source: Path, tmp_path: Path) -> None:
 
 
 def test_plans_for_the_demo_pair() -> None:
-    target = {
-        "hidden_size": 384,
-        "intermediate_size": 768,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 8192,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 1e-6,
-    }
-    draft = target | {
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 3,
-        "num_key_value_heads": 3,
-    }
+    target = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 6}
+    target |= {"num_key_value_heads": 3, "head_dim": 64, "vocab_size": 8192}
+    target |= {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}
+    draft = target | {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3}
     for config, billions in [(target, 0.4), (target, 1.0), (target, 8.0), (draft, 0.031)]:
         plan = plan_scale(config, billions=billions)
         assert plan.parameters == pytest.approx(billions * 1e9, rel=0.02)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from bench.heads import head
+from bench.heads import SIZES, head
 from forerun import LLM, SamplingParams
 from forerun.cli import demo
 from forerun.control.config import method_of
@@ -96,15 +96,7 @@ def other_head(kind: str, **options: Any) -> Head:
     """A random head of another kind for `lively_llama`, every weight large enough to matter."""
     torch.manual_seed(1)
     sizes = {"target_hidden_size": 48, "vocab_size": 256, "draft_vocab_size": 256}
-    layers = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_hidden_layers": 2,
-        "initializer_range": 0.2,
-    }
+    layers = SIZES | {"num_hidden_layers": 2}
     last, masked = {"boundaries": (LAST_HIDDEN,)}, {"mask_token_id": 3, "boundaries": (1, 2)}
     shapes: dict[str, dict[str, Any]] = {
         "medusa": {"num_heads": 4, **last},

@@ -47,6 +47,25 @@ def answer(ttft: float, seconds: float, tokens: int, **more: Any) -> BenchAnswer
     return BenchAnswer(ttft_s=ttft, seconds=seconds, tokens=tokens, **given)
 
 
+def brief(**more: Any) -> Script:
+    """A server that says little."""
+    return Script(lambda body: said("a", tokens=2), **more)
+
+
+def one_answer(script: Script, task: Task = TASKS[0], **asking: Any) -> BenchAnswer:
+    with scripted(script) as url:
+        (found,) = run(url, [task], BenchLoad(concurrency=1), **asking).answers
+    return found
+
+
+def written(path: Path, *prompts: str) -> Path:
+    """A workload of these prompts."""
+    path.write_text(
+        "".join(json.dumps({"id": str(place), "prompt": text}) + "\n" for place, text in enumerate(prompts))
+    )
+    return path
+
+
 class TestSummary:
     def test_figures_are_those_of_vllm_bench(self) -> None:
         answers = [answer(0.1 * n, 0.1 * n + 0.02 * (n + 1), n + 2) for n in range(1, 6)]
@@ -136,7 +155,6 @@ class TestCounters:
     def test_vllm(self) -> None:
         before, after = parse(VLLM_PAGE.format(5, 10, 4, 3, 1)), parse(VLLM_PAGE.format(15, 30, 16, 11, 5))
         found = diff_counts(before, after)
-        assert found is not None
         assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (10, 20, 12)
         assert (found.acceptance_length, found.acceptance_rate) == (2.2, 0.6)
         assert found.record()["spec_decode_per_position_acceptance_rates"] == [0.8, 0.4]
@@ -146,32 +164,27 @@ class TestCounters:
     def test_sglang_counts_each_requests_first_token_and_we_do_not(self) -> None:
         """Four requests of 25 tokens in 40 passes: 24 of each are from passes, so 96 / 40, not 100 / 40."""
         found = diff_counts(parse(SGLANG_PAGE.format(0, 0, 0)), parse(SGLANG_PAGE.format(40, 100, 4)))
-        assert found is not None
         assert found.acceptance_length == pytest.approx(96 / 40)
         assert found.acceptance_rate is None and "first token" in found.source
 
     def test_llama_cpp_counts_as_vllm_does(self) -> None:
-        pages = [
-            VLLM_PAGE.replace("vllm:", "llamacpp:").format(*counts) for counts in ((5, 10, 4, 3, 1), (9, 18, 9, 6, 3))
-        ]
-        found = diff_counts(*map(parse, pages))
-        assert found is not None and found.source == "the server's llamacpp:spec_decode counters"
+        page = VLLM_PAGE.replace("vllm:", "llamacpp:").format
+        found = diff_counts(parse(page(5, 10, 4, 3, 1)), parse(page(9, 18, 9, 6, 3)))
+        assert found.source == "the server's llamacpp:spec_decode counters"
         assert (found.drafts, found.draft_tokens, found.accepted_tokens) == (4, 8, 5)
         assert found.accepted_per_position == (3, 2)
 
     def test_llama_cpp_tells_in_the_answer(self) -> None:
         """21 tokens, 12 of them accepted drafts: the first is the prompt's, so 8 passes wrote 20."""
         found = read_counts({"timings": {"predicted_n": 21, "draft_n": 16, "draft_n_accepted": 12}}, 21)
-        assert found is not None
         assert (found.drafts, found.acceptance_length, found.acceptance_rate) == (8, 2.5, 0.75)
         assert read_counts({"timings": {"predicted_n": 21}}, 21) is None, "no draft, nothing to tell"
 
     def test_vllms_and_our_answers_tell_too_and_add_up(self) -> None:
         counts = {"num_spec_steps": 4, "num_draft_tokens": 8, "num_accepted_draft_tokens": 5}
         one = read_counts({"metrics": {"speculative_decoding": {**counts, "acceptance_histogram": [1, 1, 2]}}}, 9)
-        assert one is not None and one.accepted_per_position == (3, 2)
+        assert one.accepted_per_position == (3, 2)
         both = sum_counts([one, None, one])
-        assert both is not None
         assert (both.drafts, both.accepted_tokens, both.accepted_per_position) == (8, 10, (6, 4))
         assert sum_counts([None]) is None
 
@@ -243,8 +256,7 @@ NO_CHUNKS = (
 class TestClient:
     def test_times_and_tokens_are_the_servers(self) -> None:
         script = Script(lambda body: [0.1, *said("a b", " c", tokens=9)[:1], 0.1, *said(" c", tokens=9)])
-        with scripted(script) as url:
-            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
+        found = one_answer(script)
         assert (found.text, found.tokens, found.prompt_tokens, found.counted) == ("a b c", 9, 7, True)
         assert found.ttft_s is not None and 0.1 <= found.ttft_s < found.seconds
         assert len(found.gaps_s) == 1
@@ -252,8 +264,7 @@ class TestClient:
         assert body["stream"] and body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 8
 
     def test_chunks_are_counted_where_the_server_does_not(self) -> None:
-        with scripted(Script(lambda body: said("a", "b", "c"))) as url:
-            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
+        found = one_answer(Script(lambda body: said("a", "b", "c")))
         assert (found.tokens, found.counted) == (3, False)
 
     def test_a_conversation_goes_on_behind_the_servers_own_answers(self) -> None:
@@ -262,11 +273,8 @@ class TestClient:
         with scripted(script) as url:
             found = run(url, [task], BenchLoad(concurrency=1))
         assert [one.text for one in found.answers] == ["answer 1", "answer 3"]
-        assert script.bodies[1]["messages"] == [
-            *user("one"),
-            {"role": "assistant", "content": "answer 1"},
-            *user("two"),
-        ]
+        answered = {"role": "assistant", "content": "answer 1"}
+        assert script.bodies[1]["messages"] == [*user("one"), answered, *user("two")]
 
     @pytest.mark.parametrize(
         ("answered", "words"),
@@ -292,24 +300,19 @@ class TestClient:
 
     def test_a_delta_without_text_says_nothing(self) -> None:
         empty = [{"choices": [{"delta": None}]}, {"choices": None}, {"choices": [{"delta": {"role": "assistant"}}]}]
-        with scripted(Script(lambda body: [*empty, *said("a", tokens=2)])) as url:
-            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
+        found = one_answer(Script(lambda body: [*empty, *said("a", tokens=2)]))
         assert (found.text, found.tokens, found.error, found.gaps_s) == ("a", 2, None, ())
 
     def test_lines_end_with_a_line_feed_and_no_error_is_none(self) -> None:
         text = "a\u2028b\u0085c\x0bd\re"
         raw = f'data: {{"error": null, "choices": [{{"delta": {{"content": "{text[:5]}"}}}}]}}\n\n'.encode()
-        with scripted(Script(lambda body: [raw[:40], raw[40:], *said(text, tokens=2)])) as url:
-            (found,) = run(url, TASKS[:1], BenchLoad(concurrency=1)).answers
+        found = one_answer(Script(lambda body: [raw[:40], raw[40:], *said(text, tokens=2)]))
         assert (found.text, found.error) == (text[:5] + text, None)
 
     def test_a_text_is_continued(self) -> None:
         script = Script(lambda body: [{"choices": [{"text": "x"}]}, b"data: [DONE]\n\n"])
-        with scripted(script) as url:
-            (found,) = run(
-                url, [Task(id="t", category="c", questions=(), text="def f")], BenchLoad(concurrency=1)
-            ).answers
-            run(url, TASKS[:1], BenchLoad(concurrency=1), endpoint="completions")
+        found = one_answer(script, Task(id="t", category="c", questions=(), text="def f"))
+        one_answer(script, endpoint="completions")
         assert found.text == "x"
         assert [body["prompt"] for body in script.bodies] == ["def f", "say 0"]
 
@@ -373,12 +376,26 @@ class TestWorkloads:
                 read_workload([name])
 
 
+NO_ADDRESSES = [
+    *(
+        ("--server", url)
+        for url in ("http://localhost:port", "http://[::1", "https://[zz]:8", "http://localhost:99999")
+    ),
+    *(
+        ("--server", url)
+        for url in ("http://localhost:-1", "http://", "http:///v1", "http://:80", "nonsense", "ftp://a")
+    ),
+    *(("--server", url) for url in ("http://a\nb", "http://a/\x00", "")),
+    *(("--baseline-server", "http://localhost:port"), ("--metrics-url", "http://localhost:port")),
+]
+
+
 class TestCommand:
     def test_a_server_beside_a_baseline(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        plain = Script(lambda body: said("same", tokens=4))
-        fast = Script(
-            lambda body: said("same", tokens=4), metrics=lambda n: VLLM_PAGE.format(2 * n, 4 * n, 3 * n, n, n)
-        )
+        def same(_: Any) -> Any:
+            return said("same", tokens=4)
+
+        plain, fast = Script(same), Script(same, metrics=lambda n: VLLM_PAGE.format(2 * n, 4 * n, 3 * n, n, n))
         out, page, plot = tmp_path / "r.json", tmp_path / "r.html", tmp_path / "r.svg"
         with scripted(plain) as base, scripted(fast) as url:
             words = ("--server", url, "--baseline-server", base, "--num-prompts", 4, "--warmup", 1, "-t", 0)
@@ -393,7 +410,7 @@ class TestCommand:
         assert "1 user" in page.read_text() and page.read_text().count("<svg") == 2 and "<svg" in plot.read_text()
 
     def test_it_goes_on_behind_what_is_done(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        script = Script(lambda body: said("a", tokens=2))
+        script = brief()
         out = tmp_path / "r.json"
         with scripted(script) as url:
             words = ("--server", url, "--num-prompts", 3, "--warmup", 0, "--out", out)
@@ -404,16 +421,8 @@ class TestCommand:
             capsys.readouterr()
             assert bench(*words, "--concurrency", 1, 2) == 0 and len(script.bodies) == 6
             assert "nothing was measured" in capsys.readouterr().err
-            stopping = (
-                "--stop",
-                "x",
-                "--goodput",
-                "ttft:90",
-                "--extra-body",
-                '{"a": [1]}',
-                "--out",
-                tmp_path / "s.json",
-            )
+            stopping = ("--stop", "x", "--goodput", "ttft:90", "--extra-body", '{"a": [1]}')
+            stopping += ("--out", tmp_path / "s.json")
             for _ in range(2):
                 assert bench("--server", url, "--num-prompts", 1, "--warmup", 0, *stopping) == 0
             assert "nothing was measured" in capsys.readouterr().err
@@ -422,9 +431,9 @@ class TestCommand:
                 assert "another measurement" in capsys.readouterr().err
 
     def test_loads_that_ask_the_same_are_said_to(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(9)))
-        words = ("--workload", tmp_path / "a.jsonl", "--concurrency", 4, 8, "--warmup", 1)
-        with scripted(Script(lambda body: said("a", tokens=2))) as url:
+        workload = written(tmp_path / "a.jsonl", *(f"say {number}" for number in range(9)))
+        words = ("--workload", workload, "--concurrency", 4, 8, "--warmup", 1)
+        with scripted(brief()) as url:
             assert bench("--server", url, *words, "--num-prompts", 5) == 0
             told = capsys.readouterr().err
             assert "5 of the 10 prompts were asked before" in told and "--num-prompts 4" in told
@@ -445,10 +454,9 @@ class TestCommand:
     def test_a_warm_up_that_asks_the_loads_tasks_is_said(
         self, words: tuple[object, ...], said_: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        (tmp_path / "a.jsonl").write_text("".join(f'{{"prompt": "say {number}"}}\n' for number in range(4)))
-        script = Script(lambda body: said("a", tokens=2))
+        script, workload = brief(), written(tmp_path / "a.jsonl", *(f"say {number}" for number in range(4)))
         with scripted(script) as url:
-            assert bench("--server", url, "--workload", tmp_path / "a.jsonl", *words) == 0
+            assert bench("--server", url, "--workload", workload, *words) == 0
         told = capsys.readouterr().err
         asked = [body["messages"][0]["content"] for body in script.bodies]
         assert (len(set(asked)) < len(asked)) == bool(said_) == ("asked before" in told)
@@ -456,10 +464,9 @@ class TestCommand:
 
     def test_a_workload_that_repeats_itself_is_said(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """Under other ids, too: what counts is what is asked."""
-        lines = (f'{{"id": "{number}", "prompt": "say {number % 2}"}}\n' for number in range(6))
-        (tmp_path / "a.jsonl").write_text("".join(lines))
-        with scripted(Script(lambda body: said("a", tokens=2))) as url:
-            assert bench("--server", url, "--workload", tmp_path / "a.jsonl", "--warmup", 0, "--json") == 0
+        workload = written(tmp_path / "a.jsonl", *["say 0", "say 1"] * 3)
+        with scripted(brief()) as url:
+            assert bench("--server", url, "--workload", workload, "--warmup", 0, "--json") == 0
         shown = capsys.readouterr()
         assert "4 of the 6 prompts were asked before" in shown.err and "the workload itself repeats them" in shown.err
         assert json.loads(shown.out)["repeated_prompts"] == 4
@@ -468,7 +475,7 @@ class TestCommand:
         words = ("--num-prompts", 2, "--warmup", 0, "--concurrency", 1, 2)
         pages = (("", "an empty page"), ("<html>", "not of Prometheus"), ("up 1\n", ""))
         for page, why in pages:
-            with scripted(Script(lambda body: said("a", tokens=2), metrics=lambda n, page=page: page)) as url:
+            with scripted(brief(metrics=lambda n, page=page: page)) as url:
                 assert bench("--server", url, *words) == 0
                 told = capsys.readouterr().err
                 assert told.count("has no metrics at") == bool(why) and why in told
@@ -477,7 +484,7 @@ class TestCommand:
                 assert ("no metrics at" in told) == ("--metrics-url" in told) == bool(why) and why in told
 
     def test_metrics_that_were_named_and_do_not_answer_are_an_error(self, capsys: pytest.CaptureFixture[str]) -> None:
-        script = Script(lambda body: said("a", tokens=2))
+        script = brief()
         with scripted(script) as url:
             assert bench("--server", url, "--metrics-url", "http://127.0.0.1:9/metrics") == 2
         assert "no metrics at http://127.0.0.1:9/metrics" in capsys.readouterr().err and not script.bodies
@@ -487,7 +494,7 @@ class TestCommand:
         pages = {"begin": iter(["up 1", "", VLLM_PAGE.format(90, 90, 90, 90, 90)])}
         pages["end"] = iter(["up 1", VLLM_PAGE.format(90, 90, 90, 90, 90), ""])
         for missing in pages.values():
-            script = Script(lambda body: said("a", tokens=2), metrics=lambda n, missing=missing: next(missing))
+            script = brief(metrics=lambda n, missing=missing: next(missing))
             with scripted(script) as url:
                 assert run(url, TASKS[:1], BenchLoad(concurrency=1)).speculation is None
 
@@ -502,20 +509,7 @@ class TestCommand:
         told = capsys.readouterr().err
         assert f"needs {missing}" in told and "pip install 'forerun[bench]'" in told
 
-    @pytest.mark.parametrize("option", ["--server", "--baseline-server", "--metrics-url"])
-    @pytest.mark.parametrize(
-        "url",
-        [
-            *(
-                "http://localhost:port",
-                "http://[::1",
-                "https://[zz]:8",
-                "http://localhost:99999",
-                "http://localhost:-1",
-            ),
-            *("http://", "http:///v1", "http://:80", "nonsense", "ftp://a", "http://a\nb", "http://a/\x00", ""),
-        ],
-    )
+    @pytest.mark.parametrize(("option", "url"), NO_ADDRESSES)
     def test_an_address_that_is_none_is_refused(
         self, option: str, url: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -527,7 +521,7 @@ class TestCommand:
     def test_it_ends_with_1_where_it_became_worse(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         old = {"loads": [{"load": "1 user", "output_throughput": 1e9}]}
         (tmp_path / "old.json").write_text(json.dumps(old))
-        with scripted(Script(lambda body: said("a", tokens=2))) as url:
+        with scripted(brief()) as url:
             words = ("--server", url, "--num-prompts", 2, "--compare", tmp_path / "old.json")
             assert bench(*words) == 1
             assert "worse than before: 1 user: output_throughput" in capsys.readouterr().err
@@ -542,7 +536,7 @@ class TestCommand:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "old.json").write_text(json.dumps({"loads": [{"load": "1 user"}]}))
-        script = Script(lambda body: said("a", tokens=2))
+        script = brief()
         with scripted(script) as url:
             assert bench("--server", url, "--concurrency", 8, "--compare", tmp_path / "old.json") == 2
         assert "it holds 1 user, asked for is 8 users" in capsys.readouterr().err and not script.bodies
@@ -589,7 +583,7 @@ class TestCommand:
     def test_bad_input_is_refused_before_anything_is_asked(
         self, words: list[str], said_: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        script = Script(lambda body: said("a", tokens=2))
+        script = brief()
         with scripted(script) as url:
             assert bench("--server", url, *words) == 2
         assert said_ in capsys.readouterr().err and not script.bodies
