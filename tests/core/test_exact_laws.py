@@ -3,14 +3,18 @@ worlds."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import pytest
 import torch
 
 from forerun.certify.enumeration import (
     SHAPES,
     TOLERANCE,
+    Distributions,
     Drawing,
     EnumeratingRng,
+    PrefixProbs,
     World,
     branching,
     check_rule,
@@ -27,7 +31,6 @@ from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 
 LOSSLESS = [name for name in RULES if rule_named(name).lossless]
-EVERY_DRAWING = {"sample_walk", "recursive_rejection", "traversal"}
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -36,19 +39,16 @@ def test_emitted_distribution_is_the_targets(name: str, shape: str) -> None:
     rule = rule_named(name)
     checks = [check_rule(rule, shape, drawing, world, seed=1) for drawing in Drawing for world in World]
     judged = [check for check in checks if check is not None]
-    assert judged or (name in ("block", "token_rejection") and len(SHAPES[shape]) > 1)
-    assert name not in EVERY_DRAWING or len(judged) == len(Drawing) * len(World)
+    assert len(judged) == len(Drawing) * (1 if name == "argmax_walk" else len(World))
     for check in judged:
         assert check.passed, check
 
 
-@pytest.mark.parametrize(
-    ("name", "shape"), [("traversal", (3, 1)), ("recursive_rejection", (3, 1)), ("greedy_k", (3, 1))]
-)
-def test_wide_trees(name: str, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("name", ["traversal", "recursive_rejection", "greedy_k"])
+def test_wide_trees(name: str) -> None:
     target, draft = toy_distributions(World.RANDOM, vocabulary=3, depth=2, seed=3)
     drawing = Drawing.GREEDY_K if name == "greedy_k" else Drawing.WITHOUT_REPLACEMENT
-    distribution = exact_distribution(rule_named(name), target, toy_drafter(draft, branching(*shape), drawing), 3)
+    distribution = exact_distribution(rule_named(name), target, toy_drafter(draft, branching(3, 1), drawing), 3)
     assert distribution.error(target) <= TOLERANCE
 
 
@@ -62,14 +62,11 @@ def test_traversal_is_block_verification_on_a_chain(seed: int, drawing: Drawing)
         )
 
 
-def verdict_distribution(name, tree, target):
-    from forerun.certify.enumeration import PrefixProbs
-
-    distribution: dict[tuple, float] = {}
+def verdict_distribution(name: str, tree: TokenTree, target: Distributions) -> dict[tuple, float]:
+    distribution = defaultdict(float)
     distributions = PrefixProbs(target, tree)
     for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, distributions, rng)):
-        key = (verdict.path, verdict.next_token, verdict.kind)
-        distribution[key] = distribution.get(key, 0.0) + chance
+        distribution[verdict.path, verdict.next_token, verdict.kind] += chance
     return {key: chance for key, chance in distribution.items() if chance > 0}
 
 
@@ -127,13 +124,8 @@ def test_the_enumeration_sees_every_outcome_once() -> None:
         return ("lost", rng.drafted(distribution, 0, 1), rng.flip(1.0, 2), rng.flip(0.0, 3))
 
     seen = list(outcomes(run))
-    assert dict(seen) == {
-        ("kept", 0): 0.125,
-        ("kept", 2): 0.125,
-        ("lost", 0, True, False): 0.375,
-        ("lost", 2, True, False): 0.375,
-    }
-    assert len(seen) == 4
+    lost = {("lost", token, True, False): 0.375 for token in (0, 2)}
+    assert dict(seen) == {("kept", 0): 0.125, ("kept", 2): 0.125, **lost} and len(seen) == 4
 
 
 def test_a_coin_used_twice_is_refused() -> None:
@@ -159,3 +151,23 @@ def test_toy_worlds_are_what_they_say(world: World) -> None:
     assert world is not World.SAME or min(overlap) == pytest.approx(1.0)
     zeros = {World.TARGET_ZEROS: target, World.DRAFT_ZEROS: draft}.get(world)
     assert zeros is None or all((distribution == 0).sum() == 1 for distribution in zeros.values())
+
+
+@pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
+def test_float32_distributions_over_a_draft_vocabulary_stay_exact(name: str) -> None:
+    """Recorded in float32 over the few tokens that the drafter knows, judged over the target's vocabulary."""
+    ids = torch.tensor([3, 0])
+
+    def draw(rng: Rng) -> TokenTree:
+        tree = TokenTree(0)
+        for node in range(2):
+            probs = torch.zeros(4).index_copy(0, ids, torch.tensor([0.3, 0.7 + 0.1 * node]))
+            tree.set_probs(node, probs)
+            tree.add(rng.drafted(probs, node), node, drawn=Drawn.WITHOUT_REPLACEMENT)
+        return tree
+
+    for seed in range(3):
+        target, _ = toy_distributions(World.RANDOM, vocabulary=4, depth=2, seed=seed)
+        distribution = exact_distribution(rule_named(name), target, draw, 3)
+        assert distribution.error(target) <= TOLERANCE
+        assert distribution.accepted > 0.2

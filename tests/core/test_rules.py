@@ -9,12 +9,12 @@ from torch import Tensor
 
 from contract.harness import kind_of
 from forerun.certify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
-from forerun.core.probs import HostResidual
+from forerun.core.probs import HostResidual, NodeProbs
 from forerun.core.rules import RULES, check_fits, default_rule, rule_named
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.types import DraftKind, Drawn, Source
+from forerun.types import DraftKind, Drawn, Source, Verdict
 
 VOCABULARY = 150_000
 
@@ -31,6 +31,10 @@ class FixedProbs:
 
     def argmax(self, node: int) -> int:
         return int(self.distributions[node].argmax())
+
+
+def verified(name: str, tree: TokenTree, target: dict[int, Tensor], rng: Rng | None = None) -> Verdict:
+    return rule_named(name).verify(tree, FixedProbs(tree, target), rng or Rng(0, 0))
 
 
 def peaked(seed: int, vocabulary: int = VOCABULARY) -> Tensor:
@@ -55,10 +59,13 @@ def sampled_tree(counts: list[int], drawn: Drawn, rng: Rng, vocabulary: int = VO
     return tree
 
 
+@pytest.mark.parametrize("probed", [False, True])
 @pytest.mark.parametrize("name", RULES)
-def test_an_empty_tree_is_plain_decoding(name: str) -> None:
+def test_an_empty_tree_is_plain_decoding_and_probes_are_never_accepted(name: str, probed: bool) -> None:
     tree = TokenTree(5)
-    verdict = rule_named(name).verify(tree, FixedProbs(tree, {0: torch.tensor([0.0, 1.0])}), Rng(1, 1))
+    if probed:
+        tree.add(1, 0, probe=True)
+    verdict = verified(name, tree, dict.fromkeys(range(tree.size + 1), torch.tensor([0.0, 1.0])))
     assert (verdict.path, verdict.next_token, verdict.kind) == ((), 1, Source.TARGET)
 
 
@@ -69,12 +76,7 @@ def test_kind_of_the_next_token(name: str) -> None:
         target, draft = toy_distributions(world, vocabulary=3, depth=3, seed=2)
         for shape in (SHAPES["chain of 3"], SHAPES["deep left, leaf right"]):
             for tree, _ in outcomes(toy_drafter(draft, shape, Drawing.IID)):
-                rule, distributions = rule_named(name), PrefixProbs(target, tree)
-                if not rule.verifies(kind_of(tree)):
-                    continue
-                for verdict, _ in outcomes(
-                    lambda rng, rule=rule, tree=tree, distributions=distributions: rule.verify(tree, distributions, rng)
-                ):
+                for _, verdict in _every_verdict(name, tree, PrefixProbs(target, tree)):
                     last = verdict.path[-1] if verdict.path else 0
                     assert verdict.path == tree.path(last)
                     assert verdict.kind is (Source.RECOVERED if tree.children[last] else Source.BONUS)
@@ -84,44 +86,36 @@ def test_kind_of_the_next_token(name: str) -> None:
 @pytest.mark.parametrize("drawing", list(Drawing))
 def test_all_rules_emit_the_argmax_text_at_temperature_0(name: str, drawing: Drawing) -> None:
     target, draft = toy_distributions(World.GREEDY_TARGET, vocabulary=3, depth=3, seed=4)
-    rule = rule_named(name)
     for tree, _ in outcomes(toy_drafter(draft, SHAPES["deep left, leaf right"], drawing)):
-        if not rule.verifies(kind_of(tree)):
-            continue
         distributions = PrefixProbs(target, tree)
         greedy = rule_named("argmax_walk").verify(tree, distributions, Rng(0, 0))
-        for verdict, _ in outcomes(
-            lambda rng, tree=tree, distributions=distributions: rule.verify(tree, distributions, rng)
-        ):
-            tokens = [tree.tokens[node] for node in verdict.path]
-            assert tokens == [tree.tokens[node] for node in greedy.path]
-            assert verdict.next_token == greedy.next_token
+        for _, verdict in _every_verdict(name, tree, distributions):
+            texts = [[tree.tokens[node] for node in one.path] + [one.next_token] for one in (verdict, greedy)]
+            assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("name", ["recursive_rejection", "traversal", "sample_walk", "typical"])
 @pytest.mark.parametrize("drawn", [Drawn.IID, Drawn.WITHOUT_REPLACEMENT])
 def test_trees_at_a_real_vocabulary(name: str, drawn: Drawn) -> None:
+    """A rule reads distributions, and does not write."""
     tree = sampled_tree([4, 3, 2], drawn, Rng(3, 7))
-    distributions = FixedProbs(tree, {node: peaked(node) for node in range(tree.size + 1)})
-    before = {node: distribution.clone() for node, distribution in [*distributions.distributions.items()]}
-    recorded = {node: distribution.clone() for node, distribution in tree.draft_probs.items()}
+    target = {node: peaked(node) for node in range(tree.size + 1)}
+    before = [{node: probs.clone() for node, probs in own.items()} for own in (target, tree.draft_probs)]
     for seed in range(3):
-        verdict = rule_named(name).verify(tree, distributions, Rng(seed, 7))
-        assert distributions.distributions[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
-    assert all(torch.equal(distribution, before[node]) for node, distribution in distributions.distributions.items()), (
-        "a rule reads distributions, it does not write"
-    )
-    assert all(torch.equal(distribution, recorded[node]) for node, distribution in tree.draft_probs.items())
+        verdict = verified(name, tree, target, Rng(seed, 7))
+        assert target[verdict.path[-1] if verdict.path else 0][verdict.next_token] > 0
+    for own, same in zip((target, tree.draft_probs), before, strict=True):
+        assert all(torch.equal(probs, same[node]) for node, probs in own.items())
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
 def test_chains_at_a_real_vocabulary(name: str) -> None:
+    """Where the draft is the target's own distribution it is kept whole."""
     tree = sampled_tree([1] * 7, Drawn.IID, Rng(3, 7))
-    distributions = FixedProbs(tree, {node: peaked(100 + node) for node in range(8)})
-    verdicts = [rule_named(name).verify(tree, distributions, Rng(seed, 7)) for seed in range(3)]
-    assert all(len(verdict.path) == 7 and verdict.kind is Source.BONUS for verdict in verdicts), (
-        "draft distribution = target distribution"
-    )
+    target = {node: peaked(100 + node) for node in range(8)}
+    for seed in range(3):
+        verdict = verified(name, tree, target, Rng(seed, 7))
+        assert len(verdict.path) == 7 and verdict.kind is Source.BONUS
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection"])
@@ -154,10 +148,11 @@ def test_vanishing_ratios_are_survived(name: str) -> None:
         assert chance < 1e-12 or (verdict.path, verdict.next_token) == ((), 0)
 
 
-def _every_verdict(name: str, tree: TokenTree, distributions: FixedProbs):
-    return (
-        (chance, verdict) for verdict, chance in outcomes(lambda rng: rule_named(name).verify(tree, distributions, rng))
-    )
+def _every_verdict(name: str, tree: TokenTree, distributions: NodeProbs) -> list[tuple[float, Verdict]]:
+    """With its chance; of a rule that does not verify such trees there is none."""
+    rule = rule_named(name)
+    found = outcomes(lambda rng: rule.verify(tree, distributions, rng)) if rule.verifies(kind_of(tree)) else ()
+    return [(chance, verdict) for verdict, chance in found]
 
 
 @pytest.mark.parametrize("name", ["token_rejection", "block", "traversal", "recursive_rejection", "greedy_k"])
@@ -194,15 +189,14 @@ def test_walks_follow_all_nodes_that_hold_the_same_tokens(name: str) -> None:
     tree.add(1, 0, drawn=Drawn.IID)
     second = tree.add(1, 0, drawn=Drawn.IID)
     last = tree.add(1, second)
-    distributions = FixedProbs(tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
-    verdict = rule_named(name).verify(tree, distributions, Rng(0, 0))
+    verdict = verified(name, tree, dict.fromkeys(range(4), torch.tensor([0.0, 1.0])))
     assert (verdict.path, verdict.kind) == ((second, last), Source.BONUS)
 
 
 def test_the_walk_reproduces_plain_decoding_for_a_seed() -> None:
     """Whatever is drafted, the text is the one that draws by absolute position give."""
     target, _ = toy_distributions(World.RANDOM, vocabulary=3, depth=6, seed=9)
-    for seed in range(20):
+    for seed in range(8):
         plain = _walk_text(target, seed, lambda _text: ())
         assert _walk_text(target, seed, lambda text: [(text[-1] + 1) % 3 if text else 0] * 2) == plain
         assert _walk_text(target, seed, lambda _text: (1, 1, 2)) == plain
@@ -213,22 +207,11 @@ def _walk_text(target, seed: int, drafter) -> list[int]:
     while len(text) < 6:
         tree = TokenTree(0)
         tree.add_path(list(drafter(text))[: 5 - len(text)])
-        distributions = FixedProbs(
-            tree,
-            {node: target[(*text, *(tree.tokens[step] for step in tree.path(node)))] for node in range(tree.size + 1)},
-        )
+        paths = {node: tuple(tree.tokens[step] for step in tree.path(node)) for node in range(tree.size + 1)}
+        distributions = FixedProbs(tree, {node: target[(*text, *path)] for node, path in paths.items()})
         verdict = rule_named("sample_walk").verify(tree, distributions, Rng(seed, 10 + len(text)))
         text += [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     return text
-
-
-def test_scouts_are_never_accepted() -> None:
-    tree = TokenTree(0)
-    tree.add(1, 0, probe=True)
-    for name in RULES:
-        distributions = FixedProbs(tree, dict.fromkeys(range(2), torch.tensor([0.0, 1.0])))
-        verdict = rule_named(name).verify(tree, distributions, Rng(0, 0))
-        assert (verdict.path, verdict.kind) == ((), Source.TARGET), "nothing was drafted"
 
 
 def tree_with(*siblings: Drawn, below: Drawn | None = None, recorded: bool = True) -> TokenTree:
@@ -290,25 +273,15 @@ def test_a_rule_that_does_not_fit_is_refused_by_name() -> None:
 def test_every_rule_says_what_it_is() -> None:
     for name in RULES:
         rule = rule_named(name)
-        assert rule.name == name
-        assert rule.lossless == (name != "typical")
+        assert rule.name == name and rule.lossless == (name != "typical")
         assert rule.lossless or "LOSSY" in str(type(rule).__doc__)
-
-
-def test_unknown_rule_names_the_nearest() -> None:
     with pytest.raises(ArgumentError, match="Did you mean 'traversal'"):
         rule_named("traversl")
 
 
-def test_typical_acceptance_thresholds() -> None:
-    """A flat distribution lowers the bar (entropy term), a peaked one is held to epsilon."""
+@pytest.mark.parametrize(("probs", "path"), [(torch.full((100,), 0.01), (1,)), (torch.tensor([0.95, 0.05]), ())])
+def test_typical_acceptance_thresholds(probs: Tensor, path: tuple[int, ...]) -> None:
+    """A flat distribution lowers the bar, 0.01 > 0.3 * exp(-ln 100); a peaked one is held to it, 0.05 < 0.09."""
     tree = TokenTree(0)
     tree.add(1, 0)
-    flat = torch.full((100,), 0.01)
-    peaked_distribution = torch.tensor([0.95, 0.05])
-    rule = rule_named("typical")
-    verdict = rule.verify(tree, FixedProbs(tree, {0: flat, 1: flat}), Rng(0, 0))
-    assert verdict.path == (1,), "0.01 > 0.3 * exp(-ln 100) = 0.003"
-    assert (
-        rule.verify(tree, FixedProbs(tree, {0: peaked_distribution, 1: peaked_distribution}), Rng(0, 0)).path == ()
-    ), "0.05 < 0.09"
+    assert verified("typical", tree, {0: probs, 1: probs}).path == path
