@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,13 +36,8 @@ SETTING = checks.Setting(params=PARAMS, seeded=False)
 
 @pytest.fixture(scope="module")
 def llm(checkpoint: Path, draft_checkpoint: Path) -> LLM:
-    config = {
-        "method": "draft_model",
-        "model": str(draft_checkpoint),
-        "num_speculative_tokens": 3,
-        "draw": "deterministic",
-    }
-    return LLM(checkpoint, speculative_config=config, max_num_seqs=32)
+    config = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 3}
+    return LLM(checkpoint, speculative_config=config | {"draw": "deterministic"}, max_num_seqs=32)
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +45,21 @@ def reference(llm: LLM) -> Reference:
     return Reference.of(llm)
 
 
+def toy(monkeypatch: pytest.MonkeyPatch, probs: Callable[[list[int], Sequence[int]], Any]) -> Reference:
+    """A model that says these probabilities behind a prompt and the beginning of an answer."""
+
+    def told(_: Reference, prompt: list[int], answer: Sequence[int], *__: object) -> Tensor:
+        return torch.as_tensor(probs(prompt, answer), dtype=torch.float64)
+
+    monkeypatch.setattr(Reference, "probs", told)
+    return Reference.__new__(Reference)
+
+
 def toy_run(monkeypatch: pytest.MonkeyPatch, probs: dict[int, list[float]]) -> checks.Run:
     """A run whose prompts are single tokens; each has answers of one token with these probabilities."""
-
-    def toy(_: Reference, prompt: list[int], *__: object) -> Tensor:
-        return torch.tensor(probs[prompt[0]], dtype=torch.float64)
-
-    monkeypatch.setattr(Reference, "probs", toy)
-    model: Any = None  # Nothing is asked of it
-    plan = CertifyPlan(sample_tokens=1)
-    return checks.Run(llm=model, reference=Reference.__new__(Reference), prompts=[[one] for one in probs], plan=plan)
+    reference, nobody = toy(monkeypatch, lambda prompt, _: probs[prompt[0]]), SimpleNamespace()
+    prompts = [[token] for token in probs]
+    return checks.Run(llm=nobody, reference=reference, prompts=prompts, plan=CertifyPlan(sample_tokens=1))
 
 
 def examined(
@@ -71,7 +72,6 @@ def examined(
 
 @pytest.fixture(scope="module")
 def prompt(llm: LLM) -> list[int]:
-    assert llm.tokenizer is not None
     return list(llm.tokenizer("the cat sat on the mat and the cat sat on the")["input_ids"])
 
 
@@ -93,12 +93,8 @@ def test_an_impossible_answer_is_infinitely_wrong() -> None:
 
 
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
-        distributions = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
-        return torch.tensor(distributions[answer[-1]] if answer else [0.5, 0.25, 0.25], dtype=torch.float64)
-
-    monkeypatch.setattr(Reference, "probs", toy)
-    reference = Reference.__new__(Reference)
+    behind = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
+    reference = toy(monkeypatch, lambda _, answer: behind[answer[-1]] if answer else behind[2])
     cells = checks.exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=2))
     assert sum(cells.values()) == pytest.approx(1.0)
     assert cells[0, 0] == pytest.approx(0.3) and cells[2, 2] == pytest.approx(0.0625)
@@ -109,24 +105,16 @@ def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch:
     assert counts == {(0, 0): 1, (0,): 1, (): 2}
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(
-    monkeypatch: pytest.MonkeyPatch, seed: int
-) -> None:
-    tables = np.random.default_rng(seed).dirichlet([0.3] * 4, size=(5, 5))
-
-    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
-        last, before = [4, 4, *answer][-1], [4, 4, *answer][-2]
-        return torch.tensor(tables[before, last])
-
-    monkeypatch.setattr(Reference, "probs", toy)
-    cells = checks.exact_cells(Reference.__new__(Reference), [9], PARAMS, CertifyPlan(sample_tokens=3, cells=12))
-    found = dict.fromkeys(cells, 0.0)
-    for one, two, three in itertools.product(range(4), repeat=3):
-        chance = tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
-        [cell] = checks.count(cells, [(one, two, three)])
-        found[cell] += chance
-    assert found == pytest.approx(cells, abs=1e-9)
+def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(30):
+        tables = np.random.default_rng(seed).dirichlet([0.3] * 4, size=(5, 5))
+        reference = toy(monkeypatch, lambda _, answer, tables=tables: tables[tuple([4, 4, *answer][-2:])])
+        cells = checks.exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=3, cells=12))
+        found = dict.fromkeys(cells, 0.0)
+        for one, two, three in itertools.product(range(4), repeat=3):
+            [cell] = checks.count(cells, [(one, two, three)])
+            found[cell] += tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
+        assert found == pytest.approx(cells, abs=1e-9)
 
 
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:
@@ -191,12 +179,9 @@ def test_a_report_says_which_prompts_were_passed_over(llm: LLM, reference: Refer
 
 
 def test_answers_that_become_uncertain_late_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def toy(_: Reference, __: list[int], answer: Sequence[int], *___: object) -> Tensor:
-        return torch.tensor([0.6, 0.4] if len(answer) == 2 else [0.0, 1.0], dtype=torch.float64)
-
-    run = toy_run(monkeypatch, {1: []})
-    monkeypatch.setattr(Reference, "probs", toy)
-    test = checks.uncertain(replace(run, plan=CertifyPlan(sample_tokens=3)), SETTING, 0, tests=1)
+    run = replace(toy_run(monkeypatch, {1: []}), plan=CertifyPlan(sample_tokens=3))
+    toy(monkeypatch, lambda _, answer: [0.6, 0.4] if len(answer) == 2 else [0.0, 1.0])
+    test = checks.uncertain(run, SETTING, 0, tests=1)
     assert {outcome for outcome, chance in test.cells.items() if chance} == {(1, 1, 0), (1, 1, 1)}
 
 

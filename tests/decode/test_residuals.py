@@ -179,9 +179,7 @@ class Host:
 
 def test_processors_of_all_rows_at_once_are_those_of_each_node() -> None:
     vocabulary, output = 300, [7, 3, 3, 9]
-    samplers = [
-        Sampler(params, [1, 2, 3], banned_until_min=[11], bad_words=[[7, 8], [5]]) for params in PARAMS.values()
-    ]
+    samplers = every_sampler()
     paths = [[], [4], [4, 7], [3]]
     logits = 3 * torch.randn(len(samplers), len(paths), vocabulary, generator=torch.Generator().manual_seed(2))
     found, failed = process_rows(logits, [sampler.edits(vocabulary, output, paths) for sampler in samplers])

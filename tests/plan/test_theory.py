@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -28,23 +29,13 @@ TABLE = {
     0.95: (1.950, 2.852, 3.710, 4.524, 5.298, 6.732, 8.624, 11.197),
 }
 """Tokens per pass by alpha for k = 1, 2, 3, 4, 5, 7, 10, 15 (reference, section 1.1)."""
-BEST = [
-    (0.5, 0.02, 4, 1.79),
-    (0.5, 0.1, 2, 1.46),
-    (0.7, 0.02, 8, 2.76),
-    (0.7, 0.05, 6, 2.35),
-    (0.7, 0.1, 4, 1.98),
-    (0.7, 0.2, 3, 1.58),
-    (0.8, 0.02, 11, 3.82),
-    (0.8, 0.05, 8, 3.09),
-    (0.8, 0.1, 6, 2.47),
-    (0.8, 0.2, 4, 1.87),
-    (0.9, 0.02, 19, 6.37),
-    (0.9, 0.05, 13, 4.67),
-    (0.9, 0.1, 10, 3.43),
-    (0.9, 0.2, 7, 2.37),
-]
-"""alpha, c, best k, speed-up with v = 1 (same section)."""
+BEST = {
+    0.5: ((0.02, 4, 1.79), (0.1, 2, 1.46)),
+    0.7: ((0.02, 8, 2.76), (0.05, 6, 2.35), (0.1, 4, 1.98), (0.2, 3, 1.58)),
+    0.8: ((0.02, 11, 3.82), (0.05, 8, 3.09), (0.1, 6, 2.47), (0.2, 4, 1.87)),
+    0.9: ((0.02, 19, 6.37), (0.05, 13, 4.67), (0.1, 10, 3.43), (0.2, 7, 2.37)),
+}
+"""By alpha: c, best k, speed-up with v = 1 (same section)."""
 
 
 @pytest.mark.parametrize("alpha", TABLE)
@@ -56,12 +47,8 @@ def test_tokens_per_pass_are_those_of_the_table(alpha: float) -> None:
         assert theory.alpha_of(found, k) == pytest.approx(alpha, abs=1e-9)
 
 
-def test_the_ends_of_alpha() -> None:
-    assert theory.expected_tokens_per_pass(0.0, 5) == 1.0
-    assert theory.expected_tokens_per_pass(1.0, 5) == 6.0
-
-
-def test_the_errors_in_circulation_are_not_ours() -> None:
+def test_the_ends_of_alpha_and_the_errors_in_circulation() -> None:
+    assert (theory.expected_tokens_per_pass(0.0, 5), theory.expected_tokens_per_pass(1.0, 5)) == (1.0, 6.0)
     assert theory.expected_tokens_per_pass(0.7, 5) == pytest.approx(2.941, abs=1e-3), "tables that print 3.16 are wrong"
     dropped = 0.7 * (1 - 0.7**5) / (1 - 0.7)
     assert theory.expected_tokens_per_pass(0.7, 5) - dropped == pytest.approx(1.0), "the bonus token counts"
@@ -84,10 +71,11 @@ def best(survival: list[float], *, level_cost: float, cost: PassCost | None = No
     return plan(load, k=len(survival)).best
 
 
-@pytest.mark.parametrize(("alpha", "cost", "k", "speedup"), BEST)
-def test_best_lengths_are_those_of_the_list(alpha: float, cost: float, k: int, speedup: float) -> None:
-    choice = best(theory.geometric(alpha, 40), level_cost=cost)
-    assert (choice.k, choice.speedup) == (k, pytest.approx(speedup, abs=5.1e-3))
+@pytest.mark.parametrize("alpha", BEST)
+def test_best_lengths_are_those_of_the_list(alpha: float) -> None:
+    for cost, k, speedup in BEST[alpha]:
+        choice = best(theory.geometric(alpha, 40), level_cost=cost)
+        assert (choice.k, choice.speedup) == (k, pytest.approx(speedup, abs=5.1e-3))
 
 
 def test_a_gain_exists_only_above_the_cost_of_drafting() -> None:
@@ -125,15 +113,17 @@ def test_acceptance_by_position() -> None:
 
 
 class TestBreakEven:
-    def test_is_the_last_batch_that_gains(self) -> None:
-        assert theory.break_even_batch(lambda batch: 2.0 if batch <= 77 else 1.0) == 77
-
-    def test_all_and_none(self) -> None:
-        assert theory.break_even_batch(lambda _: 1.5) is None
-        assert theory.break_even_batch(lambda _: 1.01) == 0
-
-    def test_a_gain_that_begins_at_moderate_batches_is_found(self) -> None:
-        assert theory.break_even_batch(lambda batch: 1.3 if 8 <= batch <= 40 else 0.9) == 40
+    @pytest.mark.parametrize(
+        ("gain", "last"),
+        [
+            (lambda batch: 2.0 if batch <= 77 else 1.0, 77),
+            (lambda _: 1.5, None),
+            (lambda _: 1.01, 0),
+            pytest.param(lambda batch: 1.3 if 8 <= batch <= 40 else 0.9, 40, id="it begins at moderate batches"),
+        ],
+    )
+    def test_is_the_last_batch_that_gains(self, gain: Callable[[int], float], last: int | None) -> None:
+        assert theory.break_even_batch(gain) == last
 
 
 class TestTrees:
@@ -194,43 +184,28 @@ class TestTrees:
 class TestPredict:
     COST = CostModel(nodes=(1, 2, 4, 8), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 11.0, 12.0, 16.0),),))
 
-    def test_is_the_formula_with_measured_costs(self) -> None:
+    @pytest.mark.parametrize(
+        ("acceptance", "draft", "nodes", "coverage", "tokens", "step"),
+        [
+            ([0.8, 0.6, 0.4], (1.0, 0.5), 3, 1.0, 2.8, 12.0 + 1.0 + 1.5),
+            pytest.param(
+                *([1.0] * 3, (1.0, 2.0), 3, 0.25, 1.75, 0.25 * (12 + 6) + 0.75 * 10 + 1.0),
+                id="steps without a draft cost a plain pass and the looking",
+            ),
+            pytest.param([0.5], (0, 0), 0.5, 1.0, 1.5, 10.5, id="a mean of sizes lies between them"),
+            ([0.5], (0, 0), 1, 1.0, 1.5, 11.0),
+            pytest.param([], (0, 0), 0, 1.0, 1.0, 10.0, id="nothing drafted is plain"),
+        ],
+    )
+    def test_is_the_formula_with_measured_costs(
+        self, acceptance: list[float], draft: Any, nodes: float, coverage: float, tokens: float, step: float
+    ) -> None:
+        costs, depth = DraftCost(fixed_ms=draft[0], level_ms=draft[1]), len(acceptance)
         found = theory.predict(
-            self.COST,
-            acceptance_per_depth=[0.8, 0.6, 0.4],
-            draft=DraftCost(fixed_ms=1.0, level_ms=0.5),
-            depth=3,
-            nodes=3,
+            self.COST, acceptance_per_depth=acceptance, draft=costs, depth=depth, nodes=nodes, coverage=coverage
         )
-        assert found.tokens_per_pass == pytest.approx(2.8)
-        assert found.step_ms == pytest.approx(12.0 + 1.0 + 1.5) and found.plain_ms == 10.0
-        assert found.speedup == pytest.approx(2.8 * 10 / 14.5)
-
-    def test_steps_without_a_draft_cost_a_plain_pass_and_the_looking(self) -> None:
-        found = theory.predict(
-            self.COST,
-            acceptance_per_depth=[1.0] * 3,
-            draft=DraftCost(fixed_ms=1.0, level_ms=2.0),
-            depth=3,
-            nodes=3,
-            coverage=0.25,
-        )
-        assert found.tokens_per_pass == pytest.approx(1.75)
-        assert found.step_ms == pytest.approx(0.25 * (12 + 6) + 0.75 * 10 + 1.0)
-
-    def test_a_mean_of_sizes_lies_between_them(self) -> None:
-        def step(nodes: float) -> float:
-            return theory.predict(
-                self.COST, acceptance_per_depth=[0.5], draft=DraftCost(fixed_ms=0, level_ms=0), depth=1, nodes=nodes
-            ).step_ms
-
-        assert step(0.5) == pytest.approx(10.5) and step(1) == 11.0
-
-    def test_nothing_drafted_is_plain(self) -> None:
-        found = theory.predict(
-            self.COST, acceptance_per_depth=[], draft=DraftCost(fixed_ms=0, level_ms=0), depth=0, nodes=0
-        )
-        assert (found.tokens_per_pass, found.speedup) == (1.0, 1.0)
+        assert found.tokens_per_pass == pytest.approx(tokens) and found.plain_ms == 10.0
+        assert found.step_ms == pytest.approx(step) and found.speedup == pytest.approx(tokens * 10 / step)
 
 
 @pytest.mark.parametrize(
