@@ -198,7 +198,7 @@ FAULTS = [
         "all positions of a text draw with the same numbers",
         "counter=[index, stream, position, 0]",
         "counter=[index, stream, 0, 0]",
-        f"{SAMPLING} tests/core/test_real_coins.py",
+        SAMPLING,
     ),
     Fault(
         "sampling",
@@ -580,7 +580,7 @@ FAULTS = [
         "a key that begins right is right",
         "hmac.compare_digest(given.strip().encode(), key.encode())",
         "key.startswith(given.strip())",
-        "tests/serve/test_keys.py",
+        "tests/serve/test_endpoints.py",
     ),
     Fault(
         "server",
@@ -601,14 +601,14 @@ FAULTS = [
         "a body may be as large as it likes if it does not say so",
         "            if read > self._most:\n                raise too_large\n",
         "",
-        "tests/serve/test_bounds.py tests/serve/test_bad_requests.py",
+        "tests/serve/test_bounds.py tests/serve/test_refusals.py",
     ),
     Fault(
         "server",
         "a key that stands twice in a body is taken once",
         "    if len(found) < len(pairs):\n        twice",
         "    if len(found) > len(pairs):\n        twice",
-        "tests/serve/test_bad_requests.py tests/serve/test_garbage.py",
+        "tests/serve/test_fuzz.py",
     ),
     Fault(
         "server",
@@ -667,13 +667,9 @@ def main() -> int:
         importlib.import_module(name)  # once, for all processes that are forked
     running, survived = dict[int, tuple[int, Fault, float]](), 0
     with tempfile.TemporaryDirectory() as folder:
-        sound = Fault("none", "nothing is wrong", "import", "import", "tests/rules/test_rules.py -k says_what_it_is")
-        if (
-            os.waitstatus_to_exitcode(
-                os.waitpid(_test(Path(folder) / "0", sound, ROOT / "src/forerun//__init__.py"), 0)[1]
-            )
-            != 0
-        ):
+        sound = Fault("none", "nothing is wrong", "import", "import", "tests/core/test_rules.py -k says_what_it_is")
+        _, status = os.waitpid(_test(Path(folder) / "0", sound, ROOT / "src/forerun/__init__.py"), 0)
+        if os.waitstatus_to_exitcode(status) != 0:
             parser.error("the tests fail where nothing is wrong")
         while chosen or running:
             if chosen and len(running) < AT_ONCE:
