@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
+from drafters.asking import contexts
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 from forerun.control.config import SpeculativeConfig
 from forerun.core.rules import rule_named
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree, join
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build
 from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
-from forerun.drafters.combined.composed import FirstOfConfig
 from forerun.errors import ArgumentError
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN, Budget, Drawn
@@ -89,19 +89,6 @@ def composed(method: str, *members: dict[str, Any], **options: Any) -> Any:
     return build(method, {"drafters": list(members), **options}, setup)
 
 
-def context(*texts: Sequence[int], params: SamplingParams = GREEDY) -> DraftContext:
-    rows = range(len(texts))
-    return DraftContext(
-        rows=list(rows),
-        tokens=list(texts),
-        prompt_lengths=[1 for _ in rows],
-        fresh=[0 for _ in rows],
-        samplers=[Sampler(params, text) for text in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states={},
-    )
-
-
 def roomy(rows: int, nodes: int = 32) -> Budget:
     return Budget(nodes=[nodes] * rows, depth=[32] * rows)
 
@@ -122,7 +109,7 @@ def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
         stub(paths={root: [[7, 7, 7]] for root in range(5)}, confidence=0.1),
         min_tokens=1.0,
     )
-    trees = made.propose(context([1], [2], [3], [1]), roomy(4))
+    trees = made.propose(contexts([[1], [2], [3], [1]]), roomy(4))
     assert [paths(tree) for tree in trees] == [
         {(4,), (4, 4)},
         {(7,), (7, 7), (7, 7, 7)},
@@ -134,7 +121,7 @@ def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
 
 def test_nobody_is_asked_where_nothing_may_be_drafted() -> None:
     made = composed("first_of", stub(), stub())
-    trees = made.propose(context([1], [1]), Budget(nodes=[0, 3], depth=[3, 0]))
+    trees = made.propose(contexts([[1], [1]]), Budget(nodes=[0, 3], depth=[3, 0]))
     assert [tree.size for tree in trees] == [0, 0]
     assert all(not member.drafter.asked for member in made.members)
 
@@ -142,13 +129,13 @@ def test_nobody_is_asked_where_nothing_may_be_drafted() -> None:
 def test_a_sampled_draft_is_taken_whatever_it_promises() -> None:
     low = stub(paths={1: [[4]]}, confidence=0.01, sampled=True)
     made = composed("first_of", low, stub(paths={1: [[7]]}), min_tokens=5.0)
-    assert paths(*made.propose(context([1]), roomy(1))) == {(4,)}
+    assert paths(*made.propose(contexts([[1]]), roomy(1))) == {(4,)}
 
 
 def test_a_member_that_raises_loses_its_own_drafts_only() -> None:
     for method in ("first_of", "merge"):
         made = composed(method, stub(fails=True), stub(paths={1: [[7]]}))
-        assert paths(*made.propose(context([1]), roomy(1))) == {(7,)}
+        assert paths(*made.propose(contexts([[1]]), roomy(1))) == {(7,)}
 
 
 def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> None:
@@ -159,7 +146,7 @@ def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> 
     ]:
         for method in ("first_of", "merge"):
             made = composed(method, stub(), stub(), reproducible=reproducible)
-            made.propose(context([1], params=params), roomy(1))
+            made.propose(contexts([[1]], params=params), roomy(1))
             assert made.members[0].drafter.greedy == [greedy]
 
 
@@ -176,19 +163,16 @@ def test_a_seed_gives_the_text_of_plain_decoding_through_sampling_members() -> N
 
 def test_equal_paths_become_one_and_the_likeliest_nodes_are_kept() -> None:
     made = composed(
-        "merge",
-        stub(paths={1: [[4, 5, 6]]}, confidence=0.5),
-        stub(paths={1: [[4, 5], [8]]}, confidence=0.7),
-        nodes=3,
+        "merge", stub(paths={1: [[4, 5, 6]]}, confidence=0.5), stub(paths={1: [[4, 5], [8]]}, confidence=0.7), nodes=3
     )
-    (tree,) = made.propose(context([1]), roomy(1))
+    (tree,) = made.propose(contexts([[1]]), roomy(1))
     assert paths(tree) == {(4,), (4, 5), (8,)}
     assert tree.confidence == pytest.approx([1, 0.7, 0.7, 0.7])
 
 
 def test_given_nodes_stand_below_the_sampled_node_that_holds_their_token() -> None:
     made = composed("merge", stub(paths={1: [[4, 5], [9]]}), stub(paths={1: [[4]]}, sampled=True), reproducible=False)
-    (tree,) = made.propose(context([1], params=SAMPLED), roomy(1))
+    (tree,) = made.propose(contexts([[1]], params=SAMPLED), roomy(1))
     assert tree.tokens == [1, 4, 5, 9]
     assert tree.parents == [-1, 0, 1, 0]
     assert tree.drawn[1] is Drawn.IID and 0 in tree.draft_probs
@@ -199,13 +183,13 @@ def test_sampled_nodes_come_from_one_member_and_are_never_pruned() -> None:
     for nodes, rest in [(4, (9,)), (8, (9, 9))]:
         other = stub(paths={1: [[6]]}, sampled=True)
         made = composed("merge", stub(paths={1: [[9, 9]]}), sampled, other, nodes=nodes)
-        (tree,) = made.propose(context([1], params=SAMPLED), roomy(1))
+        (tree,) = made.propose(contexts([[1]], params=SAMPLED), roomy(1))
         assert tree.tokens == [1, 4, 4, 5, *rest]
 
 
 def test_scouts_take_what_room_is_left() -> None:
     made = composed("merge", stub(paths={1: [[4, 5]]}, probes=3), stub(paths={1: [[6]]}))
-    (tree,) = made.propose(context([1]), roomy(1, nodes=5))
+    (tree,) = made.propose(contexts([[1]]), roomy(1, nodes=5))
     assert paths(tree) == {(4,), (4, 5), (6,)}
     assert tree.probes == {4, 5}
 
@@ -220,32 +204,20 @@ def given_trees() -> list[TokenTree]:
     return [first, second]
 
 
-@pytest.mark.parametrize("shape", [branching(1), branching(1, 1), branching(2), branching(2, 1)], ids=str)
+@pytest.mark.parametrize("shape", [branching(1, 1), branching(2)], ids=str)
 @pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT, Drawing.GREEDY_K])
-@pytest.mark.parametrize("room", [1, 2, 9])
-def test_joined_trees_keep_the_distribution_exactly(shape: Any, drawing: Drawing, room: int) -> None:
-    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=room)
+def test_joined_trees_keep_the_distribution_exactly(shape: Any, drawing: Drawing) -> None:
+    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=2)
     base = toy_drafter(drafts, shape, drawing)
 
     def draw(rng: Rng) -> TokenTree:
         tree = base(rng)
         tree.confidence[1:] = [0.5] * tree.size
-        return join(tree, given_trees(), tree.size + room)
+        return join(tree, given_trees(), tree.size + 2)
 
-    single = drawing is Drawing.GREEDY_K or shape in (branching(1), branching(1, 1))
+    single = drawing is Drawing.GREEDY_K or shape == branching(1, 1)
     for name in ("traversal", "greedy_k") if single else ("traversal",):
         assert exact_distribution(rule_named(name), target, draw, 4).error(target) < 1e-12, name
-
-
-def test_a_sampled_node_pruned_for_its_value_would_be_noticed() -> None:
-    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=1)
-    base = toy_drafter(drafts, branching(1), Drawing.IID)
-
-    def draw(rng: Rng) -> TokenTree:
-        tree = base(rng)
-        return tree if tree.tokens[1] != 0 else join(TokenTree(0), given_trees(), 3)
-
-    assert exact_distribution(rule_named("traversal"), target, draw, 4).error(target) > 1e-3
 
 
 def test_expected_tokens_are_summed_over_paths() -> None:
@@ -257,7 +229,7 @@ def test_expected_tokens_are_summed_over_paths() -> None:
     for least, taken in ((0.99, {(1,), (1, 2), (3,)}), (1.01, {(7,)})):  # one token in all
         made = composed("first_of", stub(), stub(paths={0: [[7]]}), min_tokens=least)
         made.members[0].drafter._tree = lambda root, limit: tree
-        assert paths(*made.propose(context([0]), roomy(1))) == taken
+        assert paths(*made.propose(contexts([[0]]), roomy(1))) == taken
 
 
 # --- cascade --------------------------------------------------------------------------------------------------------
@@ -329,9 +301,9 @@ def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
     made = build("cascade", cascade().options, setup)
     assert isinstance(made, CascadeDrafter)
     text = list(PROMPTS[0])
-    (tree,) = made.propose(context(text), roomy(1))
+    (tree,) = made.propose(contexts([text]), roomy(1))
     text += [tree.tokens[1], tree.tokens[2], (tree.tokens[3] + 1) % 12]
-    made.extend(replace(context(text), fresh=[3]))
+    made.extend(contexts([text], 3))
     assert made.model.lengths[0] == len(text) - 1
     assert made._rows[0].text == len(text) - 1, "the last token is news"
     made.truncate([0], [0])
@@ -344,9 +316,9 @@ def test_the_tail_goes_on_where_the_chain_ends() -> None:
     setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     made = build("cascade", cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options, setup)
     for nodes, size in [(9, 5), (4, 4), (2, 2), (1, 1)]:
-        (tree,) = made.propose(context(PROMPTS[0]), Budget(nodes=[nodes], depth=[9]))
+        (tree,) = made.propose(contexts([PROMPTS[0]]), Budget(nodes=[nodes], depth=[9]))
         assert tree.parents == list(range(-1, size))
-    (tree,) = made.propose(context(PROMPTS[0]), Budget(nodes=[9], depth=[3]))
+    (tree,) = made.propose(contexts([PROMPTS[0]]), Budget(nodes=[9], depth=[3]))
     assert tree.parents == list(range(-1, 3))
 
 
@@ -378,23 +350,28 @@ def test_what_is_no_list_of_drafters_is_refused(method: str, given: Any) -> None
         build(method, {"drafters": given}, None)  # type: ignore[arg-type]
 
 
-def test_unknown_members_and_senseless_numbers_are_refused() -> None:
-    pair = [{"method": "ngram"}, {"method": "ngram"}]
-    with pytest.raises(ArgumentError, match="ngram"):
-        FirstOfConfig(drafters=[{"method": "ngrm"}, {"method": "ngram"}])
-    with pytest.raises(ArgumentError, match="no option"):
-        composed("merge", {"method": "ngram", "wings": 2}, {"method": "ngram"})
-    with pytest.raises(ArgumentError, match="min_tokens needs 1 numbers"):
-        FirstOfConfig(drafters=pair, min_tokens=(1.0, 2.0))
-    with pytest.raises(ArgumentError, match="0 or more"):
-        FirstOfConfig(drafters=pair, min_tokens=-1)
-    with pytest.raises(ArgumentError, match="nodes must be at least 1"):
-        composed("merge", *pair, nodes=0)
-    for options in ({"num_speculative_tokens": 0}, {"tail": -1}, {"inner_nodes": 0}):
-        with pytest.raises(ArgumentError, match="cascade: "):
-            build("cascade", {"model": "demo-draft", "inner": pair[0], **options}, None)  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match="cascade: a drafter is a name, or"):
-        build("cascade", {"model": "demo-draft", "inner": 3}, None)  # type: ignore[arg-type]
+PAIR = [{"method": "ngram"}, {"method": "ngram"}]
+CASCADE = {"model": "demo-draft", "inner": PAIR[0]}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "says"),
+    [
+        ("first_of", {"drafters": [{"method": "ngrm"}, PAIR[0]]}, "ngram"),
+        ("merge", {"drafters": [{"method": "ngram", "wings": 2}, PAIR[0]]}, "no option"),
+        ("first_of", {"drafters": PAIR, "min_tokens": (1.0, 2.0)}, "min_tokens needs 1 numbers"),
+        ("first_of", {"drafters": PAIR, "min_tokens": -1}, "0 or more"),
+        ("merge", {"drafters": PAIR, "nodes": 0}, "nodes must be at least 1"),
+        ("cascade", {**CASCADE, "num_speculative_tokens": 0}, "cascade: "),
+        ("cascade", {**CASCADE, "tail": -1}, "cascade: "),
+        ("cascade", {**CASCADE, "inner_nodes": 0}, "cascade: "),
+        ("cascade", {**CASCADE, "inner": 3}, "cascade: a drafter is a name, or"),
+    ],
+)
+def test_unknown_members_and_senseless_numbers_are_refused(method: str, options: dict[str, Any], says: str) -> None:
+    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentError, match=says):
+        build(method, options, setup)
 
 
 @pytest.mark.parametrize("method", ["merge", "first_of", "cascade"])

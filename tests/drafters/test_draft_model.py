@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from forerun.core.sampling import Rng, Sampler
-from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, DrafterSetup
+from drafters.asking import BUDGETS, DRAWN, GREEDY, contexts, counted
+from drafters.asking import trees_of as propose
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model import Target
-from forerun.types import Budget, SamplingParams
+from forerun.types import Budget
 from llamas import tiny_llama
 
 WORDS = 12
@@ -52,26 +51,6 @@ def drafter(
     return DraftModelDrafter(DraftModelConfig(model=draft, **options), setup)
 
 
-def context(texts: list[list[int]], fresh: list[int], temperature: float = 0.0) -> DraftContext:
-    params = SamplingParams(temperature=temperature, top_k=0)
-    return DraftContext(
-        rows=list(range(len(texts))),
-        tokens=texts,
-        prompt_lengths=[len(PROMPT)] * len(texts),
-        fresh=fresh,
-        samplers=[Sampler(params, PROMPT) for _ in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states={},
-    )
-
-
-def propose(
-    made: DraftModelDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
-) -> list[TokenTree]:
-    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
-    return made.propose(context(texts, [0] * len(texts), temperature), budget)
-
-
 def greedy(weights: LlamaForCausalLM, text: list[int], length: int, vocabulary: int = WORDS) -> list[int]:
     text = list(text)
     for _ in range(length):
@@ -80,40 +59,23 @@ def greedy(weights: LlamaForCausalLM, text: list[int], length: int, vocabulary: 
     return text[-length:]
 
 
-@contextmanager
-def counted(made: DraftModelDrafter) -> Iterator[list[int]]:
-    """How many tokens each of the draft model's passes ran."""
-    passes: list[int] = []
-    embedding = made.model.model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
-    yield passes
-    handle.remove()
-
-
-@pytest.mark.parametrize("text", [PROMPT, list(range(WORDS)) * 3])
-def test_a_greedy_chain_is_the_draft_models_own_text(text: list[int]) -> None:
-    weights = model(seed=3)
-    (tree,) = propose(drafter(weights), [text])
-    assert tree.tokens == [text[-1], *greedy(weights, text, 5)]
-    assert not tree.draft_probs and not tree.sampled
-
-
-def test_every_row_drafts_for_itself() -> None:
+def test_greedy_chains_are_the_draft_models_own_text_row_by_row() -> None:
     weights = model(seed=3)
     texts = [PROMPT, [5, 6], list(range(WORDS)) * 3]
     trees = propose(drafter(weights, rows=3), texts)
-    assert [tree.tokens[1:] for tree in trees] == [greedy(weights, text, 5) for text in texts]
+    assert [tree.tokens for tree in trees] == [[text[-1], *greedy(weights, text, 5)] for text in texts]
+    assert not any(tree.draft_probs or tree.sampled for tree in trees)
 
 
 @pytest.mark.parametrize("kept", range(5))
 def test_no_token_is_run_twice(kept: int) -> None:
     weights = model(seed=3)
     made, text = drafter(weights, num_speculative_tokens=4), list(PROMPT)
-    made.extend(context([text], [len(text)]))
+    made.extend(contexts([text], len(text)))
     tokens = propose(made, [text])[0].tokens[1:]
     other = next(token for token in range(WORDS) if token not in tokens)
     text += [*tokens[:kept], other]
-    made.extend(context([text], [kept + 1]))
+    made.extend(contexts([text], kept + 1))
     with counted(made) as passes:
         again = propose(made, [text])[0].tokens[1:]
     assert again == greedy(weights, text, 4)
@@ -123,11 +85,11 @@ def test_no_token_is_run_twice(kept: int) -> None:
 def test_of_a_tree_the_accepted_path_is_kept() -> None:
     weights = model(seed=3)
     made, text = drafter(weights, shape=(2, 2, 1)), list(PROMPT)
-    made.extend(context([text], [len(text)]))
+    made.extend(contexts([text], len(text)))
     (tree,) = propose(made, [text])
     path = [2, 6]
     text += [*(tree.tokens[node] for node in path), 0]
-    made.extend(context([text], [3]))
+    made.extend(contexts([text], 3))
     with counted(made) as passes:
         (again,) = propose(made, [text])
     assert passes == [1, 2, 4]
@@ -138,17 +100,17 @@ def test_of_a_tree_the_accepted_path_is_kept() -> None:
 def test_truncation_forgets() -> None:
     weights = model(seed=3)
     made, text = drafter(weights), [*PROMPT, 5, 6, 7]
-    made.extend(context([text], [len(text)]))
+    made.extend(contexts([text], len(text)))
     propose(made, [text])
     made.truncate([0], [3])
     shorter = [*PROMPT[:3], 9, 9]
-    made.extend(context([shorter], [2]))
+    made.extend(contexts([shorter], 2))
     assert propose(made, [shorter])[0].tokens[1:] == greedy(weights, shorter, 5)
     made.truncate([0], [0])
     assert made.model.lengths == [0]
 
 
-@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
+@pytest.mark.parametrize(("nodes", "depth", "count"), BUDGETS)
 def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
     assert propose(drafter(model()), [PROMPT], nodes=nodes, depth=depth)[0].size == count
 
@@ -156,7 +118,7 @@ def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
 def test_rows_with_different_budgets() -> None:
     made = drafter(model(seed=3), rows=3)
     budget = Budget(nodes=[5, 0, 2], depth=[5, 5, 5])
-    trees = made.propose(context([PROMPT] * 3, [0] * 3), budget)
+    trees = made.propose(contexts([PROMPT] * 3), budget)
     assert [tree.size for tree in trees] == [5, 0, 2]
     assert trees[2].tokens == trees[0].tokens[:3]
 
@@ -169,7 +131,7 @@ def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
 
 def test_a_sampled_chain_records_the_distribution_at_the_drafters_own_temperature() -> None:
     weights = model(seed=3)
-    (tree,) = propose(drafter(weights, temperature=2.0), [PROMPT], temperature=1.0)
+    (tree,) = propose(drafter(weights, temperature=2.0), [PROMPT], params=DRAWN)
     with torch.inference_mode():
         logits = weights(torch.tensor([PROMPT])).logits[0, -1]
     torch.testing.assert_close(tree.draft_probs[0], (logits / 2).softmax(-1), atol=1e-5, rtol=1e-4)
@@ -178,24 +140,23 @@ def test_a_sampled_chain_records_the_distribution_at_the_drafters_own_temperatur
 @pytest.mark.parametrize("options", [{}, {"shape": (2, 1), "draw": "iid"}, {"draw": "deterministic"}])
 def test_confidence_follows_what_was_kept(options: dict[str, Any]) -> None:
     made, text = drafter(model(seed=3), **options), list(PROMPT)
-    made.extend(context([text], [len(text)]))
+    made.extend(contexts([text], len(text)))
     firsts = []
     for _ in range(25):
-        (tree,) = propose(made, [text], temperature=3.0, depth=1)
+        (tree,) = propose(made, [text], replace(DRAWN, temperature=3.0), depth=1)
         firsts.append(tree.confidence[1])
         text += [tree.tokens[1], 0]
-        made.extend(context([text], [2]))
+        made.extend(contexts([text], 2))
     assert firsts[-1] > 0.75 > firsts[0]
 
 
 def test_a_padded_embedding_is_no_other_vocabulary(tmp_path: Path) -> None:
     large = saved(tmp_path / "large", model(16, seed=5), tokenizer())
-    for temperature in (0.0, 5.0):
-        made = drafter(large, words=tokenizer())
-        assert max(propose(made, [PROMPT], temperature=temperature)[0].tokens) < WORDS
+    for params in (GREEDY, replace(DRAWN, temperature=5.0)):
+        assert max(propose(drafter(large, words=tokenizer()), [PROMPT], params)[0].tokens) < WORDS
     small = saved(tmp_path / "small", model(WORDS, seed=5), tokenizer())
     made = drafter(small, target=model(16), words=tokenizer())
-    (tree,) = propose(made, [PROMPT], temperature=1.0)
+    (tree,) = propose(made, [PROMPT], params=DRAWN)
     assert tree.draft_probs and all(len(probs) == 16 for probs in tree.draft_probs.values())
     assert all(float(probs[WORDS:].sum()) == 0 for probs in tree.draft_probs.values())
     made.truncate([0], [0])

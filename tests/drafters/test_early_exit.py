@@ -17,7 +17,6 @@ from contract.harness import PROMPTS, SAMPLED, as_prompts, eagle_head, model, pl
 from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
-from forerun.drafters.self_drafting.early_exit import EarlyExitConfig
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import Target
 from forerun.model.cache import SlotCache
@@ -184,17 +183,17 @@ def setup(weights: Any) -> DrafterSetup:
     return DrafterSetup(target=Target(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
 
 
-@pytest.mark.parametrize("layer", [0, 4, -1])
-def test_an_exit_that_is_none_is_refused(layer: int) -> None:
-    with pytest.raises(ArgumentError, match=r"1\.\.3 for a target of 4 layers"):
-        build("early_exit", {"exit_layer": layer}, setup(make("llama")))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ArgumentError, match="needs exit_layer"):
-        build("early_exit", {}, setup(make("llama")))
-    with pytest.raises(ArgumentError, match="early_exit: draw"):
-        EarlyExitConfig(exit_layer=1, draw="greedy")
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        *(({"exit_layer": layer}, r"1\.\.3 for a target of 4 layers") for layer in (0, 4, -1)),
+        ({}, "needs exit_layer"),
+        ({"exit_layer": 1, "draw": "greedy"}, "early_exit: draw"),
+    ],
+)
+def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ArgumentError, match=says):
+        build("early_exit", options, setup(make("llama")))
 
 
 def test_layers_that_cannot_be_run_in_part_are_refused_when_the_drafter_is_built() -> None:
@@ -216,36 +215,33 @@ def test_a_head_with_the_targets_weights_drafts_what_the_targets_drafts(name: st
     states = torch.randn(2, 3, 64)
     target = setup(weights).target
     shared = target.lm_head(target.final_norm(states))
+    path = tmp_path / "head.safetensors"
     for names in (["lm_head.weight"], ["lm_head.weight", "norm.weight"]):
-        save_file({key: tensors[key] for key in names}, tmp_path / "head.safetensors")
-        drafter = build("early_exit", {"exit_layer": 2, "head": tmp_path / "head.safetensors"}, setup(weights))
+        save_file({key: tensors[key] for key in names}, path)
+        drafter = build("early_exit", {"exit_layer": 2, "head": path}, setup(weights))
         assert (drafter._head(states) - shared).abs().max() < 1e-5
         assert drafter.memory_bytes() == 4 * sum(tensors[key].numel() for key in names)
-    save_file({**tensors, "norm.weight": 2 * tensors["norm.weight"]}, tmp_path / "head.safetensors")
-    other = build("early_exit", {"exit_layer": 2, "head": tmp_path / "head.safetensors"}, setup(weights))
+    save_file({**tensors, "norm.weight": 2 * tensors["norm.weight"]}, path)
+    other = build("early_exit", {"exit_layer": 2, "head": path}, setup(weights))
     assert (other._head(states) - shared).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        ({}, "there is no file"),
         ({"norm.weight": (64,)}, "must hold lm_head.weight"),
         ({"lm_head.weight": (99, 64), "lm_head.bias": (99,)}, "nothing else"),
         ({"lm_head.weight": (64, 99)}, r"lm_head\.weight \(99, 64\), .* holds .*\(64, 99\)"),
         ({"lm_head.weight": (99, 64), "norm.weight": (32,)}, r"norm\.weight \(64,\), .* holds .*\(32,\)"),
+        ({"lm_head.weight": (99, 64)}, "corrupt"),
     ],
 )
 def test_a_head_that_does_not_fit_is_refused(tensors: dict[str, tuple[int, ...]], message: str, tmp_path: Path) -> None:
-    save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, tmp_path / "head.safetensors")
-    with pytest.raises(CheckpointError, match=message):
-        build("early_exit", {"exit_layer": 2, "head": str(tmp_path / "head.safetensors")}, setup(make("llama")))
-
-
-def test_a_head_that_is_not_there_or_cut_off_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
-    with pytest.raises(CheckpointError, match="there is no file"):
-        build("early_exit", {"exit_layer": 2, "head": path}, setup(make("llama")))
-    save_file({"lm_head.weight": torch.zeros(99, 64)}, path)
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(CheckpointError, match="corrupt"):
-        build("early_exit", {"exit_layer": 2, "head": path}, setup(make("llama")))
+    if tensors:
+        save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, path)
+    if message == "corrupt":
+        path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(CheckpointError, match=message):
+        build("early_exit", {"exit_layer": 2, "head": str(path)}, setup(make("llama")))

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, llm
+from drafters.asking import context
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree, ancestor_mask
-from forerun.decode.drafter import DraftContext
 from forerun.drafters.self_drafting.lookahead import (
     JacobiConfig,
     JacobiDrafter,
@@ -27,12 +27,6 @@ from forerun.types import Budget, Source, SpeculationStats, Verdict
 
 ROOMY = Budget(nodes=[200], depth=[64])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
-
-
-def context(tokens: Sequence[int], fresh: int = 0, row: int = 0) -> DraftContext:
-    return DraftContext(
-        rows=[row], tokens=[tokens], prompt_lengths=[1], fresh=[fresh], samplers=[], rng=[], hidden_states={}
-    )
 
 
 def lookahead(tokens: Sequence[int] = (), **options: Any) -> LookaheadDrafter:
@@ -272,20 +266,16 @@ def test_a_freed_row_remembers_nothing_but_what_is_shared(shared: bool) -> None:
 # --- on a model -----------------------------------------------------------------------------------------------------
 
 
-def acceptance(variant: Variant) -> float:
-    """Mean acceptance length over the contract's prompts; the tiny model's greedy text runs into loops."""
+@pytest.mark.parametrize(
+    ("variant", "least"),
+    [(Variant("lookahead", "window", {"copy_text": False}), 1.5), (Variant("jacobi"), 1.1)],
+    ids=str,
+)
+def test_both_get_ahead_of_plain_decoding_on_a_looping_text(variant: Variant, least: float) -> None:
     total = SpeculationStats()
     for output in llm(variant).generate(as_prompts(PROMPTS), GREEDY):
         total.add(output.outputs[0].speculation)
-    return total.mean_acceptance_length
-
-
-def test_the_window_alone_finds_the_n_grams_of_a_looping_text() -> None:
-    assert acceptance(Variant("lookahead", "window", {"copy_text": False})) > 1.5
-
-
-def test_jacobi_gets_ahead_of_plain_decoding_on_a_looping_text() -> None:
-    assert acceptance(Variant("jacobi")) > 1.1
+    assert total.mean_acceptance_length > least
 
 
 def test_scouts_count_neither_as_drafted_nor_as_depth() -> None:

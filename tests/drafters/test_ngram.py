@@ -9,40 +9,20 @@ from typing import Any
 
 import pytest
 
-from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext
+from drafters.asking import context, paths, propose
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.errors import ArgumentError
 from forerun.types import Budget
-
-ROOMY = Budget(nodes=[64], depth=[64])
-
-
-def context(tokens: Sequence[int], fresh: int, row: int = 0, prompt: int = 1) -> DraftContext:
-    return DraftContext(
-        rows=[row], tokens=[tokens], prompt_lengths=[prompt], fresh=[fresh], samplers=[], rng=[], hidden_states={}
-    )
 
 
 def drafter(**options: Any) -> NgramDrafter:
     return NgramDrafter(NgramConfig(**options), setup=None)  # type: ignore[arg-type]
 
 
-def propose(made: NgramDrafter, tokens: Sequence[int], budget: Budget = ROOMY) -> TokenTree:
-    (tree,) = made.propose(context(tokens, 0), budget)
-    return tree
-
-
 def fed(tokens: Sequence[int], **options: Any) -> NgramDrafter:
     made = drafter(**options)
     made.extend(context(tokens, len(tokens), prompt=len(tokens)))
     return made
-
-
-def paths(tree: TokenTree) -> list[list[int]]:
-    """Every leaf's path as tokens."""
-    leaves = [node for node in range(1, tree.size + 1) if node not in tree.parents]
-    return [[tree.tokens[node] for node in tree.path(leaf)] for leaf in leaves]
 
 
 def reference(tokens: Sequence[int], length: int, largest: int, smallest: int) -> list[int]:
@@ -55,16 +35,6 @@ def reference(tokens: Sequence[int], length: int, largest: int, smallest: int) -
                     text.append(text[end + offset])
                 return text[len(tokens) :]
     return []
-
-
-def test_the_longest_match_wins_over_a_more_recent_shorter_one() -> None:
-    text = [1, 2, 3, 7, 8, 9, 3, 5, 1, 2, 3]
-    assert paths(propose(fed(text, num_speculative_tokens=3), text)) == [[7, 8, 9]]
-
-
-def test_the_most_recent_of_equal_matches_wins() -> None:
-    text = [1, 2, 5, 1, 2, 6, 1, 2]
-    assert paths(propose(fed(text, num_speculative_tokens=1), text)) == [[6]]
 
 
 def test_several_continuations_share_their_common_beginning() -> None:
@@ -116,16 +86,6 @@ def test_a_history_shorter_than_the_n_gram_drafts_nothing(text: list[int]) -> No
     assert propose(fed(text, prompt_lookup_min=3), text).size == 0
 
 
-def test_a_repetition_is_continued_beyond_the_end_of_the_text() -> None:
-    text = [4, 1, 2, 1, 2]
-    assert paths(propose(fed(text, num_speculative_tokens=5), text)) == [[1, 2, 1, 2, 1]]
-
-
-def test_no_match_is_an_empty_draft() -> None:
-    tree = propose(fed([1, 2, 3]), [1, 2, 3])
-    assert (tree.tokens, tree.size) == ([3], 0)
-
-
 @pytest.mark.parametrize(("nodes", "depth"), [(0, 5), (3, 5), (5, 2), (5, 0)])
 def test_the_budget_is_kept(nodes: int, depth: int) -> None:
     text = [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2]
@@ -149,13 +109,6 @@ def test_any_history_of_growing_and_shrinking_drafts_what_a_fresh_search_finds(s
         made.extend(context(text, len(fresh)))
         expected = reference(text, 6, 3, 1)
         assert paths(propose(made, text)) == ([expected] if expected else [])
-
-
-def test_a_freed_row_remembers_nothing() -> None:
-    made = fed([1, 2, 3, 1, 2])
-    made.truncate([0], [0])
-    made.extend(context([9, 1, 2], 3))
-    assert propose(made, [9, 1, 2]).size == 0
 
 
 def test_a_long_text_leaves_the_garbage_collector_nothing_to_walk_through() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from drafters.test_draft_model import PROMPT, WORDS, context, counted, model
-from forerun.core.tree import TokenTree
+from drafters.asking import DRAWN, GREEDY, contexts, counted
+from drafters.asking import trees_of as propose
+from drafters.test_draft_model import PROMPT, WORDS, model
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter
 from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.types import Budget, Drawn
+from forerun.types import Budget, Drawn, SamplingParams
 
 MASK = WORDS - 1
 
@@ -23,13 +24,6 @@ def drafter(rows: int = 1, slots: int = 96, **options: Any) -> PardDrafter:
     draft.config.pard_token = MASK
     setup = DrafterSetup(target=Target.load(model(), rows=rows, slots=slots), tokenizer=None, rows=rows, slots=slots)
     return PardDrafter(PardConfig(model=draft, **options), setup)
-
-
-def propose(
-    made: PardDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
-) -> list[TokenTree]:
-    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
-    return made.propose(context(texts, [0] * len(texts), temperature), budget)
 
 
 @torch.no_grad()
@@ -61,24 +55,24 @@ def test_the_default_is_the_tree_of_the_likeliest_paths() -> None:
 
 def test_a_sampled_tree_records_the_marginals_that_it_was_drawn_from() -> None:
     made = drafter(num_speculative_tokens=3, nodes=14)
-    (tree,) = propose(made, [PROMPT], temperature=1.0)
+    (tree,) = propose(made, [PROMPT], DRAWN)
     logs, depths = levels(PROMPT, 3), tree.depths
     assert tree.size == 14 and set(tree.draft_probs) == {node for node in range(7)}
     for node, probs in tree.draft_probs.items():
         torch.testing.assert_close(probs.float(), logs[depths[node]].exp(), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_step_is_one_pass_over_what_is_new_and_the_masks(temperature: float) -> None:
+@pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_step_is_one_pass_over_what_is_new_and_the_masks(params: SamplingParams) -> None:
     made, text = drafter(rows=2, num_speculative_tokens=4), list(PROMPT)
-    first = propose(made, [text, [5, 6]], temperature=temperature)
+    first = propose(made, [text, [5, 6]], params)
     grown = [[*text, first[0].tokens[1], 7], [5, 6, 8, 9, 1]]
-    made.extend(context(grown, [2, 3], temperature))
+    made.extend(contexts(grown, [2, 3], params))
     with counted(made) as passes:
-        propose(made, grown, temperature=temperature)
+        propose(made, grown, params)
     assert passes == [2 * (3 + 3)], "two and three new tokens, padded to three, and three masks each"
-    fresh = propose(drafter(rows=2, num_speculative_tokens=4), grown, temperature=temperature)
-    again = propose(made, grown, temperature=temperature)
+    fresh = propose(drafter(rows=2, num_speculative_tokens=4), grown, params)
+    again = propose(made, grown, params)
     assert [tree.tokens for tree in fresh] == [tree.tokens for tree in again]
 
 
@@ -88,7 +82,7 @@ def test_masks_leave_nothing_behind() -> None:
     text = list(PROMPT)
     for new in ([], [3], [7, 7, 2], [1]):
         text += new
-        made.extend(context([text], [len(new)]))
+        made.extend(contexts([text], len(new)))
         propose(made, [text])
         assert made.model.lengths == [len(text)]
     plain = Target.load(model(seed=3), rows=1, slots=96)
@@ -109,7 +103,7 @@ def test_rows_near_the_end_of_the_context_draft_less(options: dict[str, Any]) ->
 def test_a_budget_is_kept() -> None:
     made = drafter(rows=3)
     budget = Budget(nodes=[0, 5, 64], depth=[8, 2, 0])
-    trees = made.propose(context([PROMPT, [5, 6], [7]], [0, 0, 0]), budget)
+    trees = made.propose(contexts([PROMPT, [5, 6], [7]]), budget)
     assert [tree.size for tree in trees] == [0, 5, 0] and max(trees[1].depths) <= 2
 
 

@@ -18,7 +18,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.test_rest import context, nodes
+from drafters.asking import ROOMY, context
+from drafters.test_rest import nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.decode.scores import top_ids
@@ -37,7 +38,6 @@ from forerun.types import Budget
 __all__ = ["checkpoint"]
 
 SIZE = 12
-ROOMY = Budget(nodes=[64], depth=[64])
 
 
 def drafter(**options: Any) -> RecyclingDrafter:
@@ -248,12 +248,17 @@ def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
         drafter(**options)
 
 
+def learned(path: Path | str, text: Sequence[int] = (1, 2), **options: Any) -> RecyclingDrafter:
+    """A drafter that has read a text, and will keep what it learned there."""
+    made = drafter(path=str(path), **options)
+    made.extend(context(text, len(text)))
+    return made
+
+
 def test_what_was_learned_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "matrix"
-    made = drafter(path=str(path), tokenizer=tiny_tokenizer())
-    made.extend(context([1, 2, 3, 1, 4], 5))
+    made = learned(tmp_path / "matrix", [1, 2, 3, 1, 4], tokenizer=tiny_tokenizer())
     made.matrix.save()
-    again = drafter(path=str(path), tokenizer=tiny_tokenizer())
+    again = drafter(path=str(tmp_path / "matrix"), tokenizer=tiny_tokenizer())
     assert again.matrix.successors.tolist() == made.matrix.successors.tolist()
     again.extend(context([1, 9], 2))
     assert again.matrix.successors[1].tolist() == [9, 4, 2]
@@ -262,8 +267,7 @@ def test_what_was_learned_is_kept(tmp_path: Path) -> None:
 
 def test_the_file_is_written_at_the_end_of_a_row_and_at_the_end_of_the_drafter(tmp_path: Path) -> None:
     path = tmp_path / "matrix"
-    made = drafter(path=str(path))
-    made.extend(context([1, 2], 2))
+    made = learned(path)
     made.truncate([0], [0])
     assert not path.exists()  # too soon: writing must not cost a busy server anything
     made._steps = 256
@@ -281,8 +285,7 @@ def test_the_file_is_written_at_the_end_of_a_row_and_at_the_end_of_the_drafter(t
 def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    made = drafter(path="matrix")
-    made.extend(context([1, 2], 2))
+    made = learned("matrix")
     monkeypatch.chdir(tmp_path / "elsewhere")
     made.matrix.save()
     assert (tmp_path / "matrix").exists() and not list((tmp_path / "elsewhere").iterdir())
@@ -291,8 +294,7 @@ def test_a_relative_path_is_that_of_the_beginning(tmp_path: Path, monkeypatch: p
 def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
-    made = drafter(path=str(folder / "matrix"))
-    made.extend(context([1, 2], 2))
+    made = learned(folder / "matrix")
     folder.rmdir()
     folder.write_text("a file where the folder was")
     made._steps = 256
@@ -301,38 +303,26 @@ def test_a_file_that_cannot_be_written_costs_no_answer(tmp_path: Path, caplog: p
     assert "could not be kept" in caplog.text and "gone" in caplog.text and made.matrix.changed
 
 
-def test_a_file_of_another_target_is_refused(tmp_path: Path) -> None:
-    path = str(tmp_path / "matrix")
-    made = drafter(path=path, tokenizer=tiny_tokenizer())
-    made.extend(context([1, 2], 2))
-    made.matrix.save()
-    other = tiny_tokenizer()
+def test_a_file_of_another_target_or_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    path, other = tmp_path / "matrix", tiny_tokenizer()
     other.add_tokens(["new"])
-    with pytest.raises(VocabularyMismatchError, match="name another file"):
-        drafter(path=path, tokenizer=other)
-    with pytest.raises(VocabularyMismatchError, match="13"):
-        drafter(path=path, size=13)
-    with pytest.raises(ArgumentError, match="holds 3 successors"):
-        drafter(path=path, top_k=4)
-
-
-@pytest.mark.parametrize("damage", [b"", b"\0" * 100, None])
-def test_a_damaged_file_is_refused(tmp_path: Path, damage: bytes | None) -> None:
-    path = tmp_path / "matrix"
-    made = drafter(path=str(path))
-    made.extend(context([1, 2], 2))
-    made.matrix.save()
-    path.write_bytes(path.read_bytes()[:-8] if damage is None else damage)
-    with pytest.raises(DataError, match="damaged"):
-        drafter(path=str(path))
-
-
-def test_a_matrix_with_tokens_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "matrix"
-    made = drafter(path=str(path))
-    made.extend(context([1, 2], 2))
-    made.matrix.successors[1, 0] = SIZE
-    made.matrix.save()
+    learned(path, tokenizer=tiny_tokenizer()).matrix.save()
+    for options, error, says in (
+        ({"tokenizer": other}, VocabularyMismatchError, "name another file"),
+        ({"size": 13}, VocabularyMismatchError, "13"),
+        ({"top_k": 4}, ArgumentError, "holds 3 successors"),
+    ):
+        with pytest.raises(error, match=says):
+            drafter(path=str(path), **options)
+    good = path.read_bytes()
+    for damage in (b"", b"\0" * 100, good[:-8]):
+        path.write_bytes(damage)
+        with pytest.raises(DataError, match="damaged"):
+            drafter(path=str(path))
+    path.unlink()
+    wrong = learned(path)
+    wrong.matrix.successors[1, 0] = SIZE
+    wrong.matrix.save()
     with pytest.raises(DataError, match="outside"):
         drafter(path=str(path))
 

@@ -1,8 +1,9 @@
-"""Drafting without some sub-layers: what a draft pass computes, where it stops, what is refused, SWIFT."""
+"""Drafting without some sub-layers: what a draft pass computes, where it stops, and the searches for a set."""
 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -11,32 +12,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
+from drafters.asking import DRAWN, GREEDY, trees_of
 from forerun import LLM, SamplingParams
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.decode.row import Row
 from forerun.decode.scores import Scores
 from forerun.drafters.self_drafting.skip_layers import (
+    GOOD_ENOUGH,
+    OnlineSearch,
+    Search,
     SkipFile,
     SkipLayersConfig,
     SkipLayersDrafter,
+    SkipSet,
+    Space,
     Threshold,
     agreement,
+    evenly,
     every,
     names,
     parse,
+    predict,
     structure_hash,
 )
+from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError, DataError
 from forerun.model import Target
 from forerun.model.layers import cache_argument
-from forerun.types import Budget
 from llamas import tiny_llama
 
 LAYERS = 5
@@ -56,21 +66,12 @@ def drafter(weights: LlamaForCausalLM | None = None, *, rows: int = 1, **options
 
 
 def propose(
-    made: SkipLayersDrafter, texts: list[list[int]], *, temperature: float = 0.0, nodes: int = 64, depth: int = 64
+    made: SkipLayersDrafter, texts: list[list[int]], params: SamplingParams = GREEDY, **budget: int
 ) -> list[TokenTree]:
     """A proposal for rows whose texts are prefilled here, but for the root."""
     made.target.truncate(range(len(texts)), [0] * len(texts))
     made.target.prefill(range(len(texts)), [text[:-1] for text in texts])
-    context = DraftContext(
-        rows=list(range(len(texts))),
-        tokens=texts,
-        prompt_lengths=[len(text) for text in texts],
-        fresh=[0] * len(texts),
-        samplers=[Sampler(SamplingParams(temperature=temperature, top_k=0), text) for text in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states={},
-    )
-    return made.propose(context, Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts)))
+    return trees_of(made, texts, params, **budget)
 
 
 class Nothing(torch.nn.Module):
@@ -102,21 +103,13 @@ def naive(weights: LlamaForCausalLM, text: list[int], tokens: list[int]) -> torc
 
 def test_a_draft_pass_is_the_model_with_these_sublayers_cut_out() -> None:
     weights = deep()
-    (tree,) = propose(drafter(weights, num_speculative_tokens=5), [TEXT], temperature=1.0)
+    (tree,) = propose(drafter(weights, num_speculative_tokens=5), [TEXT], DRAWN)
     wanted = naive(weights, TEXT, tree.tokens[1:]).softmax(-1)
     drawn_from = torch.stack([tree.draft_probs[node] for node in range(5)])
     torch.testing.assert_close(drawn_from, wanted, atol=1e-5, rtol=1e-4)
     with torch.inference_mode():
         whole = weights(torch.tensor([TEXT])).logits[0, -1].softmax(-1)
     assert float((whole - wanted[0]).abs().max()) > 0.01
-
-
-def test_every_row_drafts_for_itself() -> None:
-    weights, texts = deep(), [TEXT, [3, 8], [4, 9] * 6]
-    together = propose(drafter(weights, rows=3, num_speculative_tokens=4), texts)
-    for tree, text in zip(together, texts, strict=True):
-        assert tree.size == 4 and tree.tokens[1:] == naive(weights, text, tree.tokens[1:]).argmax(-1).tolist()
-        assert propose(drafter(weights, num_speculative_tokens=4), [text])[0].tokens == tree.tokens
 
 
 @contextmanager
@@ -152,11 +145,6 @@ def test_a_drafted_token_runs_the_kept_sublayers_once_and_no_other() -> None:
     count.subtract(before)
     kept = {name: 4 for name in names(every(LAYERS)) if name not in SKIP}
     assert +count == Counter(kept)
-
-
-@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
-def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth)[0].size == count
 
 
 def test_a_row_at_the_end_of_the_context_does_not_cost_the_others_their_draft() -> None:
@@ -216,7 +204,7 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
             cache_row=row,
             tokens=[1],
             prompt_length=1,
-            sampler=Sampler(SamplingParams(temperature=0.0, top_k=0), [1]),
+            sampler=Sampler(GREEDY, [1]),
             seed=0,
             stop_ids=frozenset(),
             tokens_left=9,
@@ -301,29 +289,196 @@ def test_a_missing_or_truncated_file_is_refused(tmp_path: Path) -> None:
         ({"skip": SKIP, "target_acceptance": 1.0}, "target_acceptance must lie"),
         ({"skip": SKIP, "draw": "idd"}, "skip_layers: draw is one of"),
         ({"skip": SKIP, "shape": (2, 0)}, "skip_layers: shape"),
+        ({"skip": ["5.mlp"]}, r"no sub-layer '5.mlp'; the model's are 0.attn, 0.mlp, ..., 4.attn, 4.mlp"),
+        ({"skip": ["1.atn"]}, "Did you mean '1.attn'"),
+        ({"skip": []}, "nothing is skipped"),
+        ({"skip": names(every(LAYERS))}, "all 10 sub-layers are skipped"),
     ],
 )
-def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
+def test_senseless_options_and_sets_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ArgumentError, match=says):
-        SkipLayersConfig(**options)
-
-
-@pytest.mark.parametrize(
-    ("skip", "says"),
-    [
-        (["5.mlp"], r"no sub-layer '5.mlp'; the model's are 0.attn, 0.mlp, ..., 4.attn, 4.mlp"),
-        (["1.atn"], "Did you mean '1.attn'"),
-        ([], "nothing is skipped"),
-        (names(every(LAYERS)), "all 10 sub-layers are skipped"),
-    ],
-)
-def test_sets_that_make_no_sense_are_refused(skip: list[str], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        drafter(skip=skip)
+        drafter(**{"skip": None, **options})
 
 
 def test_swift_needs_layers_to_choose_from() -> None:
-    target = Target.load(model(), slots=32)
-    setup = DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
     with pytest.raises(ArgumentError, match="keeps the first and the last layer"):
-        SkipLayersDrafter(SkipLayersConfig(search="swift"), setup)
+        drafter(model(), skip=None, search="swift")
+
+
+COUNT = 14
+"""Sub-layers of the planted objective: 16382 subsets."""
+
+
+def planted(seed: int) -> tuple[Space, SkipSet, dict[SkipSet, float]]:
+    """A space, its best subset, and the value of every subset: effects that add up, and pairs that do not."""
+    random = np.random.default_rng(seed)
+    effects, pairs = random.normal(0, 1, COUNT), np.triu(random.normal(0, 0.3, (COUNT, COUNT)), 1)
+    space = Space(allowed=every(COUNT // 2))
+    chosen = (itertools.combinations(space.allowed, size) for size in range(1, COUNT))
+    subsets = [frozenset(some) for some in itertools.chain.from_iterable(chosen)]
+    vectors = np.stack([space.vector(skip) for skip in subsets])
+    values = vectors @ effects + ((vectors @ pairs) * vectors).sum(1)
+    table = dict(zip(subsets, values.tolist(), strict=True))
+    return space, max(table, key=lambda skip: table[skip]), table
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_planted_best_subset_is_found(seed: int) -> None:
+    space, best, table = planted(seed)
+    search = Search(space, seed=seed)
+    for _ in range(90):
+        skip = search.ask()
+        assert skip is not None
+        search.tell(skip, table[skip])
+    found = max(search.trials, key=lambda trial: trial.value).skip
+    assert found == best or table[found] > np.quantile(list(table.values()), 0.9999)
+    assert len({trial.skip for trial in search.trials}) == 90, "no subset is tried twice"
+
+
+def test_a_small_space_is_tried_out_and_left() -> None:
+    search = Search(Space(allowed=every(2)))
+    tried = []
+    while (skip := search.ask()) is not None:
+        tried.append(skip)
+        search.tell(skip, float(len(skip)))
+    assert len(tried) == len(set(tried)) == 2**4 - 2
+
+
+def test_the_process_goes_through_what_it_was_told() -> None:
+    random = np.random.default_rng(0)
+    points = random.integers(0, 2, (30, 12)).astype(float)
+    values = 5 + points @ random.normal(0, 1, 12)
+    mean, spread = predict(points, values, points, noise=1e-6)
+    assert np.abs(mean - values).max() < 0.05 and spread.max() < 0.1
+    other = 1 - points[:5]
+    assert predict(points[:3], values[:3], other)[1].min() > spread.max()
+
+
+def test_a_neighbour_stays_in_the_space() -> None:
+    random = np.random.default_rng(0)
+    fixed, free = Space(allowed=every(4), size=3), Space(allowed=every(4))
+    for space in (fixed, free):
+        skip = space.random(random)
+        for _ in range(200):
+            skip = space.neighbour(skip, random)
+            assert skip <= set(space.allowed) and 0 < len(skip) < 8
+            assert space.size is None or len(skip) == 3
+
+
+def test_a_beginning_at_even_distances_has_both_parts() -> None:
+    assert names(evenly(every(8), 4)) == ["2.attn", "2.mlp", "6.attn", "6.mlp"]
+    for count in range(1, 16):
+        assert len(evenly(every(8), count)) == count
+
+
+def agreement_of(skip: SkipSet) -> float:
+    """A model whose middle layers can go, whose others cannot."""
+    return 1.0 - sum(0.02 if 3 <= layer <= 6 else 0.3 for layer, _ in skip) / 2
+
+
+def searching(ratio: float = 0.3, **options: int) -> OnlineSearch:
+    return OnlineSearch(10, SkipLayersConfig(search="swift", skip_ratio=ratio, **options))  # type: ignore[arg-type]
+
+
+def decode(search: OnlineSearch, steps: int, seed: int = 0) -> None:
+    random = np.random.default_rng(seed)
+    for _ in range(steps):
+        skip = search.choose()
+        search.observe(skip, int(random.binomial(8, max(0.0, agreement_of(skip)))), 8)
+
+
+def test_swift_finds_a_better_set_than_it_began_with_and_keeps_first_and_last() -> None:
+    search = searching(search_patience=200)
+    begin = agreement_of(search.best)
+    decode(search, 1500)
+    assert len(search.best) == 6
+    assert {layer for layer, _ in search.best}.isdisjoint({0, 9})
+    assert agreement_of(search.best) > begin + 0.15
+
+
+def test_swift_ends_at_its_score_and_then_only_the_best_drafts() -> None:
+    search = searching(search_window=16)
+    while not search.done:
+        skip = search.choose()
+        search.observe(skip, 8, 8)
+    assert search._best.score >= GOOD_ENOUGH
+    assert {search.choose() for _ in range(10)} == {search.best}
+
+
+def test_swift_loses_patience() -> None:
+    search = searching(search_window=16, search_patience=5)
+    first = search.best
+    for _ in range(60):
+        skip = search.choose()
+        search.observe(skip, 6 if skip == first else 1, 8)
+    assert search.done and search.candidates == 5 and search.best == first
+
+
+def test_a_lucky_set_is_replaced() -> None:
+    """The best set's score is measured on while it drafts."""
+    search = searching(search_window=16)
+    first = search.best
+    for _ in range(8):
+        search.observe(search.choose(), 7, 8)
+    while search.best == first and search.candidates < 50:
+        skip = search.choose()
+        search.observe(skip, 2 if skip == first else 5, 8)
+    assert search.best != first
+
+
+@pytest.mark.parametrize("ratio", [0.01, 0.95])
+def test_a_ratio_that_leaves_no_choice_is_refused(ratio: float) -> None:
+    with pytest.raises(ArgumentError, match="skip_ratio"):
+        searching(ratio)
+
+
+def test_what_a_set_is_worth_written_out() -> None:
+    costs = Costs(rest_ms=1.0, sublayer_ms={"attn": 2.0, "mlp": 3.0}, verify_ms=(11.0, 12.0, 13.0, 14.0))
+    skip = frozenset({(0, "attn"), (1, "mlp")})
+    found = worth(skip, [0, 3, 3, 1], costs, 2)
+    assert found.draft_ms == 1 + 3 + 2
+    candidates = {1: (6 + 12) / (1 + 3 / 4), 2: (12 + 13) / (1 + 5 / 4), 3: (18 + 14) / (1 + 7 / 4)}
+    assert found.num_speculative_tokens == min(candidates, key=lambda length: candidates[length])
+    assert found.ms_per_token == pytest.approx(min(candidates.values()))
+    assert found.mean_acceptance_length == pytest.approx(1 + 5 / 4) or found.num_speculative_tokens != 2
+
+
+def probe(weights: LlamaForCausalLM, temperature: float = 0.0, tokens: int = 20) -> Probe:
+    target = Target.load(weights, rows=2, slots=96)
+    params = SamplingParams(temperature=temperature, top_k=0)
+    return Probe(target, [TEXT, [4, 9] * 3], length=3, tokens=tokens, params=params)
+
+
+def still(weights: LlamaForCausalLM, layers: list[int]) -> LlamaForCausalLM:
+    """The same model; these layers add nothing any more."""
+    with torch.no_grad():
+        for layer in layers:
+            weights.model.layers[layer].self_attn.o_proj.weight.zero_()
+            weights.model.layers[layer].mlp.down_proj.weight.zero_()
+    return weights
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_layers_that_add_nothing_can_go(temperature: float) -> None:
+    measured = probe(still(deep(), [1, 2]), temperature)
+    free = frozenset({(1, "attn"), (1, "mlp"), (2, "attn"), (2, "mlp")})
+    assert set(measured.accepted(free)) == {3}
+    dear = measured.accepted(frozenset({(0, "attn"), (0, "mlp"), (4, "mlp")}))
+    assert sum(dear) / len(dear) < 2.5
+    assert measured.accepted(free) == measured.accepted(free), "every set decodes the same text anew"
+
+
+def test_tuning_finds_the_layers_that_add_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = probe(still(deep(), [1, 2]), tokens=8)
+    costs = Costs(rest_ms=0.1, sublayer_ms={"attn": 1.0, "mlp": 1.0}, verify_ms=(10.0, 10.1, 10.2, 10.3))
+    monkeypatch.setattr(measured, "costs", lambda: costs)
+    found = tune(measured, LAYERS, iterations=30)
+    assert {(1, "attn"), (1, "mlp"), (2, "attn"), (2, "mlp")} <= found.best.skip
+    assert len(found.trials) == 30 and not found.interrupted
+    assert found.speedup == 10.0 / found.best.ms_per_token > 1.2
+
+
+def test_measured_costs_are_positive_and_complete() -> None:
+    costs = probe(deep()).costs(repeats=2)
+    assert len(costs.verify_ms) == 4 and min(costs.verify_ms) > 0
+    assert costs.draft_ms(frozenset(), LAYERS) > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,17 +11,17 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import tongue
+from drafters.asking import BUDGETS, contexts, counted
+from drafters.asking import trees_of as propose
 from drafters.tongues import byte_level, sentencepiece, unigram
-from engine.conftest import byte_llama, tiny_tokenizer
+from engine.conftest import byte_llama
 from forerun import LLM, SamplingParams
-from forerun.core.sampling import Rng, Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
 from forerun.drafters.draft_models.token_bytes import TokenBytes
 from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.types import Budget
 from llamas import tiny_llama
 
 ROUND = "abcdefghijklmnopqrstuvwx"
@@ -88,24 +87,6 @@ def rounds(**options: Any) -> SlemDrafter:
     return drafter((round_of(PAIRS, 2), tongue(PAIRS)), (round_of(TRIPLES, 3), triples()), **options)
 
 
-def context(texts: list[list[int]], fresh: list[int]) -> DraftContext:
-    params = SamplingParams(temperature=0.0)
-    return DraftContext(
-        rows=list(range(len(texts))),
-        tokens=texts,
-        prompt_lengths=[1] * len(texts),
-        fresh=fresh,
-        samplers=[Sampler(params, text[:1]) for text in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states={},
-    )
-
-
-def propose(made: SlemDrafter, texts: list[list[int]], nodes: int = 64, depth: int = 64) -> list[TokenTree]:
-    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
-    return made.propose(context(texts, [0] * len(texts)), budget)
-
-
 def pairs(*pieces: str) -> list[int]:
     return [PAIRS.index(piece) for piece in pieces]
 
@@ -142,7 +123,7 @@ def test_confidence_follows_what_was_kept() -> None:
         (tree,) = propose(made, [text])
         seen.append(tree.confidence[1])
         text = text[:1]
-        made.extend(context([[*text, *pairs("x", "x")]], [2]))
+        made.extend(contexts([[*text, *pairs("x", "x")]], 2))
         made.truncate([0], [1])
     assert seen[-1] < 0.5 * seen[0]
 
@@ -206,17 +187,14 @@ def test_nothing_is_lost_or_reordered(make: Any) -> None:
         drafts += len(found) > 0
         fresh = [*found[: step % 3], (7 * step) % len(words)]
         text = [*text, *fresh]
-        made.extend(context([text], [len(fresh)]))
+        made.extend(contexts([text], len(fresh)))
     assert drafts > 4, "too few drafts to show anything"
 
 
 def run_in(made: SlemDrafter, text: list[int]) -> list[int]:
     """Tokens in each of the draft model's passes."""
-    passes = list[int]()
-    embedding = made.model.model.get_input_embeddings()
-    handle = embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
-    propose(made, [text])
-    handle.remove()
+    with counted(made) as passes:
+        propose(made, [text])
     return passes
 
 
@@ -226,7 +204,7 @@ def test_only_what_is_new_is_run() -> None:
     text = pairs("ab", "cd")
     assert run_in(made, text) == [4, 1, 1]
     text += pairs("ef", "gh")
-    made.extend(context([text], [2]))
+    made.extend(contexts([text], 2))
     assert run_in(made, text) == [2, 1, 1], "g was drafted and never run, h is new"
 
 
@@ -234,34 +212,14 @@ def test_what_reads_otherwise_with_the_text_behind_it_is_run_again() -> None:
     made, text = rounds(num_speculative_tokens=3), pairs("ab", "cd")
     assert run_in(made, text) == [2, 1, 1]
     text += pairs("ef", "gh", "ij")
-    made.extend(context([text], [3]))
+    made.extend(contexts([text], 3))
     assert run_in(made, text) == [3, 1, 1], "d, e, f became def; ghi and j are new"
     assert drafted(propose(made, [text])) == drafted(propose(rounds(num_speculative_tokens=3), [text]))
 
 
-def test_truncation_forgets() -> None:
-    made, text = rounds(), pairs("ab", "cd", "ef")
-    propose(made, [text])
-    made.truncate([0], [1])
-    other = [*text[:1], *pairs("st")]
-    made.extend(context([other], [1]))
-    assert drafted(propose(made, [other])) == drafted(propose(rounds(), [other])) != []
-    made.truncate([0], [0])
-    assert made.model.lengths[0] == 0
-    assert drafted(propose(made, [pairs("x")]))[0] == PAIRS.index("ab")
-
-
-@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
+@pytest.mark.parametrize(("nodes", "depth", "count"), BUDGETS)
 def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
     assert len(drafted(propose(rounds(), [pairs("ab")], nodes=nodes, depth=depth))) == count
-
-
-def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
-    made = rounds(num_speculative_tokens=2)
-    assert drafted(propose(made, [pairs(*["b"] * 90, "ab")]))
-    short = rounds(num_speculative_tokens=2, rows=1)
-    short.model.max_length = 64
-    assert drafted(propose(short, [pairs(*["b"] * 90, "ab")])) == []
 
 
 def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
@@ -273,19 +231,6 @@ def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
         made = drafter((byte_llama(0, words), words), (draft, theirs))
         assert drafted(propose(made, [[words.convert_tokens_to_ids("a")]])) == wanted
     assert letter != end
-
-
-def test_text_with_directories(tmp_path: Path) -> None:
-    words, theirs = tiny_tokenizer(), unigram()
-    for name, tokenizer, seed in (("target", words, 0), ("draft", theirs, 5)):
-        byte_llama(seed, tokenizer).save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-    config = {"method": "slem", "model": str(tmp_path / "draft"), "num_speculative_tokens": 4, "adaptive": False}
-    engine = LLM(tmp_path / "target", speculative_config=config, max_model_len=96)
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
-    found = engine.generate("the dog — né", params)[0].outputs[0]
-    assert found.token_ids == engine.generate("the dog — né", params, speculative=False)[0].outputs[0].token_ids
-    assert found.speculation.num_draft_tokens > 0
 
 
 def test_a_draft_that_knows_the_text_is_accepted() -> None:

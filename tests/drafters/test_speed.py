@@ -113,25 +113,18 @@ def setup(weights: Any) -> DrafterSetup:
 
 def test_the_block_is_found() -> None:
     shared_block = importlib.import_module("speed").shared_block
-    assert shared_block(Target(tie(make("llama"), 1))) == 1
-    assert shared_block(Target(tie(make("llama"), 2))) == 2
-    assert shared_block(Target(tie(make("gemma3"), 1))) == 2, "the layers' kinds of attention alternate"
+    for name, block, found in (("llama", 1, 1), ("llama", 2, 2), ("gemma3", 1, 2)):
+        assert shared_block(Target(tie(make(name), block))) == found, "gemma3's kinds of attention alternate"
 
 
-def test_layers_with_weights_of_their_own_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="weights of its own in each of its 4 layers"):
-        build(METHOD, {}, setup(make("llama")))
-    with pytest.raises(UnsupportedModelError, match="weights of its own"):
-        build(METHOD, {}, setup(tie(make("llama"), 3)))
-
-
-def test_layers_that_share_weights_but_not_what_they_do_are_refused() -> None:
-    weights = tie(make("llama"), 1)
-    weights.model.layers[2].register_forward_hook(lambda _m, _a, output: 3 * output)
-    with pytest.raises(UnsupportedModelError, match="differ from a whole pass"):
-        build(METHOD, {}, setup(weights))
-
-
-def test_options_are_checked() -> None:
-    with pytest.raises(ArgumentError, match="at least 1"):
-        build(METHOD, {"num_speculative_tokens": 0}, setup(tie(make("llama"), 1)))
+def test_what_repeats_no_block_and_senseless_options_are_refused() -> None:
+    other = tie(make("llama"), 1)
+    other.model.layers[2].register_forward_hook(lambda _m, _a, output: 3 * output)
+    for weights, options, error, says in (
+        (make("llama"), {}, UnsupportedModelError, "weights of its own in each of its 4 layers"),
+        (tie(make("llama"), 3), {}, UnsupportedModelError, "weights of its own"),
+        (other, {}, UnsupportedModelError, "differ from a whole pass"),
+        (tie(make("llama"), 1), {"num_speculative_tokens": 0}, ArgumentError, "at least 1"),
+    ):
+        with pytest.raises(error, match=says):
+            build(METHOD, options, setup(weights))

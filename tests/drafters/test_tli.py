@@ -13,12 +13,14 @@ from transformers import LlamaForCausalLM
 
 from contract.harness import model, relative
 from contract.tongues import OTHERS, WORDS, retold, tongue
+from drafters.asking import GREEDY, contexts
+from drafters.asking import trees_of as propose
 from drafters.tongues import byte_level, unigram
 from engine.conftest import byte_llama, tiny_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, DrafterSetup
+from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models import tli
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.tli import TliConfig, TliDrafter
@@ -47,26 +49,7 @@ def drafter(draft: Any = None, **options: Any) -> TliDrafter:
     return TliDrafter(TliConfig(model=draft or weights(), **{**tokenizers, **options}), setup())
 
 
-def context(texts: list[list[int]], fresh: list[int], params: Params) -> DraftContext:
-    return DraftContext(
-        rows=list(range(len(texts))),
-        tokens=texts,
-        prompt_lengths=[1] * len(texts),
-        fresh=fresh,
-        samplers=[Sampler(params, text[:1]) for text in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states={},
-    )
-
-
-GREEDY, SAMPLED = Params(temperature=0.0), Params(temperature=0.7, top_k=0)
-
-
-def propose(
-    made: TliDrafter, texts: list[list[int]], params: Params = GREEDY, nodes: int = 64, depth: int = 64
-) -> list[TokenTree]:
-    budget = Budget(nodes=[nodes] * len(texts), depth=[depth] * len(texts))
-    return made.propose(context(texts, [0] * len(texts), params), budget)
+SAMPLED = Params(temperature=0.7, top_k=0)
 
 
 def tokens_of(trees: Sequence[TokenTree]) -> list[list[int]]:
@@ -95,34 +78,6 @@ def test_the_recorded_distribution_is_the_draft_models_over_the_shared_tokens() 
     wanted = torch.zeros(12)
     wanted[SHARED] = (logits_after(weights(), TEXT) / 0.7).softmax(-1)
     torch.testing.assert_close(tree.draft_probs[0], wanted, atol=1e-5, rtol=1e-4)
-
-
-def test_what_the_target_kept_is_not_run_again() -> None:
-    made, text = drafter(num_speculative_tokens=4), list(TEXT)
-    made.extend(context([text], [len(text)], GREEDY))
-    tokens = tokens_of(propose(made, [text]))[0][1:]
-    text += [*tokens[:2], WORDS.index("bc")]
-    made.extend(context([text], [3], GREEDY))
-    passes = list[int]()
-    embedding = made.model.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _module, args, _output: passes.append(args[0].numel()))
-    again = propose(made, [text])
-    assert passes == [2, 1, 1, 1], "the root is two tokens of the draft model"
-    assert made._alignments[0].ids == [OTHERS.index(letter) for token in text for letter in WORDS[token]]
-    assert tokens_of(again) == tokens_of(propose(drafter(num_speculative_tokens=4), [text]))
-
-
-def test_truncation_forgets() -> None:
-    made, text = drafter(), list(TEXT)
-    made.extend(context([text], [len(text)], GREEDY))
-    propose(made, [text])
-    made.truncate([0], [2])
-    assert made.model.lengths[0] == 3, "a and ab"
-    other = [*text[:2], 7, 4]
-    made.extend(context([other], [2], GREEDY))
-    assert tokens_of(propose(made, [other])) == tokens_of(propose(drafter(), [other]))
-    made.truncate([0], [0])
-    assert made.model.lengths[0] == 0 and made._alignments[0].ids == []
 
 
 def test_a_pruned_head_drafts_what_the_whole_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,49 +115,28 @@ def test_a_head_that_does_more_than_a_linear_layer_is_not_pruned() -> None:
 def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobody() -> None:
     made = drafter(num_speculative_tokens=2)
     banned = Params(temperature=0.7, top_k=0, allowed_token_ids=[WORDS.index("ab"), WORDS.index("cd")])
-    both = context([TEXT, TEXT], [0, 0], SAMPLED)
+    both = contexts([TEXT, TEXT], 0, SAMPLED)
     both.samplers[0] = Sampler(banned, TEXT[:1])  # type: ignore[index]
     trees = made.propose(both, Budget(nodes=[4, 4], depth=[4, 4]))
     assert [tree.size for tree in trees] == [0, 2]
 
 
-@pytest.mark.parametrize(("nodes", "depth", "count"), [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)])
-def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(), [TEXT], nodes=nodes, depth=depth)[0].size == count
-
-
-def test_it_falls_silent_at_the_end_of_its_own_context() -> None:
-    made = drafter()
-    long = [WORDS.index("ab")] * 63
-    assert propose(made, [long])[0].size == 2, "126 of 128 positions are read"
-    made.truncate([0], [0])
-    assert propose(made, [[*long, 3]])[0].size == 0
-
-
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "error", "says"),
     [
-        ({"tokenizer": tongue(tuple("mnopqrstuvwx"))}, r"no common tokens.*--drafter slem"),
-        ({"min_shared": 10}, r"9 common tokens, fewer than 10.*min_shared"),
-        ({"shape": (10,)}, r"10 children"),
+        ({"tokenizer": tongue(tuple("mnopqrstuvwx"))}, VocabularyMismatchError, r"no common tokens.*--drafter slem"),
+        ({"min_shared": 10}, VocabularyMismatchError, r"9 common tokens, fewer than 10.*min_shared"),
+        ({"shape": (10,)}, VocabularyMismatchError, "10 children"),
+        ({"tokenizer": None}, ArgumentError, "pass tokenizer="),
+        ({"target_tokenizer": None}, ArgumentError, "pass target_tokenizer="),
+        ({"min_shared": -1}, ArgumentError, "min_shared"),
+        ({"draw": "idd"}, ArgumentError, "tli: draw"),
     ],
 )
-def test_vocabularies_that_share_too_little_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(VocabularyMismatchError, match=says):
-        drafter(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"tokenizer": None}, "pass tokenizer="),
-        ({"target_tokenizer": None}, "pass target_tokenizer="),
-        ({"min_shared": -1}, "min_shared"),
-        ({"draw": "idd"}, "tli: draw"),
-    ],
-)
-def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
+def test_vocabularies_that_share_too_little_and_senseless_options_are_refused(
+    options: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
         drafter(**options)
 
 
@@ -213,16 +147,14 @@ def saved(folder: Path, tokenizer: Any, seed: int) -> Path:
 
 
 @pytest.mark.parametrize("words", [lambda: byte_level("code", eos_token="</s>"), unigram], ids=["bytes", "unigram"])
-def test_text_with_directories(tmp_path: Path, words: Any) -> None:
+@pytest.mark.parametrize("method", ["tli", "slem"])
+def test_text_with_directories(tmp_path: Path, method: str, words: Any) -> None:
     target, draft = saved(tmp_path / "target", tiny_tokenizer(), 0), saved(tmp_path / "draft", words(), 5)
-    engine = LLM(target, speculative_config={"method": "tli", "model": str(draft), "adaptive": False}, max_model_len=96)
-    for temperature in (0.0, 1.0):
-        params = SamplingParams(temperature=temperature, max_tokens=24, seed=1, ignore_eos=True)
-        found = engine.generate("the dog — né", params)[0].outputs[0]
-        assert found.speculation.num_draft_tokens > 0
-        if temperature == 0:
-            plain = engine.generate("the dog — né", params, speculative=False)[0].outputs[0]
-            assert found.token_ids == plain.token_ids
+    config = {"method": method, "model": str(draft), "num_speculative_tokens": 4, "adaptive": False}
+    engine = LLM(target, speculative_config=config, max_model_len=96)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    found, plain = (engine.generate("the dog — né", params, speculative=on)[0].outputs[0] for on in (None, False))
+    assert found.token_ids == plain.token_ids and found.speculation.num_draft_tokens > 0
 
 
 def test_draft_model_names_the_drafters_that_take_another_tokenizer(tmp_path: Path) -> None:
