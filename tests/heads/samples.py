@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -14,6 +18,7 @@ from forerun.heads.eagle import EagleConfig, EagleHead
 from forerun.heads.files import HeadCheckpoint, TargetFacts
 from forerun.heads.layers import LatentConfig
 from forerun.types import LAST_HIDDEN
+from training.ttt import HIDDEN, VOCABULARY
 
 FORMATS = [name for name, entry in heads.FORMATS.items() if "eagle3" in entry.kinds]
 """Those that carry EAGLE-3 heads."""
@@ -62,6 +67,8 @@ TARGET = TargetFacts(
     vocab_size=60,
     max_position_embeddings=128,
 )
+FACTS = dataclasses.replace(TARGET, num_layers=4, hidden_size=HIDDEN, vocab_size=VOCABULARY)
+"""Of `training.ttt.model()`, for whose heads the other formats are."""
 VARIANTS: dict[str, EagleConfig] = {
     "plain": PLAIN,
     "eagle-3.1": dataclasses.replace(PLAIN, fc_norm=True, norm_output=True),
@@ -114,6 +121,23 @@ def sample(config: EagleConfig, seed: int = 0, dtype: torch.dtype = torch.float3
     made = HeadCheckpoint.of(head)
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in made.tensors.items()}
     return HeadCheckpoint(config=config, tensors=tensors)
+
+
+def keys_of(folder: Path) -> dict[str, Any]:
+    """What a head's config.json holds."""
+    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return found
+
+
+def change(folder: Path, tensors: Mapping[str, Tensor | None] | None = None, /, **keys: Any) -> Path:
+    """A head's directory with other tensors and keys; None: without."""
+    kept = {name: value for name, value in (keys_of(folder) | keys).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    if tensors:
+        [file] = folder.glob("*.safetensors")
+        whole = {**load_file(file), **tensors}
+        save_file({name: t for name, t in whole.items() if t is not None}, file, {"format": "pt"})
+    return folder
 
 
 def replaced(head: HeadCheckpoint, **changes: Any) -> HeadCheckpoint:

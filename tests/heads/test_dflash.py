@@ -1,25 +1,45 @@
-"""DFlash: what its objective computes is what it drafts; its loss, its anchors, its tree."""
+"""DFlash, DFlash 2, Domino and DSpark: what an objective computes is what is drafted; losses, anchors, corrections."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
+import dataclasses
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import log_softmax
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy, log_softmax
 
 from forerun import LLM, SamplingParams
-from forerun.drafters.trees import DynamicTree
+from forerun.drafters.drawing import Children
+from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError
-from forerun.heads.dflash import DFlashConfig, DFlashHead, DFlashObjective, DFlashSettings, spread_boundaries
+from forerun.heads.base import Above
+from forerun.heads.dflash import DFlashConfig, DFlashHead, spread_boundaries
+from forerun.heads.dflash2 import BlockConvolution, DFlash2Config, DFlash2Head, DFlash2Objective, DFlash2Settings
+from forerun.heads.domino import DominoHead
+from forerun.heads.dspark import DSparkHead
 from forerun.heads.runner import BlockRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
-from training.ttt import VOCABULARY, batch_of, dflash, features, model, tokens
+from training.ttt import (
+    HIDDEN,
+    VOCABULARY,
+    agrees_with_what_is_written_out,
+    all_learn,
+    batch_of,
+    below_twins,
+    dflash,
+    drafted_block,
+    features,
+    model,
+    reads,
+    taught,
+    tokens,
+)
 
 VARIANTS: list[dict[str, Any]] = [
     {},
@@ -32,8 +52,10 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-def objective(made: DFlashHead, **settings: Any) -> DFlashObjective:
-    return DFlashObjective(made, FrozenTarget.of(model()), DFlashSettings(**settings))
+def objective(made: DFlashHead, **settings: Any) -> Any:
+    """That of the head's kind."""
+    cls = objective_for(kind_named(made.config.kind))
+    return cls(made, FrozenTarget.of(model()), cls.Settings(**settings))
 
 
 def trained_logits(made: DFlashHead, output: torch.Tensor) -> torch.Tensor:
@@ -55,20 +77,8 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
         root = place - len(first)
         if not 1 <= root < len(text) - 1:
             continue
-        runner.truncate(1, 0)
-        for start, stop in ((0, 1), (1, root)):  # a prompt, then what was committed
-            if stop > start:
-                states = {boundary: state[:, start:stop] for boundary, state in seen.items()}
-                runner.ingest([1], [text[start + 1 : stop + 1]], states)
-
-        def levels(logits: torch.Tensor) -> list[torch.Tensor]:
-            levels = [logits[0, 0]]
-            for _ in range(1, made.config.max_depth or 0):
-                twins = torch.tensor([[4, 5]])
-                levels.append(runner.descend(twins, torch.zeros_like(twins))[0, 0])
-            return levels
-
-        for depth, own in enumerate(runner.unroll([1], 6, levels)):
+        reads(runner, 1, text, root, seen)
+        for depth, own in enumerate(runner.unroll([1], 6, below_twins(runner, made.config.max_depth or 0))):
             torch.testing.assert_close(own.detach(), logits[depth], atol=2e-5, rtol=1e-4)
             drafted += 1
     assert drafted == (made.config.max_depth or 0) * (len(text) - 2)
@@ -78,36 +88,22 @@ def test_the_loss_equals_a_written_out_reference() -> None:
     made, texts, start = dflash(), [tokens(12), tokens(9, seed=5)], 4
     batch = batch_of(texts, made.config.boundaries, padding=3)
     batch.batch.loss_mask[0, :start] = False
-    made_of = objective(made, gamma=3.0)
-    blocks, report = made_of.blocks(batch), made_of(batch)
-    logits = trained_logits(made, blocks.output)[0].detach()
-    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
-    total, weight, roots = torch.zeros(()), 0.0, set()
-    right, chains, first = [0] * 4, [0] * 4, 0
-    for text in texts:
-        for root in range(1, len(text) - 1):
-            if first + root + 1 < start:
-                continue
-            roots.add(first + root)
-            own, chain = logits[blocks.anchors[0].tolist().index(first + root)], True
-            for depth in range(4):
-                if root + 1 + depth >= len(text):
-                    break
-                wanted = teacher[first + root + depth]
-                share = math.exp(-depth / 3.0)
-                total += share * -(wanted * log_softmax(own[depth], -1)).sum()
-                weight += share
-                chain = chain and int(own[depth].argmax()) == int(wanted.argmax())
-                right[depth] += chain
-                chains[depth] += 1
-        first += len(text)
-    assert set(blocks.anchors[0][blocks.counted[0, :, 0]].tolist()) == roots
-    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-5)
-    assert float(report.weight) == pytest.approx(weight)
-    assert [int(report.metrics[f"acceptance_{depth}"][0]) for depth in range(4)] == right
-    assert [int(report.metrics[f"acceptance_{depth}"][1]) for depth in range(4)] == chains
-    report.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+    of = objective(made, gamma=3.0)
+    blocks, report = of.blocks(batch), of(batch)
+    logits, anchors = trained_logits(made, blocks.output)[0], blocks.anchors[0].tolist()
+    counted = set(blocks.anchors[0][blocks.counted[0, :, 0]].tolist())
+    assert counted == {*range(3, 11), *range(13, 20)}, "each root whose first prediction counts"
+    agrees_with_what_is_written_out(
+        report,
+        texts,
+        start,
+        depths=4,
+        own=lambda entry, depth: logits[anchors.index(entry + 1)][depth],
+        wanted=taught(batch),
+        share=lambda depth: math.exp(-depth / 3.0),
+        kept=[{root - 1 for root in counted}] * 4,
+    )
+    assert all_learn(report, made)
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["one-chunk", "many-chunks"])
@@ -135,8 +131,7 @@ def test_depths_weigh_what_they_bring(few: bool, monkeypatch: pytest.MonkeyPatch
                 weight += share
     torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-4)
     assert float(report.weight) == pytest.approx(weight, rel=1e-4)
-    report.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+    assert all_learn(report, made)
 
 
 def test_anchors_are_few_random_in_training_and_the_same_in_evaluation() -> None:
@@ -149,31 +144,6 @@ def test_anchors_are_few_random_in_training_and_the_same_in_evaluation() -> None
     torch.manual_seed(0)
     moved = {tuple(of.blocks(batch).anchors[0].tolist()) for _ in range(8)}
     assert len(moved) > 4 and all(min(one) >= 1 and max(one) < 29 for one in moved)
-
-
-def test_the_default_tree_holds_the_likeliest_paths() -> None:
-    """Against a heap over the product of the depths' distributions (DDTree)."""
-    logits, nodes = torch.randn(1, 3, 12, generator=torch.Generator().manual_seed(0)) * 2, 9
-    logs = logits.log_softmax(-1)[0].tolist()
-    tree, depth = DynamicTree(depth=3, top_k=nodes, nodes=nodes), itertools.count(1)
-
-    def expand(tokens: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
-        level = next(depth)
-        return logits[:, level : level + 1]
-
-    grown = tree.grow(logits[:, :1], expand, None, 3).fetch()[0]
-    paths = {0: ()}
-    for found in sorted(grown):
-        paths[found.entry + 1] = (*paths[found.parent], found.token)
-    heap, best = [(-logs[0][token], (token,)) for token in range(12)], set[tuple[int, ...]]()
-    heapq.heapify(heap)
-    while len(best) < nodes:
-        score, path = heapq.heappop(heap)
-        best.add(path)
-        if len(path) < 3:
-            for token in range(12):
-                heapq.heappush(heap, (score - logs[len(path)][token], (*path, token)))
-    assert {path for path in paths.values() if path} == best
 
 
 def engine(made: DFlashHead, **options: Any) -> LLM:
@@ -191,22 +161,266 @@ def test_it_drafts_no_deeper_than_its_block(options: dict[str, Any]) -> None:
         engine(made, shape=(1,) * 6)
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"block_size": 1}, "block_size must be at least 2"),
-        ({"mask_token_id": VOCABULARY}, "mask_token_id must be one of the target's"),
-        ({"boundaries": (LAST_HIDDEN,)}, "boundaries count layers"),
-        ({"draft_vocab_size": 30}, "needs its own lm_head"),
-    ],
-)
-def test_a_shape_that_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        dflash(**options)
-
-
 def test_what_follows_from_the_target() -> None:
     assert spread_boundaries(36, 5) == (2, 10, 18, 26, 34)  # z-lab's for Qwen3-8B: layers 1, 9, 17, 25, 33
     assert spread_boundaries(8, 1) == (5,) and spread_boundaries(4, 5) == (2,)
     config = DFlashConfig.for_target("dflash", model(), options={"num_hidden_layers": 3, "block_size": 8})
     assert config.num_hidden_layers == 3 and config.max_depth == 7 and config.mask_token_id == VOCABULARY - 1
+
+
+SECOND: list[dict[str, Any]] = [
+    {},
+    {"conv_kernel_size": 3, "sample_from_anchor": True},
+    {"own_lm_head": True, "draft_vocab_size": 30, "is_causal": True},
+]
+
+
+def dflash2(**options: Any) -> DFlash2Head:
+    made = dflash(selector_rank=6, **options)
+    assert isinstance(made, DFlash2Head)
+    return made
+
+
+def selected_by(made: DFlash2Head, text: list[int], root: int) -> list[Tensor]:
+    """Logits of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    assert not any(torch.equal(other, own) for other, own, _ in found[1:])
+    return [own for _, own, _ in found]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("options", SECOND, ids=str)
+def test_the_losses_of_dflash2_are_those_of_what_is_drafted(
+    options: dict[str, Any], temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Written out from drafting's own logits, with the selector and without; acceptance of the candidates, too."""
+    made, text = dflash2(**options), tokens(12)
+    batch, count = batch_of([text], made.config.boundaries), made.config.selector_top_k
+    settings = DFlash2Settings(gamma=3.0, selector_weight=0.7, skip_unreachable=False)
+    report = DFlash2Objective(made, replace(FrozenTarget.of(model()), temperature=temperature), settings)(batch)
+    teacher = (model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]) / temperature).softmax(-1).detach()
+    roots, known = range(1, len(text) - 1), made.token_ids
+    selected = {root: selected_by(made, text, root) for root in roots}
+    monkeypatch.setattr(DFlash2Head, "follow", lambda _self, logits, _states, above: _moved(logits, above))
+    alone = {root: selected_by(made, text, root) for root in roots}
+    total, weight, overlap, drafts = torch.zeros(()), 0.0, torch.zeros(()), 0
+    for root in roots:
+        for depth in range(min(made.config.max_depth or 0, len(text) - 1 - root)):
+            wanted, share = teacher[root + depth][known], math.exp(-depth / 3.0)
+            base, scores = alone[root][depth] / temperature, selected[root][depth] / temperature
+            ids = base.topk(count).indices
+            assert set(scores.topk(count).indices.tolist()) == set(ids.tolist()), "no other token is drafted"
+            some, logs = wanted[ids] / wanted[ids].sum(), log_softmax(scores, -1)
+            total -= share * (wanted / wanted.sum() * log_softmax(base, -1)).sum()
+            total -= share * 0.7 * (some * logs[ids]).sum()
+            weight += share
+            if depth == 0:
+                overlap, drafts = overlap + torch.minimum(logs.exp(), wanted).sum(), drafts + 1
+    torch.testing.assert_close(report.loss.detach(), total, atol=2e-3, rtol=1e-4)
+    assert float(report.weight) == pytest.approx(weight) and int(report.metrics["overlap_0"][1]) == drafts
+    torch.testing.assert_close(report.metrics["overlap_0"][0], overlap, atol=1e-4, rtol=1e-4)
+    assert all_learn(report, made)
+
+
+def _moved(logits: Tensor, above: Above) -> Any:
+    """Without the selector; a little other for each node, as `drafted` expects it."""
+    from forerun.heads.base import Followed
+
+    nothing = torch.arange(above.tokens.shape[1]).view(1, -1, 1) * 1e-6 + torch.zeros_like(logits)
+    return Followed(logits + nothing.flip(1), above.memory)
+
+
+def test_a_convolution_stays_in_its_block_and_reads_what_is_before() -> None:
+    """Against the sum written out; the second of two blocks sees nothing of the first."""
+    config = dflash2(conv_kernel_size=3).config
+    made = BlockConvolution(config)
+    for weight in made.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    states, size = torch.randn(1, 10, HIDDEN), config.block_size
+    found = made(states, lambda inside: inside * 2)
+    added = made.kernel_projection(states).view(1, 10, 2, 3, HIDDEN // 8)
+    kernels = made.base_kernel + added.repeat_interleave(8, -1)
+
+    def convolved(read: Tensor, side: int) -> Tensor:
+        rows = []
+        for place in range(10):
+            taps = [read[0, place - tap] * kernels[0, place, side, tap] for tap in range(min(3, place % size + 1))]
+            rows.append(sum(taps))
+        return torch.stack(rows).unsqueeze(0)
+
+    torch.testing.assert_close(found, convolved(2 * convolved(states, 0), 1))
+
+
+def test_a_fresh_dflash2_head_is_a_dflash_head_among_its_candidates() -> None:
+    made = DFlash2Head(dflash2().config)
+    plain = torch.randn(2, 10, HIDDEN)
+    assert torch.equal(made.layers[0].mlp_conv(plain, lambda inside: inside), plain)
+    states, logits = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, VOCABULARY)
+    above = Above(torch.tensor([[3, 4]]), 0, None, model().get_input_embeddings())
+    found, ids = made.follow(logits, states, above).logits, logits.topk(6).indices.expand(1, 2, -1)
+    assert torch.equal(found.gather(-1, ids), logits.expand(1, 2, -1).gather(-1, ids))
+    assert int((found.softmax(-1) > 0).sum()) == 12 and bool(torch.isfinite(found).all())
+
+
+def test_the_options_of_a_recipe_are_the_published_ones() -> None:
+    own = ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+    assert DFlash2Config.option_names()[-4:] == own
+
+
+DOMINO: list[dict[str, Any]] = [
+    {},
+    {"pure_draft_prefix_len": 0},
+    {"sample_from_anchor": False, "pure_draft_prefix_len": 2, "is_causal": True},
+    {"own_lm_head": True, "draft_vocab_size": 30, "own_embedding": True},
+]
+
+
+def domino(**options: Any) -> DominoHead:
+    made = dflash(gru_hidden_dim=6, **options)
+    assert isinstance(made, DominoHead)
+    return made
+
+
+def corrected_by(made: DominoHead, text: list[int], root: int) -> list[Tensor]:
+    """Logits of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    for depth, (other, own, _) in enumerate(found[1:], start=1):
+        plain = depth < made.config.pure_draft_prefix_len or not made.embed_proj[2].weight.any()
+        assert torch.equal(other, own) == plain
+    return [own for _, own, _ in found]
+
+
+@pytest.mark.parametrize("options", DOMINO, ids=str)
+def test_the_losses_of_domino_are_those_of_what_is_drafted(options: dict[str, Any]) -> None:
+    """Written out from drafting's own logits, corrected and not, in a batch in which both count and after the last."""
+    made, text = domino(**options), tokens(12)
+    batch = dataclasses.replace(batch_of([text], made.config.boundaries), done=0.3)
+    taught = objective(made, gamma=3.0, base_start=0.5, base_until=0.4, skip_unreachable=False)
+    made.train()
+    reports = {0.125: taught(batch), 0.0: taught(dataclasses.replace(batch, done=0.4))}
+    made.eval()
+    evaluated = taught(batch)
+    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
+    corrected = losses(made, text, teacher)
+    with torch.no_grad():
+        kept = made.embed_proj[2].weight.clone()
+        made.embed_proj[2].weight.zero_()
+        alone = losses(made, text, teacher)
+        made.embed_proj[2].weight.copy_(kept)
+    assert not torch.allclose(corrected[0], alone[0])
+    for share, report in reports.items():
+        expected = (1 - share) * corrected[0] + share * alone[0]
+        torch.testing.assert_close(report.loss.detach(), expected, atol=1e-3, rtol=1e-4)
+        assert float(report.weight) == pytest.approx(corrected[1])
+    torch.testing.assert_close(evaluated.loss, reports[0.0].loss)
+    assert all_learn(reports[0.125], made)
+
+
+def losses(made: DominoHead, text: list[int], teacher: Tensor) -> tuple[Tensor, float]:
+    """The sum over all blocks and depths, and of what they weigh."""
+    total, weight = torch.zeros(()), 0.0
+    for root in range(1, len(text) - 1):
+        for depth, logits in enumerate(corrected_by(made, text, root)[: len(text) - 1 - root]):
+            wanted, share = teacher[root + depth][made.token_ids], math.exp(-depth / 3.0)
+            total -= share * (wanted / wanted.sum() * log_softmax(logits.detach(), -1)).sum()
+            weight += share
+    return total, weight
+
+
+def test_the_recurrent_network_is_torchs() -> None:
+    step, whole = domino().prefix_gru, nn.GRU(HIDDEN, 6, bias=False, batch_first=True)
+    assert {name: weight.shape for name, weight in whole.named_parameters()} == {
+        name: weight.shape for name, weight in step.named_parameters()
+    }
+    whole.load_state_dict(step.state_dict())
+    embeds, memory, found = torch.randn(2, 5, HIDDEN), None, []
+    for place in range(5):
+        memory = step(embeds[:, place : place + 1], memory)
+        found.append(memory)
+    torch.testing.assert_close(torch.cat(found, 1), whole(embeds)[0])
+
+
+def test_a_fresh_domino_head_is_a_dflash_head() -> None:
+    made = DominoHead(domino(pure_draft_prefix_len=0).config)
+    states, logits = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, VOCABULARY)
+    above = Above(torch.tensor([[3, 4]]), 0, None, model().get_input_embeddings())
+    assert torch.equal(made.follow(logits, states, above).logits, logits.expand(1, 2, -1))
+
+
+DSPARK: list[dict[str, Any]] = [
+    {},
+    {"markov_head_type": "gated", "confidence_head_with_markov": False},
+    {"markov_head_type": "rnn"},
+    {"markov_head_type": "rnn", "sample_from_anchor": False, "enable_confidence_head": False},
+    {"own_lm_head": True, "draft_vocab_size": 30},
+]
+
+
+def dspark(**options: Any) -> DSparkHead:
+    made = dflash(markov_rank=6, **options)
+    assert isinstance(made, DSparkHead)
+    return made
+
+
+def sure_of(made: DSparkHead, text: list[int], root: int) -> list[tuple[Tensor, Tensor | None]]:
+    """Logits and acceptance of every depth behind the root, where the tokens above are the text's."""
+    found = drafted_block(made, text, root)
+    assert not any(torch.equal(other, own) for other, own, _ in found[1:])
+    return [(own, sure) for _, own, sure in found]
+
+
+@pytest.mark.parametrize("options", DSPARK, ids=str)
+def test_the_loss_of_dspark_is_that_of_what_is_drafted(options: dict[str, Any]) -> None:
+    """Written out from drafting's own logits: cross-entropy, total variation, and the confidence head's error."""
+    made, text = dspark(**options), tokens(12)
+    batch = batch_of([text], made.config.boundaries)
+    report = objective(made, gamma=3.0, mix=0.3, confidence_weight=0.7, skip_unreachable=False)(batch)
+    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
+    total, weight, known = torch.zeros(()), 0.0, made.token_ids
+    for root in range(1, len(text) - 1):
+        for depth, (logits, acceptance) in enumerate(sure_of(made, text, root)):
+            if root + 1 + depth >= len(text):
+                break
+            wanted = teacher[root + depth][known]
+            named, logs = wanted / wanted.sum(), log_softmax(logits, -1).detach()
+            overlap = torch.minimum(logs.exp(), wanted).sum()
+            loss = 0.3 * (named * (named.log() - logs)).sum() + 0.7 * (1 - overlap)
+            if acceptance is not None:
+                loss += 0.7 * binary_cross_entropy(acceptance.detach(), overlap)
+            total += math.exp(-depth / 3.0) * loss
+            weight += math.exp(-depth / 3.0)
+    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-4)
+    assert float(report.weight) == pytest.approx(weight)
+    assert all_learn(report, made)
+
+
+def test_a_fresh_dspark_head_is_a_dflash_head() -> None:
+    made = DSparkHead(dspark().config)
+    states, follow = torch.randn(1, 1, 32), torch.tensor([[3, 4]])
+    logits = torch.randn(1, 1, VOCABULARY)
+    assert torch.equal(made.follow(logits, states, Above(follow, 0, None, made.embed)).logits, logits.expand(1, 2, -1))
+
+
+def test_sampled_nodes_are_as_sure_as_the_head_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deterministic ones as the distribution says: which token is the likeliest is known there."""
+    made, seen = dspark(), list[tuple[Children, Children]]()
+    plain = Children.with_acceptance
+
+    def noted(children: Children, acceptance: Tensor | None) -> Children:
+        assert acceptance is not None and acceptance.shape == children.tokens.shape[:2]
+        seen.append((children, plain(children, acceptance)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(Children, "with_acceptance", noted)
+    torch.nn.init.zeros_(made.confidence_head["proj"].weight)
+    torch.nn.init.constant_(made.confidence_head["proj"].bias, -1.0)
+    config = {"method": "dspark", "model": made, "adaptive": False}
+    llm = LLM(model(), tokenizer=False, speculative_config=config, self_check=False)
+    for temperature in (1.0, 0.0):
+        seen.clear()
+        params = SamplingParams(temperature=temperature, seed=1, max_tokens=12, detokenize=False)
+        llm.generate({"prompt_token_ids": [3, 4]}, params)
+        assert seen
+        for before, after in seen:
+            expected = torch.full_like(after.confidence, 1 / (1 + math.e)) if temperature else before.confidence
+            torch.testing.assert_close(after.confidence, expected)

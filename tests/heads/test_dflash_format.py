@@ -12,18 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import CheckpointError
 from forerun.heads.engines import diagnose, diagnose_files, export_head
-from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
+from forerun.heads.files import HeadCheckpoint, differences
 from forerun.heads.formats import read_files, read_head, write_head
-from training.ttt import HIDDEN, VOCABULARY, dflash
+from heads.samples import FACTS, change, keys_of
+from training.ttt import VOCABULARY, dflash
 
-FACTS = TargetFacts(
-    name_or_path="owner/target",
-    architectures=("LlamaForCausalLM",),
-    num_layers=4,
-    hidden_size=HIDDEN,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=128,
-)
 LAYER = [
     *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
     *(f"self_attn.{name}_norm.weight" for name in "qk"),
@@ -32,78 +25,69 @@ LAYER = [
 ]
 """Tensors of a layer, by vLLM's and SGLang's loaders."""
 SELECTOR = ("hidden_projection.weight", "predecessor_codebook", "successor_codebook")
+CONVOLUTION = ("base_kernel", "kernel_projection.weight")
 """Likewise, of DFlash 2's."""
 
 
+def tensors_of(options: dict[str, Any]) -> set[str]:
+    """The names in such a head's file, those of a DSpark head's corrections left out."""
+    found = {"fc.weight", "hidden_norm.weight", "norm.weight"}
+    found |= {f"layers.{layer}.{tensor}" for layer in range(2) for tensor in LAYER}
+    if "gru_hidden_dim" in options:
+        found |= {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"}
+    if "selector_rank" in options:
+        kernels = [f"{part}_conv.{name}" for part in ("attention", "mlp") for name in CONVOLUTION]
+        found |= {f"layers.{layer}.{kernel}" for layer in range(2) for kernel in kernels}
+        found |= {f"candidate_selector.{name}" for name in SELECTOR}
+    found |= {"lm_head.weight"} if "own_lm_head" in options else set()
+    found |= {"embed_tokens.weight"} if "own_embedding" in options else set()
+    return found | ({"d2t", "t2d"} if "draft_vocab_size" in options else set())
+
+
+HEADS: list[tuple[str, dict[str, Any]]] = [
+    ("dflash", {}),
+    ("dflash", {"sample_from_anchor": True}),
+    ("dflash", {"sliding_window": 8, "full_layers": (1,)}),
+    ("dflash", {"own_lm_head": True, "draft_vocab_size": 30}),
+    ("dflash", {"own_embedding": True, "own_lm_head": True}),
+    ("dflash", {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("dspark", {"markov_rank": 6}),
+    ("dspark", {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False, "own_lm_head": True}),
+    ("dspark", {"markov_rank": 6, "markov_head_type": "gated", "confidence_head_with_markov": False}),
+    ("dspark", {"markov_rank": 6, "enable_confidence_head": False}),
+    ("dflash2", {"selector_rank": 6, "conv_kernel_size": 3}),
+    ("domino", {"gru_hidden_dim": 6}),
+    ("domino", {"gru_hidden_dim": 6, "sample_from_anchor": False, "pure_draft_prefix_len": 2, "is_causal": True}),
+]
+
+
 @pytest.mark.parametrize("name", ["dflash", "speculators"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sample_from_anchor": True},
-        {"sliding_window": 8, "full_layers": (1,)},
-        {"own_lm_head": True, "draft_vocab_size": 30},
-        {"own_embedding": True, "own_lm_head": True},
-        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-        {"markov_rank": 6},
-        {"markov_rank": 6, "markov_head_type": "rnn", "sample_from_anchor": False, "own_lm_head": True},
-        {"markov_rank": 6, "markov_head_type": "gated", "confidence_head_with_markov": False},
-        {"markov_rank": 6, "enable_confidence_head": False},
-        {"selector_rank": 6, "conv_kernel_size": 3},
-        {"gru_hidden_dim": 6},
-        {"gru_hidden_dim": 6, "sample_from_anchor": False, "pure_draft_prefix_len": 2, "is_causal": True},
-    ],
-    ids=str,
-)
-def test_the_public_formats_are_written_and_read(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    before, domino = HeadCheckpoint.of(dflash(**options)), "gru_hidden_dim" in options
-    second = "selector_rank" in options
-    if name == "speculators" and (domino or second):
+@pytest.mark.parametrize(("kind", "options"), HEADS, ids=str)
+def test_the_public_formats_are_written_and_read(name: str, kind: str, options: dict[str, Any], tmp_path: Path) -> None:
+    before = HeadCheckpoint.of(dflash(**options))
+    if name == "speculators" and kind in ("domino", "dflash2"):
         with pytest.raises(CheckpointError, match=r"no (DFlash 2|Domino) heads are .*; use dflash"):
             write_head(before, tmp_path / "head", name, FACTS)
         return
     folder = write_head(before, tmp_path / "head", name, FACTS)
     after = read_head(folder)
-    assert differences(before, after) == []
-    assert after.config.kind == (
-        "dspark" if "markov_rank" in options else "domino" if domino else "dflash2" if second else "dflash"
-    )
+    assert differences(before, after) == [] and after.config.kind == kind
     stored = set(load_file(folder / "model.safetensors"))
-    corrections = {"prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.0.weight", "embed_proj.2.weight"}
-    assert stored & corrections == (corrections if domino else set())
-    stored -= corrections
-    selector = {f"candidate_selector.{name}" for name in SELECTOR} | {
-        f"layers.{layer}.{part}_conv.{name}"
-        for layer in range(2)
-        for part in ("attention", "mlp")
-        for name in ("base_kernel", "kernel_projection.weight")
-    }
-    assert stored & selector == (selector if second else set())
-    stored -= selector
     markov = {tensor for tensor in stored if tensor.startswith(("markov_head.", "confidence_head.proj."))}
-    wanted = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} if "markov_rank" in options else set()
+    assert stored - markov == tensors_of(options)
+    wanted = {"markov_head.markov_w1.weight", "markov_head.markov_w2.weight"} if kind == "dspark" else set()
     assert markov >= wanted and (markov == wanted) == (options.get("enable_confidence_head", bool(wanted)) is False)
-    stored -= markov
-    own = {"lm_head.weight", "embed_tokens.weight", "d2t", "t2d"}
-    assert stored - own == {"fc.weight", "hidden_norm.weight", "norm.weight"} | {
-        f"layers.{layer}.{tensor}" for layer in range(2) for tensor in LAYER
-    }
-    assert stored & own == {
-        *(["lm_head.weight"] if "own_lm_head" in options else []),
-        *(["embed_tokens.weight"] if "own_embedding" in options else []),
-        *(["d2t", "t2d"] if "draft_vocab_size" in options else []),
-    }
 
 
 def test_layer_ids_are_counted_as_each_format_does(tmp_path: Path) -> None:
     made = HeadCheckpoint.of(dflash(is_causal=True))
-    keys = json.loads((write_head(made, tmp_path / "a", "dflash", FACTS) / "config.json").read_text())
+    keys = keys_of(write_head(made, tmp_path / "a", "dflash", FACTS))
     assert keys["architectures"] == ["DFlashDraftModel"] and keys["block_size"] == 5
     nested = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2]}
     assert keys["dflash_config"] == {**nested, "causal": True, "causal_head": True}
     assert keys["num_target_layers"] == 4 and keys["layer_types"] == ["full_attention"] * 2
     made = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8))
-    keys = json.loads((write_head(made, tmp_path / "b", "speculators", FACTS) / "config.json").read_text())
+    keys = keys_of(write_head(made, tmp_path / "b", "speculators", FACTS))
     assert keys["aux_hidden_state_layer_ids"] == [1, 2, 3] and keys["sliding_window_non_causal"] is False
     assert keys["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
 
@@ -121,17 +105,20 @@ def test_what_a_block_sees_is_said_as_vllm_reads_it(tmp_path: Path) -> None:
         for more, name in (({}, "causal"), ({"markov_rank": 6}, "is_causal")):
             made = HeadCheckpoint.of(dflash(**options, **more))
             folder = write_head(made, tmp_path / f"{number}{name}", "dflash", FACTS)
-            keys = json.loads((folder / "config.json").read_text())
+            keys = keys_of(folder)
             assert (keys if more else keys["dflash_config"]).get(name) == said
             assert differences(made, read_head(folder)) == []
     with pytest.raises(CheckpointError, match="where none differs"):
         write_head(HeadCheckpoint.of(dflash(causal_windows=True)), tmp_path / "none", "dflash", FACTS)
+    some = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8, full_layers=(1,)))
+    with pytest.raises(CheckpointError, match="with a window or not; use dflash"):
+        write_head(some, tmp_path / "some", "speculators", FACTS)
 
 
 def test_domino_and_jetspec_are_read_as_their_publishers_write_them(tmp_path: Path) -> None:
     """SpecForge's and ModelOpt's keys of Domino, and what is left out; JetSpec's key of a causal head."""
     folder = write_head(HeadCheckpoint.of(dflash(gru_hidden_dim=6)), tmp_path / "head", "dflash", FACTS)
-    keys = json.loads((folder / "config.json").read_text())
+    keys = keys_of(folder)
     nested = {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "projector_type": "domino"}
     shape = {"emb_dim": 7, "gru_hidden_dim": 6}
     assert keys["dflash_config"] == {**nested, **shape, "pure_draft_prefix_len": 1, "shift_label": True}
@@ -162,19 +149,12 @@ def test_dspark_of_modelopt_is_read_under_its_names(tmp_path: Path) -> None:
     assert {"markov_w1.weight", "gate_proj.bias", "confidence_proj.weight"} <= theirs.keys()
     save_file(theirs, file, {"format": "pt"})
     own = ("markov_rank", "markov_head_type")
-    nested = {name: json.loads((folder / "config.json").read_text())[name] for name in own}
+    nested = {name: keys_of(folder)[name] for name in own}
     nested |= {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [0, 1, 2], "projector_type": "dspark"}
     left = dict.fromkeys((*own, "enable_confidence_head", "confidence_head_with_markov"))
     change(folder, dflash_config={**nested, "shift_label": True, "use_confidence_head": True}, **left)
     after = read_head(folder)
     assert differences(before, after) == [] and not after.unknown
-
-
-def change(folder: Path, **keys: Any) -> Path:
-    file = folder / "config.json"
-    whole = json.loads(file.read_text()) | keys
-    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
-    return folder
 
 
 def test_what_a_file_leaves_out_is_the_publishers_default(tmp_path: Path) -> None:
@@ -188,32 +168,26 @@ def test_what_a_file_leaves_out_is_the_publishers_default(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("name", "keys", "message"),
     [
-        ({"mask_token_id": 3}, "contradicts itself about mask_token_id: 3 at the top, 39 in dflash_config"),
-        ({"dflash_config": {"target_layer_ids": [0, 1, 2]}}, "no mask_token_id"),
-        ({"dflash_config": 5}, "dflash_config of config.json must be an object"),
-        ({"block_size": 1}, "block_size must be at least 2"),
-        ({"num_hidden_layers": 3, "layer_types": None}, r"missing: layers\.2\."),
-        ({"selector_rank": 16}, "no conv_kernel_size"),
-        ({"conv_kernel_size": 2}, "conv_kernel_size 2, which changes what a head computes"),
-        ({"markov_rank": 16}, r"missing: .*markov_head\.markov_w1"),
+        ("dflash", {"mask_token_id": 3}, "contradicts itself about mask_token_id: 3 at the top, 39 in dflash_config"),
+        ("dflash", {"dflash_config": {"target_layer_ids": [0, 1, 2]}}, "no mask_token_id"),
+        ("dflash", {"dflash_config": 5}, "dflash_config of config.json must be an object"),
+        ("dflash", {"block_size": 1}, "block_size must be at least 2"),
+        ("dflash", {"num_hidden_layers": 3, "layer_types": None}, r"missing: layers\.2\."),
+        ("dflash", {"selector_rank": 16}, "no conv_kernel_size"),
+        ("dflash", {"conv_kernel_size": 2}, "conv_kernel_size 2, which changes what a head computes"),
+        ("dflash", {"markov_rank": 16}, r"missing: .*markov_head\.markov_w1"),
+        ("speculators", {"aux_hidden_state_layer_ids": None}, "no aux_hidden_state_layer_ids"),
+        ("speculators", {"speculators_model_type": "xpress"}, r"'xpress'; .* eagle3, peagle, dflash, dspark are supp"),
     ],
 )
 def test_what_contradicts_itself_or_is_another_method_is_refused(
-    keys: dict[str, Any], message: str, tmp_path: Path
+    name: str, keys: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "dflash", FACTS)
+    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", name, FACTS)
     with pytest.raises(CheckpointError, match=message):
         read_head(change(folder, **keys))
-
-
-def test_speculators_name_their_layers(tmp_path: Path) -> None:
-    folder = write_head(HeadCheckpoint.of(dflash()), tmp_path / "head", "speculators", FACTS)
-    with pytest.raises(CheckpointError, match="no aux_hidden_state_layer_ids"):
-        read_head(change(folder, aux_hidden_state_layer_ids=None))
-    with pytest.raises(CheckpointError, match=r"'xpress'; .* eagle3, peagle, dflash, dspark are supported"):
-        read_head(change(folder, speculators_model_type="xpress"))
 
 
 @pytest.mark.parametrize(
@@ -234,12 +208,6 @@ def test_doctor_knows_where_vllm_takes_speculators_keys_otherwise(
     found = diagnose_files(stored, read_head(folder), FACTS)
     assert {finding.what for finding in found} == {f"{words} (as the files are)" for words in what}
     assert all((finding.engine, finding.severity) == ("vllm", "degrades") for finding in found)
-
-
-def test_speculators_cannot_say_that_some_layers_alone_are_causal(tmp_path: Path) -> None:
-    made = HeadCheckpoint.of(dflash(causal_windows=True, sliding_window=8, full_layers=(1,)))
-    with pytest.raises(CheckpointError, match="with a window or not; use dflash"):
-        write_head(made, tmp_path / "head", "speculators", FACTS)
 
 
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads import engines
@@ -19,7 +18,7 @@ from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, ex
 from forerun.heads.files import HeadCheckpoint, differences
 from forerun.heads.formats import parse, read_files, read_head, write_head
 from forerun.types import LAST_HIDDEN
-from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, replaced, sample
+from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, change, keys_of, replaced, sample
 
 EVERYWHERE = {engine: "fails" for engine in ENGINES}
 
@@ -54,11 +53,7 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         {"sglang": "degrades", "trtllm": "degrades", "lmdeploy": "degrades", "modelopt": "check"},
     ),
     ("C: layers", VARIANTS["two_layers"], LAST_TWO),
-    (
-        "D: embedding",
-        dataclasses.replace(PLAIN, own_embedding=True),
-        {"sglang": "degrades", "trtllm": "degrades"},
-    ),
+    ("D: embedding", dataclasses.replace(PLAIN, own_embedding=True), {"sglang": "degrades", "trtllm": "degrades"}),
     ("D: output head", VARIANTS["shared_lm_head"], {}),
     (
         "E: fc.bias",
@@ -66,11 +61,7 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
         {"vllm": "degrades", "sglang": "degrades", **LAST_TWO, "modelopt": "check"},
     ),
     ("qk_norm", VARIANTS["qk_norm"], {"sglang": "fails", "trtllm": "degrades", **LAST_TWO, "modelopt": "check"}),
-    (
-        "attention bias",
-        dataclasses.replace(PLAIN, attention_bias=True),
-        {"sglang": "degrades", **LAST_TWO},
-    ),
+    ("attention bias", dataclasses.replace(PLAIN, attention_bias=True), {"sglang": "degrades", **LAST_TWO}),
     ("MLP bias", dataclasses.replace(PLAIN, mlp_bias=True), {"sglang": "degrades", **LAST_TWO}),
     (
         "Qwen3 with biases",
@@ -98,21 +89,13 @@ TRAPS: list[tuple[str, EagleConfig, dict[str, str]]] = [
     ("A: other layers", dataclasses.replace(PLAIN, boundaries=(1, 5, 7)), {"sglang": "check"}),
     ("A: five layers", VARIANTS["five"], {"sglang": "check", **LAST_TWO}),
     ("A: from the second", dataclasses.replace(PLAIN, boundaries=(2, 4, 6)), {}),
-    (
-        "A: another order",
-        dataclasses.replace(PLAIN, boundaries=(5, 2, 7)),
-        {"vllm": "degrades", "sglang": "check"},
-    ),
+    ("A: another order", dataclasses.replace(PLAIN, boundaries=(5, 2, 7)), {"vllm": "degrades", "sglang": "check"}),
     (
         "EAGLE-1 with an output head",
         dataclasses.replace(FIRST, own_lm_head=True),
         {"vllm": "fails", "sglang": "degrades", "trtllm": "fails", "llama.cpp": "fails", "modelopt": "fails"},
     ),
-    (
-        "A: embeddings",
-        dataclasses.replace(PLAIN, boundaries=(0, 5, 7)),
-        {"sglang": "degrades", "trtllm": "fails"},
-    ),
+    ("A: embeddings", dataclasses.replace(PLAIN, boundaries=(0, 5, 7)), {"sglang": "degrades", "trtllm": "fails"}),
     ("latent attention", LATENT, {"llama.cpp": "fails", "lmdeploy": "check"}),
     ("latent attention, two layers", VARIANTS["latent_two_layers"], {"sglang": "fails", **LAST_TWO}),
     (
@@ -203,11 +186,7 @@ def test_a_short_context_is_said_and_harmless() -> None:
 
 def as_they_lie(directory: Path, config: EagleConfig, name: str = "flat", **keys: Any) -> dict[str, str]:
     """Verdicts on files whose keys were edited; None removes one."""
-    write_head(sample(config), directory / "head", name, TARGET)
-    file = directory / "head/config.json"
-    edited = json.loads(file.read_text()) | keys
-    file.write_text(json.dumps({key: value for key, value in edited.items() if value is not None}))
-    stored = read_files(directory / "head")
+    stored = read_files(change(write_head(sample(config), directory / "head", name, TARGET), **keys))
     return verdicts(diagnose_files(stored, parse(stored, num_layers=TARGET.num_layers), TARGET))
 
 
@@ -228,12 +207,7 @@ OTHER = dataclasses.replace(PLAIN, boundaries=(1, 5, 7))
         (PLAIN, "flat", {"architectures": ["LlamaForCausalLM"]}, {"sglang": "fails"}),
         (PLAIN, "flat", {"architectures": ["Qwen3ForCausalLMEagle3"]}, {"vllm": "fails", "sglang": "fails"}),
         (PLAIN, "flat", {"architectures": []}, {"vllm": "fails", "sglang": "fails"}),
-        (
-            PLAIN,
-            "flat",
-            {"tie_word_embeddings": True},
-            {"sglang": "degrades", "lmdeploy": "degrades"},
-        ),
+        (PLAIN, "flat", {"tie_word_embeddings": True}, {"sglang": "degrades", "lmdeploy": "degrades"}),
         (
             VARIANTS["five"],
             "flat",
@@ -267,10 +241,7 @@ def test_keys_that_an_engine_looks_for_elsewhere(
 )
 def test_a_norm_under_one_name_only(tmp_path: Path, dropped: str, expected: dict[str, str]) -> None:
     head = write_head(sample(VARIANTS["two_layers"]), tmp_path / "head", "flat", TARGET)
-    tensors = load_file(head / "model.safetensors")
-    del tensors[f"layers.1.{dropped}.weight"]
-    save_file(tensors, head / "model.safetensors")
-    stored = read_files(head)
+    stored = read_files(change(head, {f"layers.1.{dropped}.weight": None}))
     assert verdicts(diagnose_files(stored, parse(stored), TARGET)) == expected
 
 
@@ -329,6 +300,11 @@ def test_trtllm_gets_its_layers_counted_from_0(tmp_path: Path) -> None:
         ("biases", "vllm", r"fc\.bias: vLLM does not use it"),
         ("biases", "sglang", r"fc\.bias, layers.*: SGLang does not use it"),
         ("first", "trtllm", "EAGLE-1: TensorRT-LLM"),
+        ("five", "llama.cpp", r"reads 5 boundaries: llama.cpp stops at any other number than three \(train on three\)"),
+        ("eagle-3.1", "llama.cpp", r"fc_norm\.0\.weight, .*: llama.cpp has no place for it and stops"),
+        ("two_layers", "llama.cpp", "its converter takes heads of one layer"),
+        ("window", "llama.cpp", "a sliding window of 6 positions"),
+        ("first", "llama.cpp", "EAGLE-1: llama.cpp converts EAGLE-3 only"),
     ],
 )
 def test_what_an_engine_would_degrade_is_refused_unless_forced(
@@ -356,10 +332,7 @@ def test_llama_cpp_gets_the_flat_head_and_its_converters_command(tmp_path: Path)
         f"llama-server -m {tmp_path}/target.gguf -md {made} --spec-type draft-eagle3 --spec-draft-n-max 5",
     ]
     # What the converter looks for: a class that it registers, its mark of an EAGLE-3 head, one layer, these names.
-    keys, tensors = (
-        json.loads((done.directory / "config.json").read_text()),
-        load_file(done.directory / "model.safetensors"),
-    )
+    keys, tensors = keys_of(done.directory), load_file(done.directory / "model.safetensors")
     assert keys["architectures"] == ["LlamaForCausalLMEagle3"] and keys["draft_vocab_size"] == 24
     assert keys["num_hidden_layers"] == 1 and keys["target_hidden_size"] == TARGET.hidden_size
     assert {"fc.weight", "d2t", "t2d", "midlayer.hidden_norm.weight", "lm_head.weight"} <= tensors.keys()
@@ -368,31 +341,12 @@ def test_llama_cpp_gets_the_flat_head_and_its_converters_command(tmp_path: Path)
     assert done.command in (done.directory / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    ("variant", "words"),
-    [
-        ("five", r"reads 5 boundaries: llama.cpp stops at any other number than three \(train on three\)"),
-        ("eagle-3.1", r"fc_norm\.0\.weight, .*: llama.cpp has no place for it and stops"),
-        ("two_layers", "its converter takes heads of one layer"),
-        ("window", "a sliding window of 6 positions"),
-        ("first", "EAGLE-1: llama.cpp converts EAGLE-3 only"),
-    ],
-)
-def test_llama_cpp_is_refused_where_its_converter_would_make_another_head(
-    variant: str, words: str, tmp_path: Path
-) -> None:
-    source = write_head(sample(VARIANTS[variant]), tmp_path / "source", "flat", TARGET)
-    with pytest.raises(CheckpointError, match=words):
-        export_head(source, TARGET, "llama.cpp", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_modelopt_gets_its_own_layout(tmp_path: Path) -> None:
     head = sample(VARIANTS["reduced"])
     source = write_head(head, tmp_path / "source", "flat", TARGET)
     done = export_head(source, TARGET, "modelopt", tmp_path / "out")
     assert done.format_name == "modelopt" and not differences(head, read_head(done.directory))
-    keys = json.loads((done.directory / "config.json").read_text())
+    keys = keys_of(done.directory)
     assert keys["eagle_config"]["use_last_layernorm"] is True
     assert "layers.0.hidden_norm.weight" in load_file(done.directory / "model.safetensors")
     assert done.command.startswith("forerun generate ")
@@ -404,30 +358,25 @@ def test_modelopt_gets_its_own_layout(tmp_path: Path) -> None:
         export_head(first, TARGET, "modelopt", tmp_path / "third")
 
 
-def test_sglang_gets_a_bias_of_zeros_for_the_first_generation(tmp_path: Path) -> None:
+def test_engines_get_what_they_want_of_the_first_generation(tmp_path: Path) -> None:
+    """SGLang a bias of zeros, vLLM its own architecture."""
     source = write_head(sample(FIRST), tmp_path / "source", "flat", TARGET)
-    done = export_head(source, TARGET, "sglang", tmp_path / "out")
-    tensors = load_file(done.directory / "model.safetensors")
+    done = export_head(source, TARGET, "sglang", tmp_path / "sglang")
+    tensors, keys = load_file(done.directory / "model.safetensors"), keys_of(done.directory)
     assert tensors["fc.bias"].shape == (16,) and not tensors["fc.bias"].any()
     assert "--speculative-algorithm EAGLE " in done.command
-    keys = json.loads((done.directory / "config.json").read_text())
     assert keys["architectures"] == ["LlamaForCausalLMEagle"] and "bias" not in keys
-
-
-def test_vllm_gets_its_own_architecture_for_the_first_generation(tmp_path: Path) -> None:
-    source = write_head(sample(FIRST), tmp_path / "source", "flat", TARGET)
-    done = export_head(source, TARGET, "vllm", tmp_path / "out")
-    keys = json.loads((done.directory / "config.json").read_text())
-    assert keys["architectures"] == ["EagleLlamaForCausalLM"] and '"method": "eagle"' in done.command
+    done = export_head(source, TARGET, "vllm", tmp_path / "vllm")
+    assert keys_of(done.directory)["architectures"] == ["EagleLlamaForCausalLM"]
+    assert '"method": "eagle"' in done.command
 
 
 def test_default_layers_are_written_out_for_the_targets_depth(source: Path, tmp_path: Path) -> None:
-    file = source / "config.json"
-    keys = json.loads(file.read_text())
-    del keys[IDS], keys["eagle_config"][IDS]
-    file.write_text(json.dumps(keys))
+    nested = keys_of(source)["eagle_config"]
+    del nested[IDS]
+    change(source, **{IDS: None, "eagle_config": nested})
     done = export_head(source, dataclasses.replace(TARGET, num_layers=32), "vllm", tmp_path / "out")
-    keys = json.loads((done.directory / "config.json").read_text())
+    keys = keys_of(done.directory)
     assert keys[IDS] == [2, 16, 29] and keys["eagle_config"][IDS] == [1, 15, 28]
 
 

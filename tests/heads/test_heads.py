@@ -105,11 +105,3 @@ def test_default_boundaries_are_distinct_and_the_published_ones_for_real_targets
     assert default_boundaries(3) == (1, 2, 3)
     with pytest.raises(ArgumentError, match="three"):
         default_boundaries(2)
-
-
-def test_frequencies_stay_float32_in_a_head_of_another_type() -> None:
-    made = head()
-    before = made.rotary.inv_freq.clone()
-    made.to(torch.bfloat16)
-    assert made.fc.weight.dtype == torch.bfloat16
-    assert torch.equal(made.rotary.inv_freq, before)

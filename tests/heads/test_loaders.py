@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from forerun.errors import CheckpointError
@@ -20,7 +18,7 @@ from forerun.heads.eagle_files import write_flat
 from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.heads.files import HeadCheckpoint, differences
 from forerun.heads.formats import format_named, parse, read_files, read_head, write_head
-from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, replaced, sample, written_as
+from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, change, keys_of, sample, written_as
 from selection import one_in
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -138,8 +136,7 @@ def test_each_fault_in_a_file_is_found_by_name(engine: str, variant: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("to", "variant"),
-    one_in(3, ((to, variant) for to in DESTINATIONS for variant in written_as(to))),
+    ("to", "variant"), one_in(3, ((to, variant) for to in DESTINATIONS for variant in written_as(to)))
 )
 def test_every_export_is_read_back_and_its_engine_finds_all_that_it_wants(
     to: str, variant: str, tmp_path: Path
@@ -161,13 +158,9 @@ def test_every_export_is_read_back_and_its_engine_finds_all_that_it_wants(
         assert export_head(source, target, to, tmp_path / "again").command.replace("again", "out") == done.command
 
 
-def edited(head: Path, keys: dict[str, Any], tensors: dict[str, torch.Tensor | None] | None = None) -> list[Finding]:
-    """Findings on the files as they lie, once keys and tensors are changed; None removes one."""
-    config = json.loads((head / "config.json").read_text()) | keys
-    (head / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
-    held = load_file(head / "model.safetensors") | (tensors or {})
-    save_file({name: tensor for name, tensor in held.items() if tensor is not None}, head / "model.safetensors")
-    stored = read_files(head)
+def edited(head: Path, **keys: Any) -> list[Finding]:
+    """Findings on the files as they lie, once keys are changed; None removes one."""
+    stored = read_files(change(head, **keys))
     return diagnose_files(stored, parse(stored, num_layers=TARGET.num_layers), TARGET)
 
 
@@ -187,8 +180,8 @@ def edited(head: Path, keys: dict[str, Any], tensors: dict[str, torch.Tensor | N
 )
 def test_files_as_others_write_them(variant: str, keys: dict[str, Any], expected: set[str], tmp_path: Path) -> None:
     head = write_head(sample(VARIANTS[variant]), tmp_path / "head", "flat", TARGET)
-    before = {(f.engine, f.what) for f in edited(head, {})}
-    new = [f for f in edited(head, keys) if (f.engine, f.what) not in before]
+    before = {(f.engine, f.what) for f in edited(head)}
+    new = [f for f in edited(head, **keys) if (f.engine, f.what) not in before]
     assert {f.engine for f in new} == expected
     assert all(f.severity in ("degrades", "fails") and f.remedy.startswith("forerun export --to") for f in new)
 
@@ -196,7 +189,7 @@ def test_files_as_others_write_them(variant: str, keys: dict[str, Any], expected
 def test_trtllm_hears_of_a_bias_after_fc_and_nobody_else(tmp_path: Path) -> None:
     source = write_head(sample(dataclasses.replace(PLAIN, fc_bias=True)), tmp_path / "source", "flat", TARGET)
     done = export_head(source, TARGET, "trtllm", tmp_path / "out")
-    assert json.loads((done.directory / "config.json").read_text())["bias"] is True
+    assert keys_of(done.directory)["bias"] is True
     assert worst(done.findings, "trtllm") == "ok"
     stored = read_files(done.directory)
     (files,) = [f for f in diagnose_files(stored, parse(stored), TARGET) if f.engine == "sglang"]
@@ -270,7 +263,7 @@ def test_an_export_gives_each_engine_its_window(tmp_path: Path) -> None:
     assert done.command in (done.directory / "README.md").read_text()
     for to in ("vllm", "speculators", "hf"):
         done = export_head(source, LONG, to, tmp_path / to)
-        keys = json.loads((done.directory / "config.json").read_text())
+        keys = keys_of(done.directory)
         layers = keys.get("transformer_layer_config", keys)
         assert layers["sliding_window"] == 64 and layers["layer_types"] == ["sliding_attention"]
         assert "window" not in done.command
@@ -345,10 +338,5 @@ def test_windows_that_say_two_things_are_refused(name: str, keys: dict[str, Any]
 )
 def test_windows_that_vllm_would_lose(variant: str, keys: dict[str, Any], words: str, tmp_path: Path) -> None:
     head = write_head(sample(VARIANTS[variant]), tmp_path / "head", "flat", TARGET)
-    assert not [f for f in edited(head, {}) if f.engine == "vllm"]
-    assert [f for f in edited(head, keys) if f.engine == "vllm" and words in f.why and f.severity == "degrades"]
-
-
-def test_a_window_is_part_of_the_configuration() -> None:
-    head = sample(PLAIN)
-    assert differences(head, replaced(head, sliding_window=5)) == ["config.sliding_window"]
+    assert not [f for f in edited(head) if f.engine == "vllm"]
+    assert [f for f in edited(head, **keys) if f.engine == "vllm" and words in f.why and f.severity == "degrades"]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
@@ -26,7 +25,20 @@ from forerun.heads.runner import ParallelRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
-from training.ttt import HIDDEN, VOCABULARY, batch_of, features, medusa, model, tokens
+from training.ttt import (
+    HIDDEN,
+    VOCABULARY,
+    agrees_with_what_is_written_out,
+    all_learn,
+    batch_of,
+    below_twins,
+    features,
+    medusa,
+    model,
+    one_hot,
+    reads,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
@@ -39,21 +51,9 @@ def test_every_depth_equals_drafting(options: dict[str, int], checkpointed: bool
     assert trained.shape == (len(text), made.config.num_heads, VOCABULARY)
     runner = ParallelRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64)
     for index in (0, 3, 7):
-        seen = {LAST_HIDDEN: features(text, (LAST_HIDDEN,))[LAST_HIDDEN][:, : index + 1]}
-        runner.truncate(1, 0)
-        runner.ingest([1], [text[1 : index + 2]], seen)
+        reads(runner, 1, text, index + 1, features(text, (LAST_HIDDEN,)))
         assert runner.lengths == [0, index + 1]
-
-        def levels(first: torch.Tensor) -> list[torch.Tensor]:
-            found = [first[0, 0]]
-            for _ in range(1, made.config.num_heads):
-                twins = torch.tensor([[4, 5]])
-                logits = runner.descend(twins, torch.zeros_like(twins))
-                assert logits.shape[1] == 1, "no depth reads what was drafted above it"
-                found.append(logits[0, 0])
-            return found
-
-        for depth, logits in enumerate(runner.unroll([1], 6, levels)):
+        for depth, logits in enumerate(runner.unroll([1], 6, below_twins(runner, made.config.num_heads))):
             torch.testing.assert_close(logits.detach(), trained[index, depth], atol=2e-5, rtol=1e-4)
 
 
@@ -64,28 +64,17 @@ def test_the_loss_equals_a_written_out_reference(temperature: float) -> None:
     batch.batch.loss_mask[0, :start] = False
     target = replace(FrozenTarget.of(model()), temperature=temperature)
     report = MedusaObjective(made, target, MedusaSettings(decay=0.8))(batch)
-    total, weight, right = torch.zeros(()), 0.0, [0, 0, 0]
-    first = 0
-    for text in texts:
-        states = made.states(batch.features[LAST_HIDDEN][0, first : first + len(text)], 3)
-        logits = made.logits(states).detach() / temperature
-        for index in range(len(text)):
-            chain = True
-            for depth in range(3):
-                place = index + 2 + depth
-                if place >= len(text) or first + place < start:
-                    chain = False
-                    continue
-                total += 0.8**depth * cross_entropy(logits[index, depth], torch.tensor(text[place]))
-                weight += 0.8**depth
-                chain = chain and int(logits[index, depth].argmax()) == text[place]
-                right[depth] += chain
-        first += len(text)
-    torch.testing.assert_close(report.loss.detach(), total, atol=1e-4, rtol=1e-5)
-    assert float(report.weight) == pytest.approx(weight)
-    assert [int(report.metrics[f"acceptance_{depth}"][0]) for depth in range(3)] == right
-    report.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+    logits = made.logits(made.states(batch.features[LAST_HIDDEN][0], 3)) / temperature
+    agrees_with_what_is_written_out(
+        report,
+        texts,
+        start,
+        depths=3,
+        own=lambda entry, depth: logits[entry, depth],
+        wanted=one_hot(texts),
+        share=lambda depth: 0.8**depth,
+    )
+    assert all_learn(report, made)
 
 
 def test_a_fresh_head_predicts_at_every_depth_what_the_target_does() -> None:
@@ -147,14 +136,3 @@ def test_it_drafts_no_deeper_than_it_has_heads() -> None:
         engine(medusa(), shape=(1, 1, 1, 1))
     with pytest.raises(ArgumentError, match="'medusa'; use that method"):
         LLM(model(), tokenizer=False, speculative_config={"method": "eagle3", "model": medusa()}, self_check=False)
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [({"num_heads": 0}, "num_heads must be at least 1"), ({"boundaries": [1]}, "no option 'boundaries'")],
-)
-def test_a_shape_that_makes_no_sense_is_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        medusa(**options)
-    with pytest.raises(ArgumentError, match=r"leave draft\.vocab_size"):
-        MedusaConfig.for_target("medusa", model(), 20)

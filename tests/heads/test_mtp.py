@@ -1,20 +1,25 @@
-"""MTP layers as they ship: what they draft is what transformers' own layers say, module by module and recursively."""
+"""MTP layers draft what transformers' own layers say, module by module and recursively; FastMTP's loss, written out."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.heads.mtp import Experts, ExpertsConfig, MtpHead, MtpObjective, MtpSettings
 from forerun.heads.mtp_files import read_target
 from forerun.heads.runner import SequentialRunner
+from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from llamas import tiny_llama
 from mtp_targets import FAMILIES, LAYERS, VOCABULARY, Checkpoint
+from training.ttt import agrees_with_what_is_written_out, all_learn, batch_of, model, mtp, one_hot, tokens
 
 TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -123,3 +128,61 @@ def test_a_layer_that_the_configuration_does_not_announce_is_no_mtp_layer(tmp_pa
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=rf"unexpected: model\.layers\.{LAYERS + 1}\."):
         engine(tmp_path, draft=False)
+
+
+EXPERTS = ExpertsConfig(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3, topk_group=2)
+
+
+def objective(made: MtpHead, **settings: Any) -> MtpObjective:
+    return MtpObjective(made, FrozenTarget.of(model()), MtpSettings(**settings))
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"), [({}, 1.0), ({}, 0.6), ({"experts": EXPERTS}, 1.0)], ids=["dense", "at 0.6", "experts"]
+)
+def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temperature: float) -> None:
+    made, texts, start = mtp(**options), [tokens(12), tokens(9, seed=5)], 4
+    batch = batch_of(texts, made.config.boundaries, padding=3)
+    batch.batch.loss_mask[0, :start] = False
+    of = MtpObjective(made, replace(FrozenTarget.of(model()), temperature=temperature))
+    report, steps = of(batch), list(of.unroll(batch))
+    agrees_with_what_is_written_out(
+        report,
+        texts,
+        start,
+        depths=3,
+        own=lambda entry, depth: model().get_output_embeddings()(steps[depth].output[0, entry]) / temperature,
+        wanted=one_hot(texts),
+        share=lambda depth: 0.6**depth / 1.96,
+    )
+    assert all_learn(report, made) and all(parameter.grad is None for parameter in model().parameters())
+
+
+def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on the host, and gathered where the host must not wait, at once and a few tokens at a time."""
+    experts: Experts = mtp(experts=EXPERTS).layers[0].mlp.experts  # type: ignore[union-attr, assignment]
+    generator = torch.Generator().manual_seed(0)
+    states, weights = torch.randn(9, 32, generator=generator), torch.rand(9, 2, generator=generator)
+    chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])  # the last one is never chosen
+    written = []
+    for state, ids, shares in zip(states, chosen, weights, strict=True):
+        parts = []
+        for expert, share in zip(ids, shares, strict=True):
+            gate, up = (experts.gate_up_proj[expert] @ state).chunk(2)
+            parts.append(share * (experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)))
+        written.append(sum(parts))
+    expected = torch.stack(written).detach()  # type: ignore[arg-type]
+    torch.testing.assert_close(experts(states, chosen, weights).detach(), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(experts._gathered(states, chosen, weights), expected)
+        monkeypatch.setattr("forerun.heads.mtp.GATHERED", 5000)
+        there = type("There", (), {"type": "xpu"})
+        monkeypatch.setattr(torch.Tensor, "device", property(lambda _: there))
+        pieces = experts(states, chosen, weights)
+        monkeypatch.undo()
+        torch.testing.assert_close(pieces, expected)
+
+
+def test_what_cannot_be_trained_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="this target brings 2, one for each"):
+        objective(mtp(num_hidden_layers=2))

@@ -21,16 +21,11 @@ from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
 from forerun.heads.formats import read_head, write_head
 from forerun.heads.layers import query_scaling
 from forerun.heads.mtp_files import MtpFormat, read_target, stitch
+from heads.samples import change
 from mtp_targets import FAMILIES, HIDDEN, LAYERS, Checkpoint
 
 DENSE = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
 MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"]
-
-
-def change(folder: Path, **keys: Any) -> None:
-    file = folder / "config.json"
-    whole = json.loads(file.read_text()) | keys
-    file.write_text(json.dumps({name: value for name, value in whole.items() if value is not None}))
 
 
 def rewrite(folder: Path, how: Callable[[dict[str, Tensor]], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from forerun.heads.engines import ENGINES, worst
 from forerun.heads.files import TargetFacts
 from forerun.heads.formats import write_head
 from forerun.heads.pard_files import PardModel, export_pard
-from heads.samples import PLAIN, TARGET, sample
+from heads.samples import FACTS, PLAIN, TARGET, change, sample
 from llamas import tiny_llama
 
 VOCABULARY = 40
@@ -25,14 +26,7 @@ PUBLIC = {"pard_token": 39, "spd_type": "pard"}
 
 
 def facts(vocabulary: int = VOCABULARY) -> TargetFacts:
-    return TargetFacts(
-        name_or_path="some/target",
-        architectures=("LlamaForCausalLM",),
-        num_layers=4,
-        hidden_size=32,
-        vocab_size=vocabulary,
-        max_position_embeddings=64,
-    )
+    return dataclasses.replace(FACTS, name_or_path="some/target", vocab_size=vocabulary)
 
 
 def saved(folder: Path, **keys: Any) -> PardModel:
@@ -66,9 +60,7 @@ def test_two_engines_draft_from_masks_and_the_others_do_not(tmp_path: Path) -> N
 
 def test_a_head_with_a_pard_token_is_no_pard_model(tmp_path: Path) -> None:
     folder = write_head(sample(PLAIN), tmp_path / "head", "flat", TARGET)
-    keys = json.loads((folder / "config.json").read_text()) | {"pard_token": 3}
-    (folder / "config.json").write_text(json.dumps(keys))
-    assert PardModel.at(folder) is None
+    assert PardModel.at(change(folder, pard_token=3)) is None
     tiny_llama(VOCABULARY).save_pretrained(tmp_path / "plain")
     assert PardModel.at(tmp_path / "plain") is None
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import gelu, linear, log_softmax, silu
+from torch.nn.functional import gelu, linear, silu
 
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError
@@ -20,7 +19,20 @@ from forerun.heads.runner import RecurrentRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
-from training.ttt import HIDDEN, VOCABULARY, batch_of, features, hydra, mlp_speculator, model, tokens
+from training.ttt import (
+    HIDDEN,
+    VOCABULARY,
+    agrees_with_what_is_written_out,
+    all_learn,
+    batch_of,
+    features,
+    hydra,
+    mlp_speculator,
+    model,
+    reads,
+    taught,
+    tokens,
+)
 
 Make = Callable[..., RecurrentHead]
 HEADS: list[tuple[Make, dict[str, Any]]] = [
@@ -51,12 +63,9 @@ def test_every_depth_equals_drafting(make: Make, options: dict[str, Any], checkp
     )
     trained = [made.logits(output, depth)[0, len(first) :].detach() for depth, output in enumerate(outputs)]
     runner = RecurrentRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64)
-    seen = features(text, (LAST_HIDDEN,))[LAST_HIDDEN]
+    seen = features(text, (LAST_HIDDEN,))
     for index in range(len(text) - 1 - depths):
-        runner.truncate(1, 0)
-        for start, stop in ((0, 1), (1, index + 1)):  # a prompt, then what was committed
-            if stop > start:
-                runner.ingest([1], [text[start + 1 : stop + 1]], {LAST_HIDDEN: seen[:, start:stop]})
+        reads(runner, 1, text, index + 1, seen)
         assert runner.lengths == [0, index + 1]
 
         def levels(logits: torch.Tensor, index: int = index) -> list[torch.Tensor]:
@@ -80,30 +89,9 @@ def test_the_loss_equals_a_written_out_reference(make: Make) -> None:
     batch.batch.loss_mask[0, :start] = False
     of = objective(made)
     report = of(batch)
-    logits = [made.logits(output, depth)[0].detach() for depth, output in enumerate(of.outputs(batch))]
-    teacher = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1).detach()
-    total, weight, right, chains, first = torch.zeros(()), 0, [0] * 3, [0] * 3, 0
-    for text in texts:
-        for index in range(len(text)):
-            chain = True
-            for depth in range(3):
-                place = index + 2 + depth
-                if place >= len(text) or first + place < start:
-                    chain = False
-                    continue
-                wanted, own = teacher[first + place - 1], logits[depth][first + index]
-                total += -(wanted * log_softmax(own, -1)).sum()
-                weight += 1
-                chains[depth] += chain or first + index + 2 >= start
-                chain = chain and int(own.argmax()) == int(wanted.argmax())
-                right[depth] += chain
-        first += len(text)
-    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-5)
-    assert float(report.weight) == weight
-    assert [int(report.metrics[f"acceptance_{depth}"][0]) for depth in range(3)] == right
-    assert [int(report.metrics[f"acceptance_{depth}"][1]) for depth in range(3)] == chains
-    report.loss.backward()
-    assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in made.parameters())
+    logits = [made.logits(output, depth)[0] for depth, output in enumerate(of.outputs(batch))]
+    agrees_with_what_is_written_out(report, texts, start, 3, lambda entry, depth: logits[depth][entry], taught(batch))
+    assert all_learn(report, made)
 
 
 def test_a_hydra_depth_is_what_the_paper_writes() -> None:
@@ -175,42 +163,3 @@ def test_it_drafts_no_deeper_than_it_has_depths(make: Make) -> None:
     assert len(output.speculation.drafted_per_depth) == 3
     with pytest.raises(ArgumentError, match="drafts 3 tokens on one path, the shape asks for 4"):
         engine(shape=(1, 1, 1, 1))
-
-
-@pytest.mark.parametrize(
-    ("make", "options", "named"),
-    [
-        (hydra, {"num_heads": 0}, "num_heads and num_layers must be at least 1"),
-        (hydra, {"num_hidden_layers": 2}, r"num_hidden_layers is 1 \(Hydra\+\+\) or 0"),
-        (hydra, {"boundaries": [1]}, "no option 'boundaries'"),
-        (hydra, {"hidden_size": 8}, "no option 'hidden_size'"),
-        (mlp_speculator, {"n_predict": 0}, "n_predict must be at least 1"),
-        (mlp_speculator, {"n_predict": 1, "tie_weights": True}, "n_predict must be at least 2"),
-        (mlp_speculator, {"boundaries": [1]}, "no option 'boundaries'"),
-    ],
-)
-def test_a_shape_that_makes_no_sense_is_refused(make: Make, options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        make(**options)
-    with pytest.raises(ArgumentError, match=r"leave draft\.vocab_size"):
-        type(make()).Config.for_target("any", model(), 20)
-
-
-@pytest.mark.parametrize("make", [hydra, mlp_speculator])
-def test_training_beats_the_untrained_head(make: Make) -> None:
-    """On one batch: a sampled token is rejected at most 0.6 as often, at every depth."""
-    made = type(make()).initial(model(), make().config)
-    batch, of = batch_of([tokens(60, seed=seed) for seed in range(2)], (LAST_HIDDEN,)), objective(made)
-
-    def overlaps() -> list[float]:
-        metrics = of(batch).metrics
-        return [float(metrics[f"overlap_{depth}"][0] / metrics[f"overlap_{depth}"][1]) for depth in range(3)]
-
-    before, optimizer = overlaps(), torch.optim.AdamW(nn.ModuleList([made]).parameters(), lr=1e-2)
-    for _ in range(60):
-        report = of(batch)
-        optimizer.zero_grad()
-        (report.loss / report.weight).backward()
-        optimizer.step()
-    after = overlaps()
-    assert all(1 - late < 0.6 * (1 - early) for early, late in zip(before, after, strict=True)), (before, after)

@@ -1,15 +1,18 @@
-"""The head in training is the head in drafting: positions, masks, norms and shifts, step by step."""
+"""The head in training is the head in drafting, step by step, and both are a reference that has no mask."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from forerun.drafters.kinds import kind_named, objective_for
 from forerun.heads.base import SequentialHead
-from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
+from forerun.heads.eagle import Advanced, Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
 from forerun.heads.layers import LatentConfig
 from forerun.heads.mtp import ExpertsConfig
 from forerun.heads.runner import SequentialRunner
@@ -108,33 +111,113 @@ def test_a_packed_document_is_unrolled_as_if_it_were_alone(window: int | None) -
     assert not together[0].counted[:, 20:].any()
 
 
-def test_branches_of_a_tree_equal_separate_chains() -> None:
-    made, text = head(), tokens(10)
+LENGTH = 17
+"""Tokens of the text: beyond every window here."""
+CASES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "one": {"sliding_window": 1},
+    "shorter than the chain": {"sliding_window": 3},
+    "longer than the chain": {"sliding_window": 8},
+    "first layer": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
+    "EAGLE-1": {
+        "generation": 1,
+        "boundaries": (LAST_HIDDEN,),
+        "own_lm_head": False,
+        "draft_vocab_size": 40,
+        "sliding_window": 3,
+    },
+    "second layer": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (0,)},
+}
+LEVELS: tuple[tuple[list[int], list[int]], ...] = (
+    ([3, 7, 9], [0, 0, 0]),
+    ([1, 2, 5, 6], [2, 0, 0, 1]),
+    ([4, 4], [3, 0]),
+    ([8], [1]),
+)
+"""A tree: the tokens of each level, and the places of their parents in the level above."""
+
+
+@dataclass
+class Naive:
+    """One path, entry by entry; keys and values of each layer in a list, the place in it is the position."""
+
+    head: EagleHead
+    past: list[tuple[list[Tensor], list[Tensor]]] = field(default_factory=list)
+
+    def run(self, token: int, feature: Tensor) -> Advanced:
+        """The next entry: the embedding of `token` beside `feature` (H)."""
+        self.past = self.past or [([], []) for _ in self.head.layers]
+        position = torch.tensor([[len(self.past[0][0])]])
+        embeds = model().get_input_embeddings()(torch.tensor([[token]]))
+        return self.head.advance(embeds, feature.view(1, 1, -1), self.head.angles(position, embeds), self.attend)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        keys, values = self.past[layer]
+        keys.append(key[0, :, 0]), values.append(value[0, :, 0])
+        window = self.head.config.window(layer) or len(keys)
+        seen = [(k, v) for place, (k, v) in enumerate(zip(keys, values, strict=True)) if len(keys) - 1 - place < window]
+        groups, found = len(key[0]), []
+        for number, vector in enumerate(query[0, :, 0]):
+            group = number * groups // query.shape[1]
+            scores = torch.stack([vector @ k[group] for k, _ in seen]) * len(vector) ** -0.5
+            found.append(sum(weight * v[group] for weight, (_, v) in zip(scores.softmax(0), seen, strict=True)))
+        return torch.stack(found).view(1, 1, len(found), -1)
+
+
+@torch.no_grad()
+def naive(made: EagleHead, text: list[int], path: Sequence[int]) -> Tensor:
+    """(V') logits after the text and then the drafted tokens of `path`."""
+    reference = Naive(made)
     seen = features(text[:-1], made.config.boundaries)
+    fused = made.fuse([seen[boundary] for boundary in made.config.boundaries])[0]
+    for token, feature in zip(text[1:], fused, strict=True):
+        last = reference.run(token, feature)
+    for token in path:
+        last = reference.run(token, last.feature[0, 0])
+    return (made.lm_head if made.config.own_lm_head else model().lm_head)(last.output[0, 0])
 
-    def last_level(*levels: tuple[list[int], list[int]]) -> torch.Tensor:
-        """Logits of the last of these levels: its tokens, and the places of their parents."""
-        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
-        runner.ingest([0], [text[1:]], seen)
 
-        def grow(_: torch.Tensor) -> torch.Tensor:
-            return [runner.descend(torch.tensor([ids]), torch.tensor([above])) for ids, above in levels][-1]
+@torch.no_grad()
+def drafted_tree(made: EagleHead, texts: Sequence[list[int]]) -> list[Tensor]:
+    """(B, F, V') logits of the root and of each level of the tree."""
+    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=len(texts), slots=64)
+    for row, text in enumerate(texts):
+        runner.ingest([row], [text[1:]], features(text[:-1], made.config.boundaries))
 
-        return runner.unroll([0], sum(len(ids) for ids, _ in levels), grow)
+    def grow(root: Tensor) -> list[Tensor]:
+        spread = [(torch.tensor([ids] * len(texts)), torch.tensor([above] * len(texts))) for ids, above in LEVELS]
+        return [root, *(runner.descend(ids, above) for ids, above in spread)]
 
-    logits = last_level(([3, 7, 9], [0, 0, 0]), ([1, 2, 5, 6], [2, 0, 0, 1]))
-    for place, (above, token) in enumerate([(9, 1), (3, 2), (3, 5), (7, 6)]):
-        alone = last_level(([above], [0]), ([token], [0]))
-        torch.testing.assert_close(logits[0, place], alone[0, 0], atol=2e-5, rtol=1e-4)
+    return runner.unroll(list(range(len(texts))), sum(len(ids) for ids, _ in LEVELS), grow)
+
+
+def paths() -> list[list[list[int]]]:
+    """The drafted tokens above and at each node, level by level."""
+    found: list[list[list[int]]] = [[[]]]
+    for ids, above in LEVELS:
+        found.append([[*found[-1][parent], token] for token, parent in zip(ids, above, strict=True)])
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_tree_behind_texts_of_unequal_length_equals_a_naive_reference(case: str) -> None:
+    made, texts = head(**CASES[case]), [tokens(LENGTH), tokens(6, seed=8)]
+    for level, expected in zip(drafted_tree(made, texts), paths(), strict=True):
+        for row, text in enumerate(texts):
+            for node, path in enumerate(expected):
+                torch.testing.assert_close(level[row, node], naive(made, text, path), atol=2e-5, rtol=1e-4)
 
 
 def test_a_prompt_in_pieces_equals_the_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, text = head(), tokens(23)
-    seen = features(text[:-1], made.config.boundaries)
-    found = []
-    for piece in (512, 5):
-        monkeypatch.setattr("forerun.heads.runner.PREFILL_CHUNK", piece)
-        runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
-        runner.ingest([0], [text[1:]], seen)
-        found.append(runner.unroll([0], 0, lambda logits: logits))
-    torch.testing.assert_close(found[0], found[1], atol=2e-5, rtol=1e-4)
+    made = head(sliding_window=4)
+    whole = drafted_tree(made, [tokens(LENGTH)])
+    monkeypatch.setattr("forerun.heads.runner.PREFILL_CHUNK", 5)
+    for one, other in zip(whole, drafted_tree(made, [tokens(LENGTH)]), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
+
+
+def test_a_recipe_can_ask_for_a_window() -> None:
+    asked = {"num_hidden_layers": 2, "sliding_window": 8, "full_layers": [0]}
+    made = EagleConfig.for_target("eagle3", model(), options=asked)
+    assert [made.window(layer) for layer in range(2)] == [None, 8]
+    assert EagleConfig.for_target("eagle3", model()).sliding_window is None

@@ -18,6 +18,7 @@ from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.heads.formats import FORMATS, format_named, is_head, parse, read_files
 from forerun.heads.mtp_files import read_target
 from forerun.heads.pard_files import PardModel
+from heads import samples
 from heads.samples import PLAIN, TARGET, VARIANTS, sample
 from llamas import tiny_llama
 from mtp_targets import Checkpoint
@@ -26,7 +27,7 @@ from training import ttt
 WRONG: tuple[Any, ...] = ("100", None, [1])
 NOBODYS = ("layer_types", "rope_parameters", "quantization_config", "num_aux_hidden_states", "use_swa", "bias")
 """Keys that are not in every file and that readers look for."""
-FACTS = dataclasses.replace(TARGET, num_layers=6, hidden_size=ttt.HIDDEN, vocab_size=ttt.VOCABULARY)
+FACTS = dataclasses.replace(samples.FACTS, num_layers=6)
 HEADS: dict[str, tuple[str, Callable[[], HeadCheckpoint], TargetFacts]] = {
     "flat": ("flat", lambda: sample(PLAIN), TARGET),
     "flat, EAGLE-1": ("flat", lambda: sample(VARIANTS["first"]), TARGET),
