@@ -26,6 +26,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from contract.heads import Heads
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
 from forerun.certify.checks import draws_for
@@ -44,22 +45,11 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
 from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, methods
-from forerun.drafters.kinds import KINDS, kind_named
-from forerun.heads.dflash import DFlashConfig, DFlashHead
-from forerun.heads.dflash2 import DFlash2Config
-from forerun.heads.domino import DominoConfig
-from forerun.heads.dspark import DSparkConfig
-from forerun.heads.eagle import EagleConfig, EagleHead
-from forerun.heads.hydra import HydraConfig, HydraHead
-from forerun.heads.kangaroo import KangarooConfig, KangarooHead
+from forerun.drafters.kinds import KINDS
 from forerun.heads.layers import LatentConfig
-from forerun.heads.medusa import MedusaConfig, MedusaHead
-from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.heads.mtp import ExpertsConfig, MtpConfig, MtpHead
-from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
-from forerun.types import LAST_HIDDEN, Budget, DraftKind, Drawn
+from forerun.types import Budget, DraftKind, Drawn
 from llamas import HEAD_SIZES
 from selection import one_of_each
 
@@ -130,129 +120,21 @@ class Variant:
         return f"{self.method}-{self.label}"
 
 
-LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY}
-"""Of heads for `model()`."""
-
-
-LATENT = LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12)
-
-
-@functools.cache
-def eagle_head(generation: int = 3, **options: Any) -> EagleHead:
-    """A random head for `model()`, with a draft vocabulary of its own: mostly wrong, so that every path is walked."""
-    torch.manual_seed(generation)
-    own = generation == 3
-    config = EagleConfig(
-        generation=generation,
-        **(LAYERS | ({"num_key_value_heads": 2} if "latent" in options else {})),
-        draft_vocab_size=9 if own else VOCABULARY,
-        boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
-        own_lm_head=own,
-        **options,
-    )
-    head = EagleHead(config).eval()
-    if own:
-        head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
-    return head
-
-
-@functools.cache
-def medusa_head() -> MedusaHead:
-    """A random head of three depths for `model()`."""
-    torch.manual_seed(4)
-    config = MedusaConfig(
-        num_heads=3,
-        target_hidden_size=32,
-        vocab_size=VOCABULARY,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(LAST_HIDDEN,),
-    )
-    head = MedusaHead(config).eval()
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    return head
-
-
-@functools.cache
-def hydra_head(**options: Any) -> HydraHead:
-    """A random head of three depths for `model()`, Hydra++'s unless the options say otherwise."""
-    torch.manual_seed(7)
-    given = {"num_heads": 3, "num_layers": 2, "initializer_range": 0.3, **options}
-    return HydraHead(HydraConfig.for_target("hydra", model(), options=given)).eval()
-
-
-@functools.cache
-def mlp_head(**options: Any) -> MlpSpeculatorHead:
-    """A random MLP speculator of three depths for `model()`."""
-    torch.manual_seed(8)
-    return MlpSpeculatorHead(MlpSpeculatorConfig.for_target("mlp_speculator", model(), options=options)).eval()
-
-
-@functools.cache
-def dflash_head(**options: Any) -> DFlashHead:
-    """A random head of blocks of four for `model()`; with a ``markov_rank`` a DSpark, with an ``emb_dim`` a Domino,
-    with a ``selector_rank`` a DFlash 2 head."""
-    torch.manual_seed(5)
-    kinds: dict[str, Any] = {"markov_rank": DSparkConfig, "emb_dim": DominoConfig, "selector_rank": DFlash2Config}
-    kind = kinds.get(next(iter(options), ""), DFlashConfig)
-    config = kind(
-        **LAYERS,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(0, 1, 2),
-        num_hidden_layers=2,
-        block_size=4,
-        mask_token_id=VOCABULARY - 1,
-        **options,
-    )
-    head: DFlashHead = kind_named(config.kind).head(config).eval()  # type: ignore[assignment]
-    for name, weight in head.named_parameters():
-        if name.startswith(("markov_head", "confidence_head", "prefix_gru", "embed_proj", "candidate_selector")):
-            torch.nn.init.normal_(weight, std=0.5)
-    return head
-
-
-@functools.cache
-def peagle_head(**options: Any) -> PEagleHead:
-    """A random head of two layers for `model()`, with a draft vocabulary of its own."""
-    torch.manual_seed(7)
-    config = PEagleConfig(
-        **LAYERS,
-        draft_vocab_size=9,
-        boundaries=(0, 1, 2),
-        num_hidden_layers=2,
-        mask_token_id=VOCABULARY - 1,
-        **options,
-    )
-    head = PEagleHead(config).eval()
-    head.set_vocabulary(torch.tensor([0, 1, 2, 3, 5, 7, 8, 10, 11]))
-    return head
-
-
-@functools.cache
-def kangaroo_head(**options: Any) -> KangarooHead:
-    """A random adapter after the first layer of `model()`."""
-    torch.manual_seed(9)
-    given = {"boundaries": (1,), "initializer_range": 0.3, **options}
-    return KangarooHead(KangarooConfig.for_target("kangaroo", model(), options=given)).eval()
-
-
-@functools.cache
-def mtp_head(modules: int = 1, sparse: bool = False) -> MtpHead:
-    """Random MTP layers for `model()`: dense, on the state before the final norm, or as DeepSeek's."""
-    torch.manual_seed(6)
-    config = MtpConfig(
-        **(LAYERS | {"num_key_value_heads": 2 if sparse else 1}),
-        draft_vocab_size=VOCABULARY,
-        boundaries=(LAST_HIDDEN,) if sparse else (2,),
-        num_hidden_layers=modules,
-        experts=ExpertsConfig(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=24) if sparse else None,
-        latent=LATENT if sparse else None,
-    )
-    return MtpHead(config).eval()
+HEADS = Heads(
+    model=model(),
+    layers={**HEAD_SIZES, "vocab_size": VOCABULARY},
+    latent=LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12),
+    known=[0, 1, 2, 3, 5, 7, 8, 10, 11],
+)
+eagle_head, medusa_head, dflash_head = HEADS.eagle, HEADS.medusa, HEADS.dflash
 
 
 def _eagle(method: str, label: str, **options: Any) -> Variant:
-    return Variant(method, label, {"model": eagle_head(3 if method == "eagle3" else 1), **options})
+    return Variant(method, label, {"model": HEADS.eagle(3 if method == "eagle3" else 1), **options})
+
+
+def _way(method: str, label: str, **options: Any) -> Variant:
+    return Variant(method, label, options)
 
 
 def _draft_model(label: str, **options: Any) -> Variant:
@@ -295,177 +177,149 @@ def _cascade(label: str, **options: Any) -> Variant:
     return Variant("cascade", label, {"model": relative(), "num_speculative_tokens": 3, **options})
 
 
+CHAIN, TREE = {"num_speculative_tokens": 3}, (3, 2, 1)
+DOMINO = {"emb_dim": 6, "gru_hidden_dim": 5}
 VARIANTS: dict[str, list[Variant]] = {
     "ngram": [
-        Variant("ngram", "chain", {"num_speculative_tokens": 3}),
-        Variant("ngram", "trie", {"num_speculative_tokens": 3, "max_branches": 3}),
-        Variant("ngram", "frequent", {"num_speculative_tokens": 3, "max_branches": 2, "match": "most_frequent"}),
+        _way("ngram", "chain", **CHAIN),
+        _way("ngram", "trie", num_speculative_tokens=3, max_branches=3),
+        _way("ngram", "frequent", num_speculative_tokens=3, max_branches=2, match="most_frequent"),
     ],
     "lookahead": [
-        Variant("lookahead", "small", {"window": 3, "level": 3, "guesses": 3}),
-        Variant("lookahead", "window-only", {"window": 4, "level": 3, "guesses": 4, "copy_text": False}),
+        _way("lookahead", "small", window=3, level=3, guesses=3),
+        _way("lookahead", "window-only", window=4, level=3, guesses=4, copy_text=False),
     ],
-    "jacobi": [Variant("jacobi", "chain", {"num_speculative_tokens": 3})],
+    "jacobi": [_way("jacobi", "chain", **CHAIN)],
     "suffix": [
-        Variant("suffix", "chain", {"num_speculative_tokens": 3, "max_spec_offset": 1}),
-        Variant("suffix", "tree", {"num_speculative_tokens": 3, "max_spec_offset": 1, "nodes": 5}),
+        _way("suffix", "chain", num_speculative_tokens=3, max_spec_offset=1),
+        _way("suffix", "tree", num_speculative_tokens=3, max_spec_offset=1, nodes=5),
     ],
-    "prediction": [
-        Variant("prediction", "chain", {"num_speculative_tokens": 3, "text": [1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8]}),
-    ],
+    "prediction": [_way("prediction", "chain", num_speculative_tokens=3, text=[1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8])],
     "first_of": [
-        Variant(
-            "first_of",
-            "copy-or-model",
-            {
-                "drafters": [_member(num_speculative_tokens=3), _member("draft_model", num_speculative_tokens=3)],
-                "min_tokens": 0.6,
-            },
-        ),
-        Variant(
+        _way("first_of", "copy-or-model", drafters=[_member(**CHAIN), _member("draft_model", **CHAIN)], min_tokens=0.6),
+        _way(
             "first_of",
             "sampled",
-            {
-                "drafters": [_member(prompt_lookup_min=2), _member("draft_model", num_speculative_tokens=3)],
-                "min_tokens": 0,
-                "reproducible": False,
-            },
+            drafters=[_member(prompt_lookup_min=2), _member("draft_model", **CHAIN)],
+            min_tokens=0,
+            reproducible=False,
         ),
     ],
     "merge": [
-        Variant("merge", "given", {"drafters": [_member(), _member("draft_model", shape=(3, 2, 1))], "nodes": 6}),
-        Variant(
-            "merge",
-            "beside-a-chain",
-            {"drafters": [_member(max_branches=3), _member("draft_model")], "reproducible": False},
-        ),
-        Variant(
-            "merge",
-            "beside-a-tree",
-            {"drafters": [_member("draft_model", shape=(3, 2, 1)), _member()], "reproducible": False},
-        ),
+        _way("merge", "given", drafters=[_member(), _member("draft_model", shape=TREE)], nodes=6),
+        _way("merge", "beside-a-chain", drafters=[_member(max_branches=3), _member("draft_model")], reproducible=False),
+        _way("merge", "beside-a-tree", drafters=[_member("draft_model", shape=TREE), _member()], reproducible=False),
     ],
     "cascade": [
         _cascade("tail", inner=_member(max_branches=2), tail=3),
         _cascade("three-levels", inner=_member("cascade", num_speculative_tokens=2, inner=_member())),
     ],
     "draft_model": [
-        _draft_model("chain", num_speculative_tokens=3),
+        _draft_model("chain", **CHAIN),
         _draft_model("given", num_speculative_tokens=3, draw="deterministic"),
-        _draft_model("tree", shape=(3, 2, 1)),
-        _draft_model("iid-tree", shape=(3, 2, 1), draw="iid"),
-        _draft_model("given-tree", shape=(3, 2, 1), draw="deterministic"),
-        _draft_model("greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
+        _draft_model("tree", shape=TREE),
+        _draft_model("iid-tree", shape=TREE, draw="iid"),
+        _draft_model("given-tree", shape=TREE, draw="deterministic"),
+        _draft_model("greedy-k-tree", shape=TREE, draw="greedy_k"),
         _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
         _draft_model("irregular-tree", tree=(0, 0, 1, 1, 2, 4)),
         _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="deterministic"),
     ],
     "pard": [
-        Variant("pard", "best-first", {"model": pard_model(), "num_speculative_tokens": 3, "nodes": 8}),
-        Variant("pard", "best-first-given", {"model": pard_model(), "nodes": 8, "draw": "deterministic"}),
-        Variant("pard", "chain", {"model": pard_model(), "shape": (1, 1, 1)}),
-        Variant("pard", "one-token", {"model": pard_model(), "shape": (2,)}),
-        Variant("pard", "sampled-tree", {"model": pard_model(), "shape": (3, 2, 1)}),
-        Variant("pard", "stopping", {"model": pard_model(), "shape": (1, 1, 1), "stop": "svip"}),
+        _way("pard", "best-first", model=pard_model(), num_speculative_tokens=3, nodes=8),
+        _way("pard", "best-first-given", model=pard_model(), nodes=8, draw="deterministic"),
+        _way("pard", "chain", model=pard_model(), shape=(1, 1, 1)),
+        _way("pard", "one-token", model=pard_model(), shape=(2,)),
+        _way("pard", "sampled-tree", model=pard_model(), shape=TREE),
+        _way("pard", "stopping", model=pard_model(), shape=(1, 1, 1), stop="svip"),
     ],
     "early_exit": [
-        Variant("early_exit", "chain", {"exit_layer": 1, "num_speculative_tokens": 3}),
-        Variant("early_exit", "tree", {"exit_layer": 1, "shape": (3, 2, 1)}),
+        _way("early_exit", "chain", exit_layer=1, **CHAIN),
+        _way("early_exit", "tree", exit_layer=1, shape=TREE),
     ],
-    "quantized_self": [Variant("quantized_self", "chain", {"num_speculative_tokens": 3})],
+    "quantized_self": [_way("quantized_self", "chain", **CHAIN)],
     "skip_layers": [
-        Variant("skip_layers", "chain", {"skip": ["1.mlp"], "num_speculative_tokens": 3}),
-        Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (3, 2, 1), "adapt_threshold": True}),
+        _way("skip_layers", "chain", skip=["1.mlp"], **CHAIN),
+        _way("skip_layers", "stopping-tree", skip=["1.mlp"], shape=TREE, adapt_threshold=True),
     ],
     "rest": [_rest("trie", max_match=3, nodes=8), _rest("chain", max_hits=1)],
     "recycling": [
-        Variant("recycling", "fixed", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3}),
-        Variant("recycling", "adaptive", {"num_speculative_tokens": 3, "nodes": 8, "top_k": 3, "adaptive_tree": True}),
+        _way("recycling", "fixed", num_speculative_tokens=3, nodes=8, top_k=3),
+        _way("recycling", "adaptive", num_speculative_tokens=3, nodes=8, top_k=3, adaptive_tree=True),
     ],
-    "tli": [
-        _translated("tli", "chain", WORDS, OTHERS, num_speculative_tokens=3),
-        _translated("tli", "tree", WORDS, OTHERS, shape=(3, 2, 1)),
-    ],
+    "tli": [_translated("tli", "chain", WORDS, OTHERS, **CHAIN), _translated("tli", "tree", WORDS, OTHERS, shape=TREE)],
     "slem": [
-        _translated("slem", "letters", LETTERS, LETTERS[::-1], num_speculative_tokens=3),
+        _translated("slem", "letters", LETTERS, LETTERS[::-1], **CHAIN),
         _translated("slem", "words", WORDS, OTHERS, num_speculative_tokens=4, look_behind=2),
     ],
     "eagle3": [
-        _eagle("eagle3", "chain", num_speculative_tokens=3),
+        _eagle("eagle3", "chain", **CHAIN),
         _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
         _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="deterministic"),
-        _eagle("eagle3", "tree", shape=(3, 2, 1)),
-        _eagle("eagle3", "greedy-k-tree", shape=(3, 2, 1), draw="greedy_k"),
-        Variant("eagle3", "latent-chain", {"model": eagle_head(latent=LATENT), "num_speculative_tokens": 3}),
-        Variant("eagle3", "latent-dynamic", {"model": eagle_head(latent=LATENT), "top_k": 3, "nodes": 8}),
+        _eagle("eagle3", "tree", shape=TREE),
+        _eagle("eagle3", "greedy-k-tree", shape=TREE, draw="greedy_k"),
+        _way("eagle3", "latent-chain", model=HEADS.eagle(latent=True), **CHAIN),
+        _way("eagle3", "latent-dynamic", model=HEADS.eagle(latent=True), top_k=3, nodes=8),
     ],
-    "eagle": [_eagle("eagle", "chain", num_speculative_tokens=3)],
+    "eagle": [_eagle("eagle", "chain", **CHAIN)],
     "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
     "medusa": [
-        Variant("medusa", "best-first", {"model": medusa_head(), "nodes": 8}),
-        Variant("medusa", "chain", {"model": medusa_head(), "shape": (1, 1, 1), "draw": "iid"}),
-        Variant("medusa", "sampled-tree", {"model": medusa_head(), "nodes": 6, "draw": "without_replacement"}),
-        Variant("medusa", "sparse-tree", {"model": medusa_head(), "tree": (0, 0, 0, 1, 1, 2, 4)}),
+        _way("medusa", "best-first", model=HEADS.medusa(), nodes=8),
+        _way("medusa", "chain", model=HEADS.medusa(), shape=(1, 1, 1), draw="iid"),
+        _way("medusa", "sampled-tree", model=HEADS.medusa(), nodes=6, draw="without_replacement"),
+        _way("medusa", "sparse-tree", model=HEADS.medusa(), tree=(0, 0, 0, 1, 1, 2, 4)),
     ],
     "hydra": [
-        Variant("hydra", "tree", {"model": hydra_head(), "shape": (3, 2, 1)}),
-        Variant("hydra", "chain", {"model": hydra_head(num_hidden_layers=0), "num_speculative_tokens": 3}),
-        Variant("hydra", "dynamic", {"model": hydra_head(), "top_k": 3, "nodes": 8}),
-        Variant("hydra", "sparse-tree", {"model": hydra_head(), "tree": (0, 0, 0, 1, 1, 2, 4)}),
+        _way("hydra", "tree", model=HEADS.hydra(), shape=TREE),
+        _way("hydra", "chain", model=HEADS.hydra(num_hidden_layers=0), **CHAIN),
+        _way("hydra", "dynamic", model=HEADS.hydra(), top_k=3, nodes=8),
+        _way("hydra", "sparse-tree", model=HEADS.hydra(), tree=(0, 0, 0, 1, 1, 2, 4)),
     ],
     "mlp_speculator": [
-        Variant("mlp_speculator", "chain", {"model": mlp_head(), "num_speculative_tokens": 3}),
-        Variant("mlp_speculator", "tree", {"model": mlp_head(tie_weights=True, inner_dim=20), "shape": (3, 2, 1)}),
-        Variant("mlp_speculator", "dynamic", {"model": mlp_head(scale_input=True), "top_k": 3, "nodes": 8}),
+        _way("mlp_speculator", "chain", model=HEADS.mlp(), **CHAIN),
+        _way("mlp_speculator", "tree", model=HEADS.mlp(tie_weights=True, inner_dim=20), shape=TREE),
+        _way("mlp_speculator", "dynamic", model=HEADS.mlp(scale_input=True), top_k=3, nodes=8),
     ],
     "dflash": [
-        Variant("dflash", "best-first", {"model": dflash_head(), "nodes": 8}),
-        Variant("dflash", "best-first-given", {"model": dflash_head(), "nodes": 8, "draw": "deterministic"}),
-        Variant("dflash", "chain", {"model": dflash_head(), "shape": (1, 1, 1)}),
-        Variant("dflash", "sampled-tree", {"model": dflash_head(), "shape": (3, 2, 1)}),
-        Variant("dflash", "windows", {"model": dflash_head(sliding_window=6, causal_windows=True), "shape": (1, 1, 1)}),
+        _way("dflash", "best-first", model=HEADS.dflash(), nodes=8),
+        _way("dflash", "best-first-given", model=HEADS.dflash(), nodes=8, draw="deterministic"),
+        _way("dflash", "chain", model=HEADS.dflash(), shape=(1, 1, 1)),
+        _way("dflash", "sampled-tree", model=HEADS.dflash(), shape=TREE),
+        _way("dflash", "windows", model=HEADS.dflash(sliding_window=6, causal_windows=True), shape=(1, 1, 1)),
     ],
     "dspark": [
-        Variant("dspark", "chain", {"model": dflash_head(markov_rank=6), "num_speculative_tokens": 3}),
-        Variant("dspark", "tree", {"model": dflash_head(markov_rank=6, markov_head_type="rnn"), "shape": (3, 2, 1)}),
-        Variant("dspark", "dynamic", {"model": dflash_head(markov_rank=6), "top_k": 3, "nodes": 8}),
+        _way("dspark", "chain", model=HEADS.dflash(markov_rank=6), **CHAIN),
+        _way("dspark", "tree", model=HEADS.dflash(markov_rank=6, markov_head_type="rnn"), shape=TREE),
+        _way("dspark", "dynamic", model=HEADS.dflash(markov_rank=6), top_k=3, nodes=8),
     ],
     "dflash2": [
-        Variant(
-            "dflash2", "chain", {"model": dflash_head(selector_rank=5, selector_top_k=5), "num_speculative_tokens": 3}
-        ),
-        Variant("dflash2", "tree", {"model": dflash_head(selector_rank=5, selector_top_k=2), "shape": (3, 2, 1)}),
-        Variant(
-            "dflash2", "dynamic", {"model": dflash_head(selector_rank=5, selector_top_k=5), "top_k": 3, "nodes": 8}
-        ),
+        _way("dflash2", "chain", model=HEADS.dflash(selector_rank=5, selector_top_k=5), **CHAIN),
+        _way("dflash2", "tree", model=HEADS.dflash(selector_rank=5, selector_top_k=2), shape=TREE),
+        _way("dflash2", "dynamic", model=HEADS.dflash(selector_rank=5, selector_top_k=5), top_k=3, nodes=8),
     ],
     "domino": [
-        Variant("domino", "chain", {"model": dflash_head(emb_dim=6, gru_hidden_dim=5), "num_speculative_tokens": 3}),
-        Variant(
-            "domino",
-            "tree",
-            {"model": dflash_head(emb_dim=6, gru_hidden_dim=5, pure_draft_prefix_len=0), "shape": (3, 2, 1)},
-        ),
-        Variant("domino", "dynamic", {"model": dflash_head(emb_dim=6, gru_hidden_dim=5), "top_k": 3, "nodes": 8}),
+        _way("domino", "chain", model=HEADS.dflash(**DOMINO), **CHAIN),
+        _way("domino", "tree", model=HEADS.dflash(**DOMINO, pure_draft_prefix_len=0), shape=TREE),
+        _way("domino", "dynamic", model=HEADS.dflash(**DOMINO), top_k=3, nodes=8),
     ],
     "peagle": [
-        Variant("peagle", "best-first", {"model": peagle_head(), "num_speculative_tokens": 3, "nodes": 8}),
-        Variant("peagle", "chain", {"model": peagle_head(own_embedding=False), "shape": (1, 1, 1)}),
-        Variant("peagle", "one-token", {"model": peagle_head(), "shape": (2,)}),
-        Variant("peagle", "sampled-tree", {"model": peagle_head(norm_before_residual=True), "shape": (3, 2, 1)}),
-        Variant("peagle", "windows", {"model": peagle_head(sliding_window=6), "shape": (1, 1, 1)}),
+        _way("peagle", "best-first", model=HEADS.peagle(), num_speculative_tokens=3, nodes=8),
+        _way("peagle", "chain", model=HEADS.peagle(own_embedding=False), shape=(1, 1, 1)),
+        _way("peagle", "one-token", model=HEADS.peagle(), shape=(2,)),
+        _way("peagle", "sampled-tree", model=HEADS.peagle(norm_before_residual=True), shape=TREE),
+        _way("peagle", "windows", model=HEADS.peagle(sliding_window=6), shape=(1, 1, 1)),
     ],
     "kangaroo": [
-        Variant("kangaroo", "chain", {"model": kangaroo_head(), "num_speculative_tokens": 3}),
-        Variant("kangaroo", "whole-chain", {"model": kangaroo_head(), "num_speculative_tokens": 3, "exit_below": 0}),
-        Variant("kangaroo", "tree", {"model": kangaroo_head(sliding_window=6), "shape": (3, 2, 1), "exit_below": 0.3}),
-        Variant("kangaroo", "dynamic", {"model": kangaroo_head(), "num_speculative_tokens": 3, "top_k": 3, "nodes": 8}),
+        _way("kangaroo", "chain", model=HEADS.kangaroo(), **CHAIN),
+        _way("kangaroo", "whole-chain", model=HEADS.kangaroo(), num_speculative_tokens=3, exit_below=0),
+        _way("kangaroo", "tree", model=HEADS.kangaroo(sliding_window=6), shape=TREE, exit_below=0.3),
+        _way("kangaroo", "dynamic", model=HEADS.kangaroo(), num_speculative_tokens=3, top_k=3, nodes=8),
     ],
     "mtp": [
-        Variant("mtp", "experts", {"model": mtp_head(sparse=True), "num_speculative_tokens": 3}),
-        Variant("mtp", "chain", {"model": mtp_head(), "num_speculative_tokens": 3}),
-        Variant("mtp", "two-modules-tree", {"model": mtp_head(2), "shape": (3, 2, 1)}),
-        Variant("mtp", "dynamic", {"model": mtp_head(2, True), "num_speculative_tokens": 3, "top_k": 3, "nodes": 8}),
+        _way("mtp", "experts", model=HEADS.mtp(sparse=True), **CHAIN),
+        _way("mtp", "chain", model=HEADS.mtp(), **CHAIN),
+        _way("mtp", "two-modules-tree", model=HEADS.mtp(2), shape=TREE),
+        _way("mtp", "dynamic", model=HEADS.mtp(2, True), num_speculative_tokens=3, top_k=3, nodes=8),
     ],
 }
 

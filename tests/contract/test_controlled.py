@@ -109,14 +109,7 @@ VARIED = [
 ]
 
 
-QUICK = ("draft_model-tree-adaptive", "eagle3-dynamic-adaptive", "auto-several")
-
-
-@pytest.mark.parametrize(
-    ("variant", "detect"),
-    [*((one, 0.4) for one in VARIED if str(one) in QUICK), *slow(*((one, 0.2) for one in VARIED))],
-    ids=str,
-)
+@pytest.mark.parametrize(("variant", "detect"), [(VARIED[-1], 0.4), *slow(*((one, 0.2) for one in VARIED))], ids=str)
 def test_the_distribution_is_kept(variant: Variant, detect: float) -> None:
     assert p_value(sample(llm(variant, rows=64, check=False), draws(detect)), expected()) > LEVEL
 

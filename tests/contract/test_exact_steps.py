@@ -12,38 +12,21 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from contract.exact import FIRST, VOCABULARY, Case, enumerate_step, toy
 from contract.harness import SAMPLED, Variant, family_of, kind_for, kind_of, variants, without_unlikely
+from contract.heads import Heads
 from contract.tongues import retold, tongue
 from forerun.certify.enumeration import TOLERANCE
 from forerun.core.rules import default_rule
-from forerun.core.sampling import Sampler
-from forerun.core.tree import TokenTree, join
+from forerun.core.tree import TokenTree
 from forerun.decode import step as stepping
 from forerun.decode.row import Row
 from forerun.decode.scores import Scores
-from forerun.drafters import trees
 from forerun.drafters.combined import composed
-from forerun.drafters.kinds import kind_named
-from forerun.drafters.trees import FixedTree, Grown
-from forerun.engine import core
-from forerun.engine.completion import Completion
 from forerun.engine.drafting import DrafterPool
-from forerun.heads.dflash import DFlashConfig, DFlashHead
-from forerun.heads.dflash2 import DFlash2Config
-from forerun.heads.domino import DominoConfig
-from forerun.heads.dspark import DSparkConfig
-from forerun.heads.eagle import EagleConfig, EagleHead
-from forerun.heads.hydra import HydraConfig, HydraHead
-from forerun.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.heads.layers import LatentConfig
-from forerun.heads.medusa import MedusaConfig, MedusaHead
-from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
-from forerun.heads.mtp import MtpConfig, MtpHead
-from forerun.heads.peagle import PEagleConfig, PEagleHead
-from forerun.types import LAST_HIDDEN, Drawn, Source
+from forerun.types import Drawn
 from selection import one_of_each, slow
 
 LETTERS, OTHERS = ("a", "b", "c", "d"), ("d", "x", "a", "b")
@@ -75,134 +58,32 @@ def _tli(label: str, **options: Any) -> Variant:
     return Variant("tli", label, {"model": retold(_relative(), LETTERS, OTHERS), **tokenizers, **options})
 
 
-LAYERS: dict[str, Any] = {
-    "hidden_size": 8,
-    "target_hidden_size": 8,
-    "intermediate_size": 12,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 4,
-    "vocab_size": VOCABULARY,
-    "initializer_range": 0.3,
-}
-"""Of heads for `toy`."""
-
-
-LATENT = {
-    "num_key_value_heads": 2,
-    "latent": LatentConfig(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=6),
-}
-
-
-@functools.cache
-def _head(generation: int, latent: bool = False) -> EagleHead:
-    torch.manual_seed(generation + 7 * latent)
-    own = generation == 3
-    config = EagleConfig(
-        generation=generation,
-        **(LAYERS | (LATENT if latent else {})),
-        draft_vocab_size=3 if own else VOCABULARY,
-        boundaries=(0, 1, 2) if own else (LAST_HIDDEN,),
-        own_lm_head=own,
-    )
-    head = EagleHead(config).eval().to(torch.float64)
-    if own:
-        head.set_vocabulary(torch.tensor([0, 1, 3]))
-    return head
-
-
-@functools.cache
-def _medusa() -> MedusaHead:
-    torch.manual_seed(5)
-    sizes = {"target_hidden_size": 8, "vocab_size": VOCABULARY, "draft_vocab_size": VOCABULARY}
-    head = MedusaHead(MedusaConfig(num_heads=3, boundaries=(LAST_HIDDEN,), **sizes)).eval().to(torch.float64)
-    for weight in head.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    return head
-
-
-@functools.cache
-def _hydra(layers: int) -> HydraHead:
-    torch.manual_seed(7)
-    options = {"num_heads": 3, "num_layers": 2, "num_hidden_layers": layers, "initializer_range": 0.3}
-    return HydraHead(HydraConfig.for_target("hydra", toy(), options=options)).eval().to(torch.float64)
-
-
-@functools.cache
-def _mlp(**options: Any) -> MlpSpeculatorHead:
-    torch.manual_seed(8)
-    config = MlpSpeculatorConfig.for_target("mlp_speculator", toy(), options=options)
-    return MlpSpeculatorHead(config).eval().to(torch.float64)
-
-
-CANDIDATES = {"selector_top_k": 3, "conv_group_size": 2}
-
-
-@functools.cache
-def _dflash(**options: Any) -> DFlashHead:
-    torch.manual_seed(6)
-    kinds: dict[str, Any] = {"markov_rank": DSparkConfig, "emb_dim": DominoConfig, "selector_rank": DFlash2Config}
-    kind = kinds.get(next(iter(options), ""), DFlashConfig)
-    config = kind(
-        **LAYERS,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(0, 1, 2),
-        num_hidden_layers=1,
-        block_size=4,
-        mask_token_id=VOCABULARY - 1,
-        **options,
-    )
-    head: DFlashHead = kind_named(config.kind).head(config)  # type: ignore[assignment]
-    for name, weight in head.named_parameters():
-        if name.startswith(("markov_head", "prefix_gru", "embed_proj", "candidate_selector")):
-            torch.nn.init.normal_(weight, std=0.5)
-    return head.eval().to(torch.float64)
-
-
-@functools.cache
-def _peagle() -> PEagleHead:
-    torch.manual_seed(7)
-    config = PEagleConfig(
-        **LAYERS,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(0, 1, 2),
-        num_hidden_layers=2,
-        mask_token_id=VOCABULARY - 1,
-    )
-    return PEagleHead(config).eval().to(torch.float64)
-
-
-@functools.cache
-def _mtp(modules: int) -> MtpHead:
-    torch.manual_seed(9)
-    config = MtpConfig(
-        **LAYERS,
-        draft_vocab_size=VOCABULARY,
-        boundaries=(LAST_HIDDEN,),
-        num_hidden_layers=modules,
-    )
-    return MtpHead(config).eval().to(torch.float64)
-
-
-@functools.cache
-def _kangaroo() -> KangarooHead:
-    torch.manual_seed(9)
-    given = {"boundaries": (1,), "initializer_range": 0.5}
-    return KangarooHead(KangarooConfig.for_target("kangaroo", toy(), options=given)).eval().to(torch.float64)
+HEADS = Heads(
+    model=toy(),
+    layers={
+        **{"hidden_size": 8, "target_hidden_size": 8, "intermediate_size": 12, "head_dim": 4},
+        **{"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": VOCABULARY, "initializer_range": 0.3},
+    },
+    latent=LatentConfig(kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=4, q_lora_rank=6),
+    known=[0, 1, 3],
+)
+CANDIDATES = {"selector_rank": 4, "selector_top_k": 3, "conv_group_size": 2}
+DOMINO = {"emb_dim": 3, "gru_hidden_dim": 4}
 
 
 def _dspark(shape: Sequence[int]) -> Variant:
-    return Variant("dspark", "tree", {"model": _dflash(markov_rank=4, markov_head_type="rnn"), "shape": shape})
+    return Variant("dspark", "tree", {"model": HEADS.dflash(markov_rank=4, markov_head_type="rnn"), "shape": shape})
 
 
 def _peagle_tree(shape: Sequence[int]) -> Variant:
-    return Variant("peagle", "tree", {"model": _peagle(), "shape": shape, "draw": "without_replacement"})
+    return Variant("peagle", "tree", {"model": HEADS.peagle(), "shape": shape, "draw": "without_replacement"})
 
 
 def _kangaroo_tree(shape: Sequence[int]) -> Variant:
-    return Variant("kangaroo", "tree", {"model": _kangaroo(), "shape": shape, "exit_below": 0.4})
+    return Variant("kangaroo", "tree", {"model": ADAPTER, "shape": shape, "exit_below": 0.4})
 
 
+ADAPTER = HEADS.kangaroo(initializer_range=0.5)
 CHAIN = {"num_speculative_tokens": 3}
 NOVEL = (3,)
 """Nothing to copy."""
@@ -230,32 +111,32 @@ SAMPLING = [
     Variant("skip_layers", "stopping-tree", {"skip": ["1.mlp"], "shape": (2, 1), "adapt_threshold": True}),
     Variant("early_exit", "chain", {"exit_layer": 1, **CHAIN}),
     Variant("early_exit", "tree", {"exit_layer": 1, "tree": (0, 1, 1, 2)}),
-    Variant("eagle3", "chain", {"model": _head(3), **CHAIN}),
-    Variant("eagle3", "dynamic", {"model": _head(3), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
-    Variant("eagle3", "latent-chain", {"model": _head(3, latent=True), **CHAIN}),
-    Variant("eagle3", "latent-tree", {"model": _head(3, latent=True), "shape": (2, 1, 1)}),
-    Variant("eagle", "tree", {"model": _head(1), "shape": (2, 1, 1)}),
-    Variant("eagle2", "sampled", {"model": _head(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
-    Variant("medusa", "chain", {"model": _medusa(), "shape": (1, 1, 1), "draw": "iid"}),
-    Variant("medusa", "tree", {"model": _medusa(), "shape": (2, 1), "draw": "without_replacement"}),
-    Variant("hydra", "chain", {"model": _hydra(1), **CHAIN}),
-    Variant("hydra", "tree", {"model": _hydra(0), "shape": (2, 1, 1)}),
-    Variant("mlp_speculator", "chain", {"model": _mlp(scale_input=True), **CHAIN}),
-    Variant("mlp_speculator", "tree", {"model": _mlp(tie_weights=True), "shape": (2, 1, 1)}),
-    Variant("dflash", "best-first", {"model": _dflash(), "num_speculative_tokens": 3, "nodes": 5}),
-    Variant("dflash", "chain", {"model": _dflash(), "shape": (1, 1, 1)}),
-    Variant("dspark", "chain", {"model": _dflash(markov_rank=4), **CHAIN}),
+    Variant("eagle3", "chain", {"model": HEADS.eagle(), **CHAIN}),
+    Variant("eagle3", "dynamic", {"model": HEADS.eagle(), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
+    Variant("eagle3", "latent-chain", {"model": HEADS.eagle(latent=True), **CHAIN}),
+    Variant("eagle3", "latent-tree", {"model": HEADS.eagle(latent=True), "shape": (2, 1, 1)}),
+    Variant("eagle", "tree", {"model": HEADS.eagle(1), "shape": (2, 1, 1)}),
+    Variant("eagle2", "sampled", {"model": HEADS.eagle(1), "num_speculative_tokens": 3, "top_k": 2, "nodes": 5}),
+    Variant("medusa", "chain", {"model": HEADS.medusa(), "shape": (1, 1, 1), "draw": "iid"}),
+    Variant("medusa", "tree", {"model": HEADS.medusa(), "shape": (2, 1), "draw": "without_replacement"}),
+    Variant("hydra", "chain", {"model": HEADS.hydra(num_hidden_layers=1), **CHAIN}),
+    Variant("hydra", "tree", {"model": HEADS.hydra(num_hidden_layers=0), "shape": (2, 1, 1)}),
+    Variant("mlp_speculator", "chain", {"model": HEADS.mlp(scale_input=True), **CHAIN}),
+    Variant("mlp_speculator", "tree", {"model": HEADS.mlp(tie_weights=True), "shape": (2, 1, 1)}),
+    Variant("dflash", "best-first", {"model": HEADS.dflash(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("dflash", "chain", {"model": HEADS.dflash(), "shape": (1, 1, 1)}),
+    Variant("dspark", "chain", {"model": HEADS.dflash(markov_rank=4), **CHAIN}),
     _dspark((2, 1)),
-    Variant("domino", "chain", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), **CHAIN}),
-    Variant("domino", "tree", {"model": _dflash(emb_dim=3, gru_hidden_dim=4), "shape": (2, 1, 1)}),
-    Variant("dflash2", "chain", {"model": _dflash(selector_rank=4, **CANDIDATES), **CHAIN}),
-    Variant("dflash2", "tree", {"model": _dflash(selector_rank=4, **CANDIDATES), "shape": (2, 1, 1)}),
-    Variant("peagle", "best-first", {"model": _peagle(), "num_speculative_tokens": 3, "nodes": 5}),
-    Variant("mtp", "chain", {"model": _mtp(1), **CHAIN}),
-    Variant("mtp", "two-modules-tree", {"model": _mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
-    Variant("peagle", "chain", {"model": _peagle(), "shape": (1, 1, 1)}),
+    Variant("domino", "chain", {"model": HEADS.dflash(**DOMINO), **CHAIN}),
+    Variant("domino", "tree", {"model": HEADS.dflash(**DOMINO), "shape": (2, 1, 1)}),
+    Variant("dflash2", "chain", {"model": HEADS.dflash(**CANDIDATES), **CHAIN}),
+    Variant("dflash2", "tree", {"model": HEADS.dflash(**CANDIDATES), "shape": (2, 1, 1)}),
+    Variant("peagle", "best-first", {"model": HEADS.peagle(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("mtp", "chain", {"model": HEADS.mtp(1), **CHAIN}),
+    Variant("mtp", "two-modules-tree", {"model": HEADS.mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
+    Variant("peagle", "chain", {"model": HEADS.peagle(), "shape": (1, 1, 1)}),
     _peagle_tree((2, 1)),
-    Variant("kangaroo", "chain", {"model": _kangaroo(), "exit_below": 0.5, **CHAIN}),
+    Variant("kangaroo", "chain", {"model": ADAPTER, "exit_below": 0.5, **CHAIN}),
     _kangaroo_tree((2, 1)),
     Variant("cascade", "chain", {"model": _relative(), "inner": COPIES, **CHAIN}),
     Variant("cascade", "tail", {"model": _relative(), "inner": COPIES, "num_speculative_tokens": 2, "tail": 3}),
@@ -353,21 +234,6 @@ def test_a_rule_that_is_chosen_by_the_drawn_tree(monkeypatch: Patch, name: str) 
     assert _bias(name) > 0.05
 
 
-def test_a_drafter_that_takes_back_what_it_drew(monkeypatch: Patch) -> None:
-    cut = FixedTree._cut
-
-    def likely_only(self: FixedTree, tree: TokenTree, grown: Grown, place: int, row: Any, nodes: int, *a: Any) -> Any:
-        whole = TokenTree(tree.tokens[0])
-        cut(self, whole, grown, place, row, nodes, *a)
-        last = whole.size
-        while last and float(whole.draft_probs[whole.parents[last]][whole.tokens[last]]) < 0.4:
-            last -= 1
-        return cut(self, tree, grown, place, row, last, *a)
-
-    monkeypatch.setattr(trees.FixedTree, "_cut", likely_only)
-    assert _bias("draft_model-chain") > 0.01
-
-
 def test_a_composition_that_looks_at_drawn_values(monkeypatch: Patch) -> None:
     def promises(tree: TokenTree, threshold: float) -> bool:
         if not tree.draft_probs:
@@ -378,62 +244,9 @@ def test_a_composition_that_looks_at_drawn_values(monkeypatch: Patch) -> None:
     assert _bias("first_of-model-or-copy") > 0.01
 
 
-def test_a_join_that_drops_drawn_twins(monkeypatch: Patch) -> None:
-    def merged(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
-        copied = {other.tokens[1] for other in others if other.size}
-        return join(TokenTree(base.tokens[0]) if base.size and base.tokens[1] in copied else base, others, nodes)
-
-    monkeypatch.setattr(composed, "join", merged)
-    assert _bias("merge-path-beside-3") > 0.01
-
-
 @pytest.mark.parametrize("name", ["draft_model-chain", "merge-path-beside-3", "auto-several"])
 def test_a_policy_that_looks_at_drawn_values(monkeypatch: Patch, name: str) -> None:
     admit = DrafterPool.admit
     assert _bias(name, prompt=NOVEL, controlled=True) < TOLERANCE
     monkeypatch.setattr(DrafterPool, "admit", lambda self, trees: without_unlikely(admit(self, trees)))
     assert _bias(name, prompt=NOVEL, controlled=True) > 0.01
-
-
-def test_a_grammar_that_takes_drawn_nodes_away(monkeypatch: Patch) -> None:
-    """Drafting without the grammar is lossless as long as nobody looks at what was drawn."""
-    neutral = FixedTree._grower
-
-    def ungrammatical(self: FixedTree, context: Any, index: int) -> Any:
-        grower = neutral(self, context, index)
-        return replace(grower, sampler=Sampler(replace(grower.sampler.params, logits_processors=()), ()))
-
-    monkeypatch.setattr(trees.FixedTree, "_grower", ungrammatical)
-    assert _bias("draft_model-chain", grammar=True) < TOLERANCE
-
-    def permitted(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
-        return [TokenTree(tree.tokens[0]) if tree.tokens[1:2] == (tree.tokens[0],) else tree for tree in trees]
-
-    monkeypatch.setattr(core, "drop_forbidden", permitted)
-    assert _bias("draft_model-chain", grammar=True) > 0.01
-
-
-def test_a_cut_at_a_stop_token_that_loses_it(monkeypatch: Patch) -> None:
-    verify = stepping.verify
-
-    def verified(row: Row, scores: Scores, index: int, rule: str) -> Any:
-        found = verify(row, scores, index, rule)
-        verdict = found.verdict
-        if verdict.kind is not Source.DRAFT:
-            return found
-        return found._replace(verdict=replace(verdict, next_token=2))
-
-    monkeypatch.setattr(stepping, "verify", verified)
-    assert _bias("draft_model-chain") < TOLERANCE, "the stop token is never accepted"
-    assert _bias("draft_model-chain", stop=1) > 0.01
-
-
-def test_a_cut_at_max_tokens_that_comes_late(monkeypatch: Patch) -> None:
-    check = Completion._check_end
-
-    def counted(self: Completion, token: int, piece: str, length: int) -> None:
-        self.row.tokens_left += length == 3
-        check(self, token, piece, length)
-
-    monkeypatch.setattr(Completion, "_check_end", counted)
-    assert _bias("draft_model-chain", room=3) > 0.01

@@ -13,17 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from contract.harness import (
-    PROMPT,
-    PROMPTS,
-    SAMPLED,
-    VOCABULARY,
-    Variant,
-    as_prompts,
-    each_drafter,
-    installed,
-    llm,
-)
+from contract.harness import PROMPT, PROMPTS, SAMPLED, VOCABULARY, Variant, as_prompts, each_drafter, installed, llm
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain

@@ -1,21 +1,10 @@
-"""However wrong a drafter is, and however it fails, answers stay what they were."""
+"""However wrong the distributions are that a drafter draws from, answers stay what they were."""
 
 from __future__ import annotations
 
 import pytest
 
-from contract.harness import (
-    LEVEL,
-    PROMPTS,
-    Variant,
-    as_prompts,
-    expected,
-    installed,
-    llm,
-    p_value,
-    sample,
-    tokens_of,
-)
+from contract.harness import LEVEL, PROMPTS, Variant, as_prompts, expected, installed, llm, p_value, sample, tokens_of
 from contract.test_greedy import NEUTRAL, reference
 from contract.wrong import WRONG
 

@@ -1,8 +1,7 @@
-"""Drafters that are as wrong as can be. None of them may change an answer."""
+"""Drafters that draw from distributions as wrong as can be; those that break their contract: `misbehaving`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +61,6 @@ class OffSupport(Wrong):
         return _sampled_chain(context, row, depth, torch.nn.functional.one_hot(torch.tensor(NEVER), VOCABULARY).float())
 
 
-class Given(Wrong):
-    """Deterministic, and always wrong."""
-
-    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        tree = context.trees()[row]
-        tree.add_path([NEVER] * min(depth, 3))
-        return tree
-
-
 class Whimsical(Wrong):
     """Half of the vocabulary, the half depending on the last token."""
 
@@ -112,64 +102,6 @@ class Misdeclared(Twins):
         return DraftKind(sampled=True, chain=True)
 
 
-class Raising(Wrong):
-    """Fails in every second proposal."""
-
-    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        if self.calls % 2:
-            raise RuntimeError("as planned")
-        return Uniform.chain(self, context, row, depth)  # type: ignore[arg-type]
-
-
-class Deaf(Uniform):
-    """Fails whenever it is shown something."""
-
-    def extend(self, context: DraftContext) -> None:
-        raise RuntimeError("as planned")
-
-    def observe(self, *_: object) -> None:
-        raise RuntimeError("as planned")
-
-
-class Overlong(Wrong):
-    """Heeds no budget."""
-
-    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        tree = context.trees()[row]
-        tree.add_path(list(context.tokens[row][-1:]) * 9)
-        return tree
-
-
-def _spoiled(spoil: Callable[[TokenTree], None]) -> type[Wrong]:
-    class Spoiled(Uniform):
-        def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-            tree = super().chain(context, row, depth)
-            if tree.size:
-                spoil(tree)
-            return tree
-
-    return Spoiled
-
-
-def _cycle(tree: TokenTree) -> None:
-    tree.parents[1] = 1
-
-
-def _alien(tree: TokenTree) -> None:
-    tree.tokens[1] = VOCABULARY
-
-
 WRONG: dict[str, type[Wrong]] = {
-    "uniform": Uniform,
-    "off-support": OffSupport,
-    "given": Given,
-    "whimsical": Whimsical,
-    "twins": Twins,
-    "undeclared": Undeclared,
-    "misdeclared": Misdeclared,
-    "raising": Raising,
-    "deaf": Deaf,
-    "overlong": Overlong,
-    "cycle": _spoiled(_cycle),
-    "outside-the-vocabulary": _spoiled(_alien),
+    cls.__name__.lower(): cls for cls in (Uniform, OffSupport, Whimsical, Twins, Undeclared, Misdeclared)
 }
