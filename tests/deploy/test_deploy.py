@@ -32,8 +32,7 @@ from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
 from forerun.plan.planner import PlanLoad
 from forerun.shipped import resolve
-from heads.samples import PLAIN, TARGET, sample
-from heads.test_dflash_format import FACTS
+from heads.samples import FACTS, PLAIN, TARGET, sample
 from launch_lines import GOLDEN, HEAD, MERGED, SMALL, SPREAD
 from training.ttt import dflash
 

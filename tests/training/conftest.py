@@ -8,14 +8,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
+from forerun.types import SpeculationStats
 from ports import free_ports
 from training.ttt import VOCABULARY, model
 
@@ -46,27 +50,62 @@ def prepared(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def words(target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
+def line_of(kind: str, target: Path, data: Path, output: Path, steps: int, *more: str) -> list[str]:
+    """The words that train a kind in float32."""
     return [
-        *("train", "eagle3", "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32"),
-        *("target_dtype=float32", "windows.length=64", "windows.rows=4", "objective.steps=3", "draft.vocab_size=32"),
-        *("draft.options={fc_norm: true, norm_output: true, boundaries: [1, 2, 3]}",),
-        *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
-        *("evaluation.settings={max_tokens: 16, top_k: 2, nodes: 6}",),
+        *("train", kind, "--json", "--target", str(target), "--data", str(data), "--output", str(output)),
+        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32", "target_dtype=float32"),
+        *("windows.length=64", "windows.rows=4", *more),
     ]
 
 
-def in_two_processes(runs: Sequence[Sequence[str]]) -> str:
-    """Run command lines of forerun one after the other, each on two processes; what the first process says."""
-    ports = free_ports(len(runs))
-    worker = Path(__file__).with_name("two_processes.py")
-    path = os.pathsep.join([str(worker.parents[1]), *sys.path])
+def evaluated(prepared: Path, settings: str = "max_tokens: 16, top_k: 2, nodes: 6") -> list[str]:
+    return [
+        *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
+        f"evaluation.settings={{{settings}}}",
+    ]
+
+
+def words(target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
+    """The words that train an EAGLE-3 head."""
+    shape = "draft.options={fc_norm: true, norm_output: true, boundaries: [1, 2, 3]}"
+    more = ("objective.steps=3", "draft.vocab_size=32", shape, *evaluated(prepared))
+    return line_of("eagle3", target, prepared, output, steps, *more)
+
+
+def logged(output: Path, name: str) -> list[float]:
+    """What a run's log says of a figure, line by line."""
+    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def drafts(target: Path | str, method: str, model: Path | str, **options: Any) -> float:
+    """Mean acceptance length of greedy drafts, over several prompts; the text is plain decoding's."""
+    config = {"method": method, "model": str(model), "adaptive": False, **options}
+    llm, total = LLM(str(target), speculative_config=config), SpeculationStats()
+    prompts = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 8)]
+    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
+    drafted, plain = (llm.generate(prompts, params, speculative=on) for on in (None, False))
+    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in plain]
+    for one in drafted:
+        total.add(one.outputs[0].speculation)
+    return total.mean_acceptance_length
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two files hold the same tensors, bit for bit."""
+    left, right = load_file(one), load_file(other)
+    return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def run_twice(worker: Path, argument: str, **environment: str) -> list[str]:
+    """What two processes of a test print that run the same script, each with its rank."""
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
     shared = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **environment}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(worker), json.dumps(list(zip(ports, runs, strict=True)))],
+            [sys.executable, str(worker), argument],
             env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -81,4 +120,10 @@ def in_two_processes(runs: Sequence[Sequence[str]]) -> str:
     finally:
         for process in processes:
             process.kill()
-    return said[0][0]
+    return [out for out, _ in said]
+
+
+def in_two_processes(runs: Sequence[Sequence[str]]) -> str:
+    """Run command lines of forerun one after the other, each on two processes; what the first process says."""
+    lines = json.dumps(list(zip(free_ports(len(runs)), runs, strict=True)))
+    return run_twice(Path(__file__).with_name("two_processes.py"), lines)[0]

@@ -15,7 +15,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
 from forerun.losses.batch import FeatureBatch, TokenBatch
@@ -28,10 +27,9 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import make_recipe
 from forerun.training.run import make_writer
 from forerun.training.trained import TrainedModel
-from forerun.types import SpeculationStats
 from llamas import tiny_llama
 from selection import slow
-from training.conftest import in_two_processes
+from training.conftest import drafts, evaluated, in_two_processes, line_of, logged, same_weights
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, model
 
@@ -213,12 +211,8 @@ def test_what_is_drawn_follows_seed_batch_and_row_and_the_models_distribution() 
 
 
 def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
-    return [
-        *("train", "distill", "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32", "windows.rows=4"),
-        *("target_dtype=float32", "windows.length=64", "training.log_every_steps=1", "objective.prompt_tokens=2"),
-        *more,
-    ]
+    own = ("training.log_every_steps=1", "objective.prompt_tokens=2")
+    return line_of("distill", target, prepared, output, steps, *own, *more)
 
 
 @pytest.fixture(scope="module")
@@ -230,27 +224,6 @@ def start(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def logged(output: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
-def drafts(target: Path, folder: Path) -> float:
-    """The folder drafts losslessly; its greedy drafts' mean acceptance length, over all prompts."""
-    total = SpeculationStats()
-    llm = LLM(str(target), speculative_config={"method": "draft_model", "model": str(folder), "adaptive": False})
-    prompts = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 8)]
-    for temperature in (0, 1):
-        params = SamplingParams(temperature=temperature, max_tokens=24, detokenize=False, seed=1)
-        drafted = llm.generate(prompts, params)
-        if not temperature:
-            plain = llm.generate(prompts, params, speculative=False)
-            assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in plain]
-            for one in drafted:
-                total.add(one.outputs[0].speculation)
-    return total.mean_acceptance_length
-
-
 @pytest.mark.parametrize(
     "way", ["cross_entropy draft", *slow("reverse_kl data", "total_variation data", "jensen_shannon target")]
 )
@@ -260,8 +233,7 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     """In 60 steps the overlap on the data's texts rises by 0.1 at least, on-policy from its own texts."""
     divergence, writer = way.split()
     more = [f"objective.divergence={divergence}", f"objective.writer={writer}", "--draft", str(start)]
-    more += [f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"]
-    more += ["evaluation.settings={max_tokens: 16, nodes: 10}", "training.eval_every_steps=30"]
+    more += [*evaluated(prepared, "max_tokens: 16, nodes: 10"), "training.eval_every_steps=30"]
     assert main(words(target, prepared, tmp_path / "run", 60, *more)) == 0
     outcome = json.loads(capsys.readouterr().out)
     overlaps = logged(tmp_path / "run", "overlap_0")
@@ -270,7 +242,8 @@ def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
     assert all(
         len(logged(tmp_path / "run", f"eval/acceptance_{of}_1")) == 2 for of in ("tree_t0", "chain_t1", "tree_t1")
     )
-    assert drafts(target, Path(outcome["draft"])) > drafts(target, start) + 0.05
+    lengths = [drafts(target, "draft_model", folder) for folder in (outcome["draft"], start)]
+    assert lengths[0] > lengths[1] + 0.05
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
 
 
@@ -286,9 +259,8 @@ def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(
     outcome = json.loads(capsys.readouterr().out)
     overlaps = logged(tmp_path / "run", "overlap_0")
     assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.03, "it has half of the target's layers already"
-    written, trained = (load_file(tmp_path / "run" / name / "model.safetensors") for name in ("draft", "checkpoint-60"))
-    assert written.keys() == trained.keys() and all(torch.equal(written[name], trained[name]) for name in trained)
-    assert drafts(target, Path(outcome["draft"])) > 1.2
+    assert same_weights(*(tmp_path / "run" / name / "model.safetensors" for name in ("draft", "checkpoint-60")))
+    assert drafts(target, "draft_model", outcome["draft"]) > 1.2
 
 
 def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
@@ -303,10 +275,8 @@ def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
         shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
     assert main(words(target, prepared, tmp_path / "two", 6, *more)) == 0
     assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
-    one, two = (load_file(tmp_path / name / "draft" / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
-    begun = load_file(start / "model.safetensors")
-    assert not torch.equal(one["lm_head.weight"], begun["lm_head.weight"])
+    one, two = (tmp_path / name / "draft" / "model.safetensors" for name in ("one", "two"))
+    assert same_weights(one, two) and not same_weights(one, start / "model.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -348,17 +318,6 @@ def test_a_spread_draft_model_does_not_write() -> None:
         run.module = run.model = None
         with pytest.raises(ArgumentError, match=rf"objective\.writer={writer} needs the whole .*--parallel ddp"):
             make_writer(run)  # type: ignore[arg-type]
-
-
-def test_stored_features_train_the_draft_that_online_ones_do(
-    target: Path, prepared: Path, start: Path, tmp_path: Path
-) -> None:
-    where = ("--target", str(target), "--data", str(prepared), "--output", str(tmp_path / "store"))
-    assert main(["features", *where, "--boundaries", "none", "--dtype", "float32", "--no-probe", "--yes"]) == 0
-    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'store'}"))):
-        assert main(words(target, prepared, tmp_path / name, 2, "--draft", str(start), *more)) == 0
-    losses = [logged(tmp_path / name, "loss") for name in ("online", "offline")]
-    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 @pytest.mark.slow

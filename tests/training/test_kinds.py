@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.control.config import method_of
 from forerun.drafters import DRAFTERS, drafter_class
@@ -22,6 +21,7 @@ from llamas import tiny_llama
 from mtp_targets import with_fresh_layers
 from selection import one_of_each
 from training import ttt
+from training.conftest import drafts, evaluated, line_of, logged
 
 WAYS: dict[str, list[dict[str, object]]] = {
     "eagle3": [],  # `test_run` trains it at length
@@ -35,13 +35,7 @@ SIZES = {"domino": {"gru_hidden_dim": 48, "emb_dim": 32}}
 
 
 def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
-    return [
-        *("train", kind, "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *(f"training.steps={steps}", "training.learning_rate=1e-2", "training.dtype=float32"),
-        *("target_dtype=float32", "windows.length=64", "windows.rows=4"),
-        *(f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"),
-        *("evaluation.settings={max_tokens: 16, top_k: 2, nodes: 6}", *SMALL.get(kind, [])),
-    ]
+    return line_of(kind, target, prepared, output, steps, *evaluated(prepared), *SMALL.get(kind, []))
 
 
 FALLS = {"dflash": 0.95, "dflash2": 0.93, "hydra": 0.97, "mlp_speculator": 0.95, "kangaroo": 0.98}
@@ -65,7 +59,7 @@ def test_a_trained_head_drafts(
     assert main([*made, "training.log_every_steps=1"]) == 0
     late = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = logged(tmp_path / "run", "loss")
     assert len(losses) == late["steps"] == 40
     # Batches differ in how hard they are: the first and the last two passes over the data.
     assert sum(losses[-12:]) / 12 < FALLS.get(kind, 0.9) * sum(losses[:6]) / 6
@@ -75,13 +69,8 @@ def test_a_trained_head_drafts(
     assert {f"eval/{shape}" for shape in shapes} | {"eval/acceptance_0", "eval/acceptance_1"} <= measured
     assert {f"eval/acceptance_{shape}_0" for shape in shapes - {"chain_t0"}} <= measured
     assert method_of(late["head"]) == kind, "named by its folder alone, it drafts as what it is"
-    params, prompt = SamplingParams(temperature=0, max_tokens=24, detokenize=False), {"prompt_token_ids": [3]}
     for way in WAYS.get(kind, [{"method": kind}]):
-        llm = LLM(str(target), speculative_config={**way, "model": late["head"], "adaptive": False})
-        drafted = llm.generate(prompt, params)[0].outputs[0]
-        plain = llm.generate(prompt, params, speculative=False)[0].outputs[0]
-        assert drafted.token_ids == plain.token_ids
-        assert drafted.speculation.mean_acceptance_length > 1.2
+        assert drafts(target, **{"model": late["head"], **way}) > 1.2
 
 
 def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prepared: Path, tmp_path: Path) -> None:
@@ -93,8 +82,7 @@ def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prep
     for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'last'}"))):
         made = words("medusa", target, prepared, tmp_path / name, 2)
         assert main([*made, "evaluation.prompts=null", "training.log_every_steps=1", *more]) == 0
-        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "loss" in line])
+        losses.append(logged(tmp_path / name, "loss"))
     assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
     made = words("medusa", target, prepared, tmp_path / "refused", 2)
     assert main([*made, "mode=offline", f"features={tmp_path / 'three'}"]) == 2

@@ -20,6 +20,7 @@ from forerun.training.layerskip import LayerSkipObjective, LayerSkipSettings, dr
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from llamas import tiny_llama
+from training.conftest import evaluated, line_of
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, model
 
@@ -109,23 +110,15 @@ def test_weights_chances_and_curricula_are_the_papers() -> None:
     ]
 
 
-def words(target: Path, prepared: Path, output: Path, *more: str) -> list[str]:
-    return [
-        *("train", "layerskip", "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *("training.learning_rate=3e-3", "training.dtype=float32", "target_dtype=float32", "windows.rows=4"),
-        *("windows.length=64", "training.log_every_steps=1", "objective={curriculum: all, exit_scale: 1.0}", *more),
-    ]
-
-
 @pytest.mark.slow
 def test_early_exits_draft_better_after_training_and_losslessly(
     target: Path, prepared: Path, tmp_path: Path, capsys: Any
 ) -> None:
     """In 60 steps the exit after half of the layers overlaps by 0.1 more with the target, which stays as it was by two
     percent of its loss; the best weights are those of the last evaluation."""
-    more = ("training.steps=60", "training.eval_every_steps=30", f"evaluation.prompts={prepared}")
-    more += ("evaluation.count=3", "evaluation.prompt_tokens=4", "evaluation.settings={max_tokens: 16}")
-    assert main(words(target, prepared, tmp_path / "run", *more)) == 0
+    more = ["training.learning_rate=3e-3", "training.log_every_steps=1", "training.eval_every_steps=30"]
+    more += ["objective={curriculum: all, exit_scale: 1.0}", *evaluated(prepared, "max_tokens: 16")]
+    assert main(line_of("layerskip", target, prepared, tmp_path / "run", 60, *more)) == 0
     outcome = json.loads(capsys.readouterr().out)
     lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "overlap_1" in line]
@@ -145,12 +138,10 @@ def test_early_exits_draft_better_after_training_and_losslessly(
     trained = outcome["model"]
     assert AutoModelForCausalLM.from_pretrained(trained).config.num_hidden_layers == layers
     config = {"method": "early_exit", "exit_layer": layers // 2, "num_speculative_tokens": 3, "adaptive": False}
-    llm = LLM(trained, speculative_config=config)
+    llm, prompt = LLM(trained, speculative_config=config), {"prompt_token_ids": [3]}
     params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-    prompts = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 8)]
-    plain = llm.generate(prompts, params, speculative=False)
-    drafted = llm.generate(prompts, params)
-    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in plain]
+    drafted, plain = (llm.generate(prompt, params, speculative=on)[0].outputs[0] for on in (None, False))
+    assert drafted.token_ids == plain.token_ids
 
 
 @pytest.mark.parametrize("word", ["draft.vocab_size=20", "draft.options={layers: 2}", "target_parallel=fsdp"])

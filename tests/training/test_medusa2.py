@@ -21,9 +21,8 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.medusa2 import Medusa2Objective, Medusa2Settings, TargetAndHead
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
-from forerun.types import SpeculationStats
 from llamas import tiny_llama
-from training.conftest import in_two_processes
+from training.conftest import drafts, evaluated, line_of, same_weights
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, medusa, model
 
@@ -98,11 +97,8 @@ def test_the_stages_and_their_learning_rates() -> None:
 
 
 def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
-    return [
-        *("train", "medusa2", "--json", "--target", str(target), "--data", str(prepared), "--output", str(output)),
-        *(f"training.steps={steps}", "training.learning_rate=1e-3", "training.dtype=float32", "target_dtype=float32"),
-        *("windows.rows=4", "windows.length=64", "training.log_every_steps=1", "draft.options={num_heads: 3}", *more),
-    ]
+    own = ("training.learning_rate=1e-3", "training.log_every_steps=1", "draft.options={num_heads: 3}")
+    return line_of("medusa2", target, prepared, output, steps, *own, *more)
 
 
 def test_the_target_stands_still_until_the_heads_have_learnt_and_a_stopped_run_goes_on_to_the_bit(
@@ -121,8 +117,7 @@ def test_the_target_stands_still_until_the_heads_have_learnt_and_a_stopped_run_g
     (tmp_path / "on").mkdir()
     shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "on" / "checkpoint-2")
     assert main(words(target, prepared, tmp_path / "on", 6, *more, "objective.warmup=0")) == 0
-    again = load_file(tmp_path / "on" / "checkpoint-6" / "model.safetensors")
-    assert again.keys() == stages[2].keys() and all(torch.equal(again[name], stages[2][name]) for name in again)
+    assert same_weights(*(tmp_path / name / "checkpoint-6" / "model.safetensors" for name in ("on", "whole")))
     capsys.readouterr()
 
 
@@ -132,35 +127,6 @@ def held_out_loss(folder: Path | str, texts: list[list[int]]) -> float:
     lm = AutoModelForCausalLM.from_pretrained(folder)
     losses = [lm(torch.tensor([text]), labels=torch.tensor([text])).loss for text in texts]
     return float(torch.stack(losses).mean())
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_trains_across_both_stages(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ("objective.warmup=0.2",)
-    assert main(words(target, prepared, tmp_path / "one", 4, *more)) == 0
-    half = (*more, "windows.rows=2", "--parallel")
-    in_two_processes([words(target, prepared, tmp_path / way, 4, *half, way) for way in ("ddp", "fsdp")])
-    one = load_file(tmp_path / "one" / "checkpoint-4" / "model.safetensors")
-    for way in ("ddp", "fsdp"):
-        two = load_file(tmp_path / way / "checkpoint-4" / "model.safetensors")
-        assert one.keys() == two.keys()
-        for name, tensor in one.items():
-            torch.testing.assert_close(two[name], tensor, atol=2e-5, rtol=1e-4, msg=f"{way}: {name}")
-    capsys.readouterr()
-
-
-def accepted(folder: str, head: str) -> float:
-    """Tokens of a pass with chains of three, whose text is plain decoding's."""
-    llm = LLM(folder, speculative_config={"method": "medusa", "model": head, "shape": (1, 1, 1), "adaptive": False})
-    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-    prompts, total = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 4)], SpeculationStats()
-    plain = llm.generate(prompts, params, speculative=False)
-    for one, other in zip(llm.generate(prompts, params), plain, strict=True):
-        assert one.outputs[0].token_ids == other.outputs[0].token_ids
-        total.add(one.outputs[0].speculation)
-    return total.mean_acceptance_length
 
 
 @pytest.mark.slow
@@ -179,8 +145,7 @@ def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
     def right(lines: list[dict[str, float]]) -> float:
         return sum(line["acceptance_0"] for line in lines) / len(lines)
 
-    evaluation = (f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4")
-    outcome, together = trained("run", *evaluation, "evaluation.settings={max_tokens: 16, nodes: 6}")
+    outcome, together = trained("run", *evaluated(prepared, "max_tokens: 16, nodes: 6"))
     _, alone = trained("alone", "objective.heads_first=1")
     assert right(together[-12:]) > right(together[:6]) + 0.1
     assert right(together[-12:]) > right(alone[-12:]) + 0.03
@@ -193,7 +158,7 @@ def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
     assert held_out_loss(outcome["model"], texts) < 1.05 * held_out_loss(target, texts)
     stored = json.loads((Path(outcome["head"]) / "config.json").read_text())
     assert stored["base_model_name_or_path"] == outcome["model"] and stored["medusa_num_heads"] == 3
-    assert outcome["best"] > 1.2 and accepted(outcome["model"], outcome["head"]) > 1.2
+    assert outcome["best"] > 1.2 and drafts(outcome["model"], "medusa", outcome["head"], shape=(1, 1, 1)) > 1.2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.control.config import method_of
 from forerun.decode.drafter import DrafterSetup
@@ -31,10 +30,10 @@ from forerun.errors import ArgumentError
 from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.training.pard import PardObjective, PardSettings
-from forerun.types import LAST_HIDDEN, SpeculationStats
+from forerun.types import LAST_HIDDEN
 from llamas import tiny_llama
-from selection import slow
-from training.test_distill import draft, logged
+from training.conftest import drafts, evaluated, line_of, logged
+from training.test_distill import draft
 from training.ttt import VOCABULARY, batch_of, model, tokens
 
 MASK = VOCABULARY - 1
@@ -142,46 +141,6 @@ def test_the_loss_and_its_gradient_equal_a_written_out_reference(few: bool, sett
         assert float(report.metrics[f"overlap_{depth}"][0]) == pytest.approx(overlap[depth], rel=1e-4)
 
 
-def test_nothing_that_counts_still_reaches_every_parameter() -> None:
-    lm = pard().requires_grad_(True)
-    batch = batch_of([tokens(6)], ())
-    batch.batch.loss_mask[:] = False
-    report = objective(lm, **PARD2)(batch)
-    assert float(report.weight) == 0
-    report.loss.backward()
-    assert all(weight.grad is not None for weight in lm.parameters())
-
-
-@pytest.mark.parametrize("settings", [PARD2, *slow({})], ids=["pard2", "pard"])
-def test_training_beats_the_untrained_model(settings: dict[str, Any]) -> None:
-    """A text that the target wrote: every depth is learnt, the deeper ones from masks alone. Sampled drafts gain where
-    the target's distributions are learnt: a text of its likeliest tokens teaches those alone."""
-    lm = pard().requires_grad_(True)
-    written = LLM(model(), tokenizer=False).generate(
-        [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY - 1, 6)],
-        SamplingParams(temperature=0, max_tokens=16, detokenize=False),
-    )
-    batch = batch_of([output.outputs[0].token_ids for output in written], ())
-    of = objective(lm, depths=4, **settings)
-    before = of(batch).metrics
-    steps = torch.optim.Adam(lm.parameters(), lr=1e-2)
-    lm.train()
-    torch.manual_seed(0)
-    for _ in range(120):
-        report = of(batch)
-        steps.zero_grad()
-        (report.loss / report.weight).backward()
-        steps.step()
-    lm.eval()
-    after = of(batch).metrics
-    for depth in range(4):
-        for figure in ("acceptance", "overlap") if settings else ("acceptance",):
-            first, last = (
-                float(total / count) for total, count in (one[f"{figure}_{depth}"] for one in (before, after))
-            )
-            assert last > first + 0.15, (depth, figure, first, last)
-
-
 def words() -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, models
 
@@ -224,19 +183,6 @@ def test_a_setting_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> N
         PardSettings(**settings)
 
 
-def drafts(target: Path, folder: Path) -> float:
-    """The folder drafts losslessly; its greedy drafts' mean acceptance length."""
-    config = {"method": "pard", "model": str(folder), "adaptive": False, "shape": (1, 1, 1)}
-    llm, total = LLM(str(target), speculative_config=config), SpeculationStats()
-    prompts = [{"prompt_token_ids": [first]} for first in range(0, VOCABULARY, 8)]
-    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-    drafted, plain = llm.generate(prompts, params), llm.generate(prompts, params, speculative=False)
-    assert [one.outputs[0].token_ids for one in drafted] == [one.outputs[0].token_ids for one in plain]
-    for one in drafted:
-        total.add(one.outputs[0].speculation)
-    return total.mean_acceptance_length
-
-
 def test_it_trains_from_the_command_line_and_writes_the_public_format(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,13 +191,9 @@ def test_it_trains_from_the_command_line_and_writes_the_public_format(
     draft(max_position_embeddings=128).save_pretrained(start)
     AutoTokenizer.from_pretrained(target).save_pretrained(start)
     assert method_of(start) == "draft_model"
-    given = {"--target": target, "--data": prepared, "--output": tmp_path / "run", "--draft": start}
-    made = ["train", "pard", "--json", *(str(part) for pair in given.items() for part in pair)]
-    made += ["training.steps=80", "training.learning_rate=1e-2", "training.dtype=float32", "target_dtype=float32"]
-    made += ["windows.length=64", "windows.rows=4", "training.log_every_steps=1", "objective.depths=3"]
-    made += [f"evaluation.prompts={prepared}", "evaluation.count=3", "evaluation.prompt_tokens=4"]
-    made += ["evaluation.settings={max_tokens: 16, nodes: 10}", "training.eval_every_steps=80"]
-    assert main(made) == 0
+    more = ["--draft", str(start), "training.log_every_steps=1", "objective.depths=3", "training.eval_every_steps=80"]
+    more += evaluated(prepared, "max_tokens: 16, nodes: 10")
+    assert main(line_of("pard", target, prepared, tmp_path / "run", 80, *more)) == 0
     outcome = json.loads(capsys.readouterr().out)
     for depth in range(3):
         figures = logged(tmp_path / "run", f"acceptance_{depth}")
@@ -269,4 +211,5 @@ def test_it_trains_from_the_command_line_and_writes_the_public_format(
     lm.config.pard_token = MASK
     lm.save_pretrained(untrained)
     AutoTokenizer.from_pretrained(target).save_pretrained(untrained)
-    assert drafts(target, folder) > 1.4 * drafts(target, untrained)
+    lengths = [drafts(target, "pard", one, shape=(1, 1, 1)) for one in (folder, untrained)]
+    assert lengths[0] > 1.4 * lengths[1]

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
-from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.manifests import TokenizerIdentity
@@ -25,7 +24,7 @@ from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
 from forerun.writing import alone
 from llamas import tiny_llama
-from training.conftest import in_two_processes, words
+from training.conftest import drafts, in_two_processes, logged, words
 from training.ttt import VOCABULARY, head, model, tokens
 
 
@@ -43,14 +42,7 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert any("eval/tree_t1" in line for line in log)
 
-    config = {"method": "eagle3", "model": late["head"], "top_k": 2, "nodes": 6, "adaptive": False}
-    llm = LLM(str(target), speculative_config=config)
-    params = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
-    prompt = {"prompt_token_ids": [3, 7]}
-    drafted = llm.generate(prompt, params)[0].outputs[0]
-    plain = llm.generate(prompt, params, speculative=False)[0].outputs[0]
-    assert drafted.token_ids == plain.token_ids
-    assert drafted.speculation.mean_acceptance_length > 1.2
+    assert drafts(target, "eagle3", late["head"], top_k=2, nodes=6) > 1.2
 
 
 @pytest.mark.parametrize(
@@ -151,12 +143,12 @@ VARIANTS = {
 }
 
 
-DTYPES = [(given, training) for given in ("bfloat16", "float16", "float32") for training in ("bfloat16", "float32")]
-
-
 @pytest.mark.parametrize(
     ("given", "training", "variant"),
-    [(*pair, "3.1") for pair in DTYPES] + [(*pair, name) for pair in DTYPES[:2] for name in list(VARIANTS)[1:]],
+    [
+        *(("bfloat16", "bfloat16", variant) for variant in VARIANTS),
+        *(("float16", "float32", "3.1"), ("float32", "bfloat16", "3.1")),
+    ],
 )
 def test_every_dtype_of_target_and_training_is_planned_and_trained(
     given: str, training: str, variant: str, target: Path, prepared: Path, tmp_path: Path
@@ -164,16 +156,20 @@ def test_every_dtype_of_target_and_training_is_planned_and_trained(
     """Online, where the features have the target's dtype."""
     made = words(target, prepared, tmp_path / "run", 2)
     made += [f"target_dtype={given}", f"training.dtype={training}", "objective.steps=2", "evaluation.prompts=null"]
-    made += ["draft.vocab_size=null", f"draft.options={VARIANTS[variant]}"]
-    assert main([*made, "--dry-run"]) == 0
-    assert not (tmp_path / "run").exists()
-    assert main(made) == 0
-    losses = logged(tmp_path / "run", "loss")
+    is_planned_and_trained([*made, "draft.vocab_size=null", f"draft.options={VARIANTS[variant]}"], tmp_path / "run")
+
+
+def is_planned_and_trained(line: list[str], output: Path) -> None:
+    assert main([*line, "--dry-run"]) == 0 and not output.exists()
+    assert main(line) == 0
+    losses = logged(output, "loss")
     assert losses and all(0 < loss < 10 for loss in losses)
 
 
-@pytest.mark.parametrize("training", ["bfloat16", "float32"])
-@pytest.mark.parametrize("stored", ["bfloat16", "float8", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("stored", "training"),
+    [("bfloat16", "float32"), ("float8", "bfloat16"), ("float16", "float32"), ("float32", "bfloat16")],
+)
 def test_every_stored_dtype_is_planned_and_trained(
     stored: str, training: str, target: Path, prepared: Path, tmp_path: Path
 ) -> None:
@@ -182,11 +178,7 @@ def test_every_stored_dtype_is_planned_and_trained(
     where = ("--target", str(target), "--data", str(prepared), "--output", str(store))
     assert main(["features", *where, "--boundaries", "1,2,3", "--dtype", stored, "--no-probe", "--yes"]) == 0
     made = [*words(target, prepared, tmp_path / "run", 2), f"training.dtype={training}", "evaluation.prompts=null"]
-    made += ["mode=offline", f"features={store}"]
-    assert main([*made, "--dry-run"]) == 0
-    assert main(made) == 0
-    losses = logged(tmp_path / "run", "loss")
-    assert losses and all(0 < loss < 10 for loss in losses)
+    is_planned_and_trained([*made, "mode=offline", f"features={store}"], tmp_path / "run")
 
 
 def test_prompts_of_another_tokenizer_are_refused(
@@ -314,11 +306,6 @@ def trained(target: Path, prepared: Path, tmp_path_factory: pytest.TempPathFacto
     runs += [lines_of(target, prepared, folder / "none", 2, *SPREADS[name], "--dry-run") for name in ("ddp", "tp-fsdp")]
     (folder / "said").write_text(in_two_processes(runs))
     return folder
-
-
-def logged(output: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
 
 
 @pytest.mark.slow

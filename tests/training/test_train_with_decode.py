@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
@@ -25,7 +24,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import make_recipe
 from forerun.training.run import TrainingRun
 from forerun.training.trained import trained_class
-from training.conftest import in_two_processes, words
+from training.conftest import logged, same_weights, words
 from training.ttt import VOCABULARY, model
 
 WRITTEN = ("objective.writer=target", "objective.prompt_tokens=4", "objective.temperature=0.0", "windows.length=32")
@@ -182,12 +181,7 @@ def test_what_a_resumed_run_may_ask_for_stays_and_nothing_else(target: Path, for
     assert held(10) == [*range(5, 15)], "the seventh step reads batch 7"
 
 
-def logged(output: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
-
-
-def line_of(target: Path, data: Path, output: Path, steps: int, *more: str) -> list[str]:
+def written_by(target: Path, data: Path, output: Path, steps: int, *more: str) -> list[str]:
     return [*words(target, data, output, steps), "training.log_every_steps=1", *WRITTEN, *more]
 
 
@@ -196,14 +190,13 @@ def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, r
     """Six steps at once, and three of them in another run, at temperature 1; a part of the documents stay."""
     more = ["objective.temperature=1.0", f"objective.reuse={reuse}", "objective.written=0.8", "objective.accepted=0.5"]
     more += ["training.save_every_steps=3", "training.keep_checkpoints=0", "evaluation.prompts=null"]
-    assert main(line_of(target, foreign, tmp_path / "one", 6, *more)) == 0
+    assert main(written_by(target, foreign, tmp_path / "one", 6, *more)) == 0
     (tmp_path / "two").mkdir()
     for name in ("checkpoint-3", "written"):
         shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
-    assert main(line_of(target, foreign, tmp_path / "two", 6, *more)) == 0
+    assert main(written_by(target, foreign, tmp_path / "two", 6, *more)) == 0
     assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
-    one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
-    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert same_weights(*(tmp_path / name / "head" / "model.safetensors" for name in ("one", "two")))
 
 
 @pytest.mark.slow
@@ -214,19 +207,9 @@ def test_it_lifts_acceptance_over_the_same_steps_without_it(
     lengths = []
     for name, more in (("without", ["objective.writer=data"]), ("with", ["objective.reuse=2"])):
         evaluation = [f"evaluation.prompts={prepared}", "draft.vocab_size=null", "evaluation.count=8"]
-        assert main(line_of(target, foreign, tmp_path / name, 60, *evaluation, *more)) == 0
+        assert main(written_by(target, foreign, tmp_path / name, 60, *evaluation, *more)) == 0
         lengths.append(json.loads(capsys.readouterr().out)["best"])
     assert lengths[1] > lengths[0] + 0.5, lengths
-
-
-@pytest.mark.slow
-def test_two_processes_train_the_head_that_one_trains(target: Path, foreign: Path, tmp_path: Path) -> None:
-    more = ["objective.reuse=2", "evaluation.prompts=null", "objective.accepted=0.5"]
-    assert main(line_of(target, foreign, tmp_path / "one", 4, *more)) == 0
-    in_two_processes([line_of(target, foreign, tmp_path / "two", 4, *more, "windows.rows=2")])
-    one, two = (load_file(tmp_path / name / "head" / "model.safetensors") for name in ("one", "two"))
-    for key, weight in one.items():
-        torch.testing.assert_close(two[key], weight, atol=2e-5, rtol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize(

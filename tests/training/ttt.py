@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.heads.mtp import MtpConfig, MtpHead
 from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.heads.runner import BlockRunner
-from forerun.losses.batch import FeatureBatch, TokenBatch
+from forerun.losses.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from llamas import HEAD_SIZES, tiny_llama
@@ -49,12 +50,7 @@ def model() -> LlamaForCausalLM:
 def head(**options: Any) -> EagleHead:
     """A random head for `model()`, EAGLE-3's; a reduced vocabulary unless the options say otherwise."""
     torch.manual_seed(1)
-    given = {
-        **LAYERS,
-        "draft_vocab_size": 30,
-        "boundaries": (1, 2, 3),
-        **options,
-    }
+    given = {**LAYERS, "draft_vocab_size": 30, "boundaries": (1, 2, 3), **options}
     made = EagleHead(EagleConfig(**given)).eval()
     _vary(made)
     return made
@@ -148,12 +144,7 @@ def peagle(**options: Any) -> PEagleHead:
 def mtp(**options: Any) -> MtpHead:
     """A random MTP layer for `model()`, dense and on its last hidden state unless the options say otherwise."""
     torch.manual_seed(1)
-    given = {
-        **LAYERS,
-        "draft_vocab_size": VOCABULARY,
-        "boundaries": (LAST_HIDDEN,),
-        **options,
-    }
+    given = {**LAYERS, "draft_vocab_size": VOCABULARY, "boundaries": (LAST_HIDDEN,), **options}
     made = MtpHead(MtpConfig(**given)).eval()
     _vary(made)
     return made
@@ -207,6 +198,85 @@ def drafted_block(
         return found
 
     return runner.unroll([0], 6, levels)
+
+
+def reads(runner: Any, row: int, text: list[int], entries: int, seen: dict[int, torch.Tensor]) -> None:
+    """The row, begun anew, reads so many entries of a text: one as its prompt, then what was committed."""
+    runner.truncate(row, 0)
+    for start, stop in ((0, 1), (1, entries)):
+        if stop > start:
+            states = {boundary: state[:, start:stop] for boundary, state in seen.items()}
+            runner.ingest([row], [text[start + 1 : stop + 1]], states)
+
+
+def below_twins(runner: Any, depths: int) -> Callable[[torch.Tensor], list[torch.Tensor]]:
+    """Grows a draft of two paths; the logits at each depth, which do not depend on the tokens above."""
+
+    def levels(logits: torch.Tensor) -> list[torch.Tensor]:
+        found, twins = [logits[0, 0]], torch.tensor([[4, 5]])
+        return found + [runner.descend(twins, torch.zeros_like(twins))[0, 0] for _ in range(1, depths)]
+
+    return levels
+
+
+def agrees_with_what_is_written_out(
+    report: LossReport,
+    texts: list[list[int]],
+    start: int,
+    depths: int,
+    own: Callable[[int, int], torch.Tensor],
+    wanted: Callable[[int], torch.Tensor],
+    *,
+    share: Callable[[int], float] = lambda depth: 1.0,
+    kept: list[set[int]] | None = None,
+) -> None:
+    """A loss prediction by prediction: behind an entry, depth d is about the token d + 2 further, which counts from
+    `start` on in its own document. Acceptance is of chains whose every depth counts.
+
+    Args:
+        own: entry and depth -> what is predicted, (V,) logits.
+        wanted: place of a token -> its distribution, (V,).
+        kept: by depth the entries that were drawn, where not all are.
+    """
+    total, weight, right, chains, first = torch.zeros(()), 0.0, [0] * depths, [0] * depths, 0
+    for text in texts:
+        for entry in range(first, first + len(text)):
+            drafted = agreed = True
+            for depth in range(depths):
+                place = entry + 2 + depth
+                counts = start <= place < first + len(text) and (kept is None or entry in kept[depth])
+                drafted = drafted and counts
+                if counts:
+                    logits, target = own(entry, depth).detach(), wanted(place)
+                    total -= share(depth) * (target * logits.log_softmax(-1)).sum()
+                    weight += share(depth)
+                    agreed = agreed and int(logits.argmax()) == int(target.argmax())
+                right[depth] += drafted and agreed
+                chains[depth] += drafted
+        first += len(text)
+    torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-5)
+    assert abs(float(report.weight) - weight) < 1e-3 * weight
+    for part, expected in enumerate((right, chains)):
+        assert [int(report.metrics[f"acceptance_{depth}"][part]) for depth in range(depths)] == expected
+
+
+@torch.no_grad()
+def taught(batch: FeatureBatch) -> Callable[[int], torch.Tensor]:
+    """Place of a token -> the target's distribution there."""
+    probs = model().get_output_embeddings()(batch.features[LAST_HIDDEN][0]).softmax(-1)
+    return lambda place: probs[place - 1]
+
+
+def one_hot(texts: list[list[int]]) -> Callable[[int], torch.Tensor]:
+    """Place of a token -> all of the distribution on the token itself."""
+    flat = [token for text in texts for token in text]
+    return lambda place: torch.nn.functional.one_hot(torch.tensor(flat[place]), VOCABULARY).float()
+
+
+def all_learn(report: LossReport, module: torch.nn.Module) -> bool:
+    """Whether every parameter gets a gradient from the loss."""
+    report.loss.backward()
+    return all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in module.parameters())
 
 
 def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+import forerun
 from forerun import EAGLE3_DEFAULT_CFG
 from training.ttt import model
 
@@ -37,3 +38,25 @@ def config(architecture: dict[str, Any] | None = None, **options: Any) -> dict[s
 def text(rows: int = 2, length: int = 12, seed: int = 5) -> Tensor:
     """(rows, length) random token ids."""
     return torch.randint(40, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def eagle(architecture: dict[str, Any] | None = None, **options: Any) -> Any:
+    """The tiny Llama with such a head."""
+    made = base()
+    forerun.convert(made, [("eagle", config(architecture, **options))])
+    return made
+
+
+def learned(model: Any, steps: int, rate: float, ids: Tensor) -> list[float]:
+    """The losses of some steps; what draws anchors draws the same each time."""
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=rate)
+    model.train()
+    losses = []
+    for _ in range(steps):
+        torch.manual_seed(3)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -17,15 +17,13 @@ from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
 from forerun.losses.objective import FrozenTarget
 from forerun.training.convert.model import token_batch
 from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG
-from training.convert.converted import SMALL, base, config, text
+from training.convert.converted import SMALL, base, config, eagle, learned, text
 from training.ttt import batch_of
 
 
 @pytest.fixture
 def converted() -> Any:
-    model = base()
-    forerun.convert(model, [("eagle", config())])
-    return model
+    return eagle()
 
 
 def test_modelopts_tutorial_runs_with_its_imports_changed(tmp_path: Any) -> None:
@@ -48,15 +46,7 @@ def test_modelopts_tutorial_runs_with_its_imports_changed(tmp_path: Any) -> None
     # ---
 
     EAGLE3_DEFAULT_CFG["config"] = preset["config"]
-    model.train()
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=1e-3)
-    losses = []
-    for _ in range(5):
-        loss = model(input_ids=text(), labels=text()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = learned(model, 5, 1e-3, text())
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -171,16 +161,12 @@ def test_a_deep_copy_is_a_model_of_its_own(converted: Any) -> None:
 
 
 def test_a_reduced_vocabulary_must_be_known_first() -> None:
-    model = base()
-    forerun.convert(model, [("eagle", config({"draft_vocab_size": 20}))])
+    model = eagle({"draft_vocab_size": 20})
     with pytest.raises(ArgumentError, match="set_draft_vocabulary"):
         model(text(), labels=text())
-    with pytest.raises(ArgumentError, match="20 tokens"):
-        model.set_draft_vocabulary(range(19))
-    with pytest.raises(ArgumentError, match="are distinct"):
-        model.set_draft_vocabulary([1, *range(19)])
-    with pytest.raises(ArgumentError, match=r"0\.\.39"):
-        model.set_draft_vocabulary(range(21, 41))
+    for ids, says in ((range(19), "20 tokens"), ([1, *range(19)], "are distinct"), (range(21, 41), r"0\.\.39")):
+        with pytest.raises(ArgumentError, match=says):
+            model.set_draft_vocabulary(ids)
     model.set_draft_vocabulary(range(39, 19, -1))
     assert model.eagle_module.token_ids.tolist() == list(range(20, 40))
     assert torch.equal(model.eagle_module.lm_head.weight, model.lm_head.weight[20:])
@@ -190,9 +176,8 @@ def test_a_reduced_vocabulary_must_be_known_first() -> None:
 
 
 def test_the_configuration_can_name_the_draft_vocabulary() -> None:
-    model = base()
     ids = list(range(0, 40, 2))
-    forerun.convert(model, [("eagle", config({"draft_vocab_size": 20}, eagle_draft_vocab_ids=ids))])
+    model = eagle({"draft_vocab_size": 20}, eagle_draft_vocab_ids=ids)
     assert model.eagle_module.token_ids.tolist() == ids
     assert torch.equal(model.eagle_module.lm_head.weight, model.lm_head.weight[ids])
     assert model(text(), labels=text()).loss > 0
@@ -238,34 +223,26 @@ def test_batches_of_collators() -> None:
     assert packed.loss_mask.all()
 
 
+def first_eagle(regression: bool, **more: Any) -> Any:
+    shape = EAGLE1_DEFAULT_CFG["config"]["eagle_architecture_config"] | SMALL
+    cfg = {"eagle_architecture_config": shape, "eagle_hidden_state_distillation": regression, **more}
+    model = base()
+    torch.manual_seed(3)
+    forerun.convert(model, [("eagle", cfg)])
+    return model
+
+
 @pytest.mark.parametrize("regression", [False, True])
 def test_an_eagle1_head_learns_tokens_and_features(regression: bool) -> None:
-    model = base()
-    shape = EAGLE1_DEFAULT_CFG["config"]["eagle_architecture_config"] | SMALL
-    torch.manual_seed(3)
-    forerun.convert(
-        model,
-        [("eagle", {"eagle_architecture_config": shape, "eagle_hidden_state_distillation": regression})],
-    )
+    model = first_eagle(regression)
     assert model.eagle_module.config.generation == 1
-    model.train()
-    optimizer = torch.optim.AdamW(model.eagle_module.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(5):
-        loss = model(text()).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = learned(model, 5, 3e-3, text())
     assert losses[-1] < losses[0]
 
 
 def test_regression_of_an_exact_head_costs_nothing_but_tokens() -> None:
     """A head whose features are the target's own has no distance to pay for, only a tenth of the tokens' loss."""
-    model = base()
-    shape = EAGLE1_DEFAULT_CFG["config"]["eagle_architecture_config"] | SMALL
-    cfg = {"eagle_architecture_config": shape, "eagle_hidden_state_distillation": True, "eagle_ttt_steps": 1}
-    forerun.convert(model, [("eagle", cfg)])
+    model = first_eagle(True, eagle_ttt_steps=1)
     # The target's last state is made the same everywhere; the head is made to hand it on.
     ids, constant = text(1, 10), torch.randn(32, generator=torch.Generator().manual_seed(1))
     handle = model.model.norm.register_forward_hook(lambda *call: constant.expand_as(call[-1]))

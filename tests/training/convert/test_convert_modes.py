@@ -19,7 +19,7 @@ from forerun.heads.mtp_files import read_target
 from forerun.losses.objective import FrozenTarget
 from forerun.training.convert.modes import MODES, read_mode
 from mtp_targets import Checkpoint
-from training.convert.converted import base, text
+from training.convert.converted import base, learned, text
 from training.ttt import batch_of
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -60,17 +60,10 @@ def test_only_the_head_learns_and_the_loss_falls(name: str, tmp_path: Path) -> N
     model = converted(name, tmp_path)
     child, prompt = MODES[name].child, text(4, 16)
     before = model.eval()(prompt).logits
-    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=3e-3)
-    model.train()
-    losses = []
-    for _ in range(30):
-        torch.manual_seed(3)  # the same anchors each time
-        loss = model(input_ids=prompt, labels=prompt).loss
-        loss.backward()
-        optimizer.step()
-        learning = {part for part, weight in model.named_parameters() if weight.grad is not None}
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = learned(model, 29, 3e-3, prompt)
+    losses.append(model(input_ids=prompt, labels=prompt).loss)
+    losses[-1].backward()
+    learning = {part for part, weight in model.named_parameters() if weight.grad is not None}
     assert learning and all(part.startswith(f"{child}.") for part in learning)
     assert losses[-1] < 0.9 * losses[0], losses
     assert torch.equal(model.eval()(prompt).logits, before)

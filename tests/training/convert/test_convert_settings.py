@@ -9,12 +9,7 @@ import pytest
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import EagleConfig, default_boundaries
 from forerun.training.convert.modes import EagleMode, read_mode
-from forerun.training.convert.settings import (
-    EAGLE1_DEFAULT_CFG,
-    EAGLE3_DEFAULT_CFG,
-    ConvertSettings,
-    head_shape,
-)
+from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, ConvertSettings, head_shape
 from forerun.types import LAST_HIDDEN
 from training.convert.converted import config
 from training.ttt import model

@@ -1,20 +1,23 @@
-"""Prepared data comes back as it was written, or is refused: cut short, another version, another tokenizer."""
+"""Prepared data comes back as written or is refused; windows hold every document once; the draft vocabulary."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from damage import flipped
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.manifests import MANIFEST
+from forerun.training.data import store as prepared
 from forerun.training.data.prepare import prepare
-from forerun.training.data.store import PreparedData
-from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, store, write_lines
+from forerun.training.data.store import PackedWindows, PreparedData, Segment, coverage, draft_vocabulary, token_counts
+from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, random_documents, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
 
@@ -144,3 +147,140 @@ def test_errors_name_the_place(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="max_length"):
         prepare([path], byte_tokenizer(), tmp_path / "short", max_length=1)
     assert not (tmp_path / "data").exists()
+
+
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> PreparedData:
+    return store(tmp_path_factory.mktemp("packing") / "data", random_documents(0, 60, 40))
+
+
+def windows(data: PreparedData, *, rows: int = 2, seed: int = 3, **more: int) -> PackedWindows:
+    return PackedWindows(data, length=LENGTH, rows=rows, seed=seed, **more)
+
+
+def one_epoch(packed: PackedWindows, epoch: int = 0) -> list[tuple[int, int, int]]:
+    steps = packed.steps_per_epoch()
+    segments = [segment for step in range(epoch * steps, (epoch + 1) * steps) for segment in packed.segments(step)]
+    return [(segment.document, segment.offset, segment.length) for segment in segments]
+
+
+def test_a_batch_is_what_its_pieces_say(data: PreparedData) -> None:
+    packed = windows(data)
+    for step in range(packed.steps_per_epoch()):
+        batch = packed.batch(step)
+        used = torch.zeros_like(batch.loss_mask)
+        numbers = [0, 0]
+        for segment in packed.segments(step):
+            tokens, mask = data.document(segment.document)
+            place = (segment.row, slice(segment.column, segment.column + segment.length))
+            source = slice(segment.offset, segment.offset + segment.length)
+            assert batch.tokens[place].tolist() == tokens[source].tolist()
+            assert batch.loss_mask[place].tolist() == [False, *mask[source].astype(bool).tolist()[1:]]
+            assert batch.positions[place].tolist() == list(range(segment.length))
+            assert set(batch.documents[place].tolist()) == {numbers[segment.row]}
+            assert not used[place].any()
+            used[place] = True
+            numbers[segment.row] += 1
+        assert torch.equal(used, batch.documents >= 0) and not batch.loss_mask[~used].any()
+        assert batch.tokens.dtype == batch.documents.dtype == batch.positions.dtype == torch.int64
+
+
+def test_every_piece_is_seen_in_every_epoch_and_long_documents_are_cut_in_order(data: PreparedData) -> None:
+    packed = windows(data, rows=1)
+    expected = Counter(
+        (document, offset, min(LENGTH, tokens - offset))
+        for document, tokens in enumerate(data.lengths.tolist())
+        for offset in range(0, tokens, LENGTH)
+        if data.document(document)[1][offset + 1 : offset + LENGTH].any()
+    )
+    assert any(offset for _, offset, _ in expected)
+    assert Counter(one_epoch(packed)) == Counter(one_epoch(packed, 1)) == expected
+    assert one_epoch(packed) != one_epoch(packed, 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_any_number_of_processes_sees_the_same_rows(data: PreparedData, world: int) -> None:
+    alone, shared = windows(data, rows=2 * world), windows(data, rows=2)
+    assert alone.steps_per_epoch() == shared.steps_per_epoch(world)
+    for step in (0, 1, alone.steps_per_epoch() - 1, alone.steps_per_epoch() + 1):
+        whole = alone.batch(step)
+        parts = [shared.batch(step, rank, world) for rank in range(world)]
+        for name in ("tokens", "loss_mask", "documents", "positions"):
+            assert torch.equal(getattr(whole, name), torch.cat([getattr(part, name) for part in parts]))
+
+
+def test_a_batch_depends_on_the_step_alone(data: PreparedData) -> None:
+    forwards, jumping = windows(data), windows(data)
+    last = 2 * forwards.steps_per_epoch() + 1
+    seen = [forwards.batch(step).tokens for step in range(last + 1)]
+    for step in (last, 0, 5, last - 3):
+        assert torch.equal(jumping.batch(step).tokens, seen[step])
+    assert not torch.equal(windows(data, seed=4).batch(0).tokens, seen[0])
+
+
+def test_fewer_windows_than_a_batch_are_repeated(tmp_path: Path) -> None:
+    data = store(tmp_path / "data", [([1, 2, 3], [False, True, True])])
+    packed = windows(data, rows=3)
+    assert packed.steps_per_epoch() == 1 and len(packed) == 1
+    assert packed.batch(0).tokens[:, :4].tolist() == [[1, 2, 3, 0]] * 3
+    assert packed.segments(0)[2] == Segment(row=2, column=0, document=0, offset=0, length=3)
+
+
+def test_windows_are_well_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = store(tmp_path / "data", random_documents(1, 400, LENGTH))
+    assert data.num_tokens > 0.97 * len(windows(data)) * LENGTH
+    monkeypatch.setattr(prepared, "BUCKET", 1)
+    alone = windows(data)
+    assert len(alone) == 400
+
+
+def test_min_tokens_leaves_out_what_teaches_little(tmp_path: Path) -> None:
+    documents = [([1, 2, 3], [False, False, True]), ([4, 5, 6], [True, True, True])]
+    data = store(tmp_path / "data", documents)
+    assert {segment.document for segment in windows(data, min_tokens=2).segments(0)} == {1}
+    with pytest.raises(DataError, match="min_tokens"):
+        windows(data, min_tokens=3)
+
+
+def test_arguments_out_of_range_are_refused(data: PreparedData) -> None:
+    with pytest.raises(ArgumentError, match="rows >= 1"):
+        windows(data, rows=0)
+    with pytest.raises(ArgumentError, match="rank"):
+        windows(data).batch(0, 2, 2)
+    with pytest.raises(ArgumentError, match="step"):
+        windows(data).batch(-1)
+
+
+def test_only_counted_tokens_are_counted_whatever_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = store(tmp_path / "data", [([7, 7, 3, 3], [False, True, True, True]), ([7, 5], [False, True])])
+    expected = torch.zeros(10, dtype=torch.int64)
+    expected[[3, 5, 7]] = torch.tensor([2, 1, 1])
+    assert torch.equal(token_counts(data, 10), expected)
+    monkeypatch.setattr(prepared, "_BLOCK", 1)
+    assert torch.equal(token_counts(data, 10), expected)
+    with pytest.raises(ArgumentError, match="token id 7"):
+        token_counts(data, 7)
+
+
+@pytest.mark.parametrize(
+    ("counts", "size", "expected"),
+    [([0, 5, 1, 9], 2, [1, 3]), ([2, 7, 2, 2], 2, [0, 1]), ([0, 0, 0, 4, 0], 3, [0, 1, 3]), ([1, 1], 2, [0, 1])],
+)
+def test_the_most_frequent_then_the_lowest_ids(counts: list[int], size: int, expected: list[int]) -> None:
+    ids = draft_vocabulary(torch.tensor(counts), size)
+    assert ids.tolist() == expected and ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_a_size_out_of_range_is_refused(size: int) -> None:
+    with pytest.raises(ArgumentError, match="1 to 4"):
+        draft_vocabulary(torch.ones(4, dtype=torch.int64), size)
+
+
+def test_coverage_is_the_share_that_can_be_said() -> None:
+    counts = torch.tensor([6, 0, 3, 1])
+    assert coverage(counts, torch.tensor([0, 2])) == pytest.approx(0.9)
+    assert coverage(torch.zeros(4), torch.tensor([0])) == 1.0

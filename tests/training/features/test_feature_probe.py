@@ -1,20 +1,22 @@
-"""The probe passes for real features and names the boundary that is off; the vLLM source and the lone final norm."""
+"""The probe names the boundary that is off; the final norm alone; features from vLLM, and its connector on the CPU."""
 
 from __future__ import annotations
 
 import fcntl
+import importlib
 import os
+import pickle
 import sys
 import tempfile
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError
@@ -136,15 +138,26 @@ def vllm_features(model: Any, directory: Path) -> VllmFeatures:
     return VllmFeatures("target", (1, 2), norm, num_layers=4, max_tokens=21, batch_tokens=16)
 
 
-def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+Started = tuple[Any, FakeVllm, VllmFeatures]
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Started]:
+    """A model, vLLM on the CPU or, where a parameter says so, elsewhere, and its features."""
     model = make("llama")
-    fake = FakeVllm(model, monkeypatch)
+    fake = FakeVllm(model, monkeypatch, on_cpu=getattr(request, "param", True))
     source = vllm_features(model, tmp_path)
-    speculation = fake.arguments["speculative_config"]
+    yield model, fake, source
+    if hasattr(source, "_engine"):
+        source.close()
+
+
+def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
+    started: Started,
+) -> None:
+    model, fake, source = started
+    speculation, transfer = (fake.arguments[name] for name in ("speculative_config", "kv_transfer_config"))
     assert speculation["method"] == "extract_hidden_states" and speculation["num_speculative_tokens"] == 1
-    transfer = fake.arguments["kv_transfer_config"]
     connector = transfer["kv_connector_module_path"], transfer["kv_connector"]
     assert connector == ("forerun.training.features.vllm_connector", "PromptStatesConnector")
     assert fake.arguments["enforce_eager"] and fake.arguments["kv_cache_memory_bytes"] == 2 << 30
@@ -152,33 +165,34 @@ def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_sta
     assert fake.arguments["enable_prefix_caching"] is fake.arguments["enable_chunked_prefill"] is False
     assert fake.arguments["max_num_batched_tokens"] == fake.arguments["max_model_len"] == 23
     require(compared(model, source.documents(TOKENS)))
-    folder = Path(fake.arguments["kv_transfer_config"]["kv_connector_extra_config"]["shared_storage_path"])
+    folder = Path(transfer["kv_connector_extra_config"]["shared_storage_path"])
     assert not list(folder.iterdir())
     source.close()
     assert not folder.exists()
 
 
 def test_states_of_other_tokens_or_no_states_from_vllm_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make("llama")
-    fake = FakeVllm(model, monkeypatch)
-    source = vllm_features(model, tmp_path)
+    _, fake, source = started
     fake.shift = 1
     with pytest.raises(DataError, match="states of other tokens"):
         source.documents(TOKENS)
-    monkeypatch.setattr(fake, "generate", lambda prompts, *_, **__: [types.SimpleNamespace() for _ in prompts])
-    with pytest.raises(DataError, match="does not support extract_hidden_states"):
-        source.documents(TOKENS)
-    source.close()
+    missing = types.SimpleNamespace(kv_transfer_params={"hidden_states_path": str(tmp_path / "0.safetensors")})
+    for told, says in (
+        (types.SimpleNamespace(), "does not support extract_hidden_states"),
+        (missing, r"wrote no states to .*0\.safetensors"),
+    ):
+        monkeypatch.setattr(fake, "generate", lambda prompts, *_, told=told, **__: [told for _ in prompts])
+        with pytest.raises(DataError, match=says):
+            source.documents(TOKENS)
 
 
+@pytest.mark.parametrize("started", [False], indirect=True)
 def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = make("llama")
-    fake = FakeVllm(model, monkeypatch, on_cpu=False)
-    source = vllm_features(model, tmp_path)
+    model, fake, source = started
     assert fake.arguments["kv_transfer_config"]["kv_connector"] == "ExampleHiddenStatesConnector"
     assert not {"enforce_eager", "kv_cache_memory_bytes"} & set(fake.arguments)
     # The writer lets go of a file when the reader has found it locked once.
@@ -191,25 +205,12 @@ def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
         source.documents(TOKENS)
     for lock in fake.locks[len(waited) :]:
         os.close(lock)
-    source.close()
-
-
-def test_states_that_vllm_never_wrote_are_missed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make("llama")
-    fake = FakeVllm(model, monkeypatch)
-    source = vllm_features(model, tmp_path)
-    nothing = types.SimpleNamespace(kv_transfer_params={"hidden_states_path": str(tmp_path / "0.safetensors")})
-    monkeypatch.setattr(fake, "generate", lambda prompts, *_, **__: [nothing for _ in prompts])
-    with pytest.raises(DataError, match=r"wrote no states to .*0\.safetensors"):
-        source.documents(TOKENS)
-    source.close()
 
 
 def test_an_engine_that_fails_is_told_of_and_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     fake = FakeVllm(model, monkeypatch)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
+    (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
 
     def dead(*_args: Any, **_options: Any) -> None:
@@ -230,3 +231,95 @@ def test_without_vllm_the_message_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(ArgumentError, match="pip install vllm, or use --source transformers"):
         VllmFeatures("target", (1,), lambda states: states, num_layers=4, max_tokens=8)
+
+
+BLOCK, IDS, HIDDEN = 4, 3, 8
+LAYER = "model.cache_only_layers.4"
+PROMPTS = {"a": ([5, 6, 7, 8, 9, 10], [7, 2]), "b": ([11, 12], [4]), "cut": ([13, 14, 15], [5])}
+"""Request -> tokens and the blocks where its states lie."""
+
+
+class Base:
+    """What the connector uses of KVConnectorBase_V1."""
+
+    def __init__(self, *, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        self.metadata: Any = None
+
+    def _get_connector_metadata(self) -> Any:
+        return self.metadata
+
+
+@pytest.fixture
+def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """() -> a connector, as either of vLLM's sides makes one; `connect.rank` is the worker's."""
+
+    def made() -> Any:
+        config = types.SimpleNamespace(kv_transfer_config=extra)
+        return connector(config, "worker", types.SimpleNamespace(kv_cache_groups=groups))
+
+    made.rank = 0
+    parallel = types.ModuleType("vllm.distributed.parallel_state")
+    parallel.__dict__["get_tensor_model_parallel_rank"] = lambda: made.rank
+    base = types.ModuleType("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    base.__dict__.update(KVConnectorBase_V1=Base, KVConnectorMetadata=object, KVConnectorRole=str, SupportsHMA=object)
+    packages = ["vllm", "vllm.distributed", "vllm.distributed.kv_transfer", "vllm.distributed.kv_transfer.kv_connector"]
+    for name in [*packages, "vllm.distributed.kv_transfer.kv_connector.v1"]:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for module in (parallel, base):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    name = "forerun.training.features.vllm_connector"
+    # Set and removed, so that what is imported here is forgotten when the test ends: it is made from the stand-ins.
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    del sys.modules[name]
+    connector = importlib.import_module(name).PromptStatesConnector
+    extra = types.SimpleNamespace(kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    groups = [group(["model.layers.0.attn"], 16), group([LAYER], BLOCK)]
+    return made
+
+
+def group(layers: list[str], block_size: int) -> Any:
+    return types.SimpleNamespace(layer_names=layers, kv_cache_spec=types.SimpleNamespace(block_size=block_size))
+
+
+def step() -> Any:
+    """A step that computes `a` and `b` as a whole, and one token of `cut`; the other group has other blocks."""
+    new = [
+        types.SimpleNamespace(req_id=name, prompt_token_ids=tokens, block_ids=([0, 1], blocks))
+        for name, (tokens, blocks) in PROMPTS.items()
+    ]
+    return types.SimpleNamespace(scheduled_new_reqs=new, num_scheduled_tokens={"a": 6, "b": 2, "cut": 1})
+
+
+def cache() -> torch.Tensor:
+    return torch.arange(9 * IDS * BLOCK * HIDDEN, dtype=torch.float32).reshape(9, IDS, BLOCK, HIDDEN)
+
+
+def write(worker: Any, metadata: Any) -> None:
+    worker.register_kv_caches({"model.layers.0.attn": torch.zeros(9, 2, 16, 4), LAYER: cache()})
+    # From the scheduler's process to the worker's.
+    worker.metadata = pickle.loads(pickle.dumps(metadata))
+    worker.wait_for_save()
+
+
+def test_each_whole_prompt_has_its_file_when_its_step_ends(connect: Any, tmp_path: Path) -> None:
+    scheduler, worker = connect(), connect()
+    write(worker, scheduler.build_connector_meta(step()))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.safetensors", "b.safetensors"]
+    for name in ("a", "b"):
+        tokens, blocks = PROMPTS[name]
+        delayed, told = scheduler.request_finished_all_groups(types.SimpleNamespace(request_id=name), ([], blocks))
+        found = load_file(told["hidden_states_path"])
+        assert not delayed and found["token_ids"].tolist() == tokens
+        wanted = [cache()[blocks[i // BLOCK], :, i % BLOCK] for i in range(len(tokens))]
+        torch.testing.assert_close(found["hidden_states"], torch.stack(wanted), rtol=0, atol=0)
+
+
+def test_only_the_first_rank_writes(connect: Any, tmp_path: Path) -> None:
+    connect.rank = 1
+    write(connect(), connect().build_connector_meta(step()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_cache_in_other_blocks_than_the_scheduler_counts_is_refused(connect: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected blocks of 4 states, the cache is \(9, 3, 16, 8\)"):
+        connect().register_kv_caches({LAYER: torch.zeros(9, IDS, 16, HIDDEN)})

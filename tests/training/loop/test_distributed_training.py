@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from safetensors.torch import load_file
 from forerun.errors import ArgumentError
 from forerun.training.loop.distributed import Parallel
 from ports import free_ports
+from training.conftest import run_twice
 from training.loop.toy import Head, Numbers, Toy, train, weights
 from training.loop.worker import CUT, MODES, OPTIMIZERS, STEPS, choice
 
@@ -40,28 +38,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             evaluate=lambda step, toy=toy: {"score": score(toy)},  # type: ignore[misc]
         )
     [port] = free_ports(1)
-    worker = Path(__file__).with_name("worker.py")
-    path = os.pathsep.join([str(worker.parents[2]), *sys.path])
-    common = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    common |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(folder)],
-            env=os.environ | common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=400) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, (out, err)) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, err[-4000:]
-        assert f"rank {rank} done" in out
+    said = run_twice(Path(__file__).with_name("worker.py"), str(folder), MASTER_PORT=str(port))
+    assert ["rank 0 done" in said[0], "rank 1 done" in said[1]] == [True, True]
     return folder
 
 

@@ -1,9 +1,12 @@
-"""The loop on one process: gradients, optimizers, logs, best weights, and every way to end."""
+"""The loop on one process: gradients, optimizers, schedules, logs, trackers, best weights, and every way to end."""
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from itertools import count
@@ -13,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -23,6 +27,8 @@ from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel
 from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trackers import Bar, JsonLines, tracker
+from forerun.training.loop.trainer import rate_factor
 from forerun.training.loop.update import Muon, build_optimizers, select_muon_parameters
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
@@ -265,11 +271,7 @@ def test_the_best_weights_are_kept_and_evaluation_leaves_no_trace(tmp_path: Path
 def test_a_metric_that_evaluation_does_not_give_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"best_metric='tau'.*acceptance"):
         train(
-            Toy(),
-            Numbers(),
-            settings(steps=1, best_metric="tau"),
-            tmp_path,
-            evaluate=lambda step: {"acceptance": 1.0},
+            Toy(), Numbers(), settings(steps=1, best_metric="tau"), tmp_path, evaluate=lambda step: {"acceptance": 1.0}
         )
 
 
@@ -337,3 +339,137 @@ def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: P
 
     train(Owner(), Numbers(), TrainSettings(steps=1, **FLOAT), tmp_path)  # type: ignore[arg-type]
     assert not [name for name in load_file(tmp_path / "checkpoint-1" / "model.safetensors") if "target" in name]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
+def test_a_missing_package_is_named_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
+    with pytest.raises(ArgumentError, match=f"pip install {name}"):
+        tracker(name, tmp_path, {})
+
+
+def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"'wandbb' is unknown.*Did you mean 'wandb'"):
+        tracker("wandbb", tmp_path, {})
+
+
+def test_wandb_gets_every_value_and_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    fake = SimpleNamespace(
+        init=lambda **keywords: calls.append(keywords),
+        log=lambda values, step: calls.append((step, values["loss"])),
+        finish=lambda: calls.append("finished"),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    opened = tracker("wandb", tmp_path / "run7", {"seed": 1})
+    train(Toy(), Numbers(), settings(steps=2), tmp_path / "run7", trackers=[opened])
+    losses = [line["loss"] for line in logged(tmp_path / "run7")]
+    begun = {"project": "forerun", "name": "run7", "config": {"seed": 1}}
+    assert calls == [begun, (1, losses[0]), (2, losses[1]), "finished"]
+
+
+def test_lines_are_averaged_over_the_steps_between(tmp_path: Path) -> None:
+    train(Toy(), Numbers(), settings(steps=3, learning_rate=1e-30), tmp_path / "each")
+    train(Toy(), Numbers(), settings(steps=3, learning_rate=1e-30, log_every_steps=3), tmp_path / "three")
+    each, three = logged(tmp_path / "each"), logged(tmp_path / "three")
+    counts = [float(Numbers().batch(step, 0, 1).batch.loss_mask.sum()) for step in range(3)]
+    pooled = sum(line["loss"] * count for line, count in zip(each, counts, strict=True)) / sum(counts)
+    assert [line["step"] for line in three] == [3]
+    assert three[0]["loss"] == pytest.approx(pooled, rel=1e-6)
+
+
+def test_a_log_goes_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1, "a": 1}\n{"step": 2, "a": 2}\n{"step": 3, "a": 3}\n{"st')
+    lines = JsonLines(path, step=2)
+    lines.log(3, {"a": float("inf")})
+    lines.close()
+    assert logged(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}, {"step": 3, "a": None}]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_the_console_shows_loss_rate_and_speed(terminal: bool) -> None:
+    text = io.StringIO()
+    bar = Bar(lambda: 10, 0, Console(file=text, force_terminal=terminal, width=160))
+    bar.log(3, {"loss": 1.25, "learning_rate": 1e-3, "tokens_per_second": 1234.4})
+    bar.log(4, {"eval/acceptance": 2.5})
+    bar.close()
+    how_far = "3/10" if terminal else "step 3 of 10"
+    for part in ("loss 1.2500", "rate 1.00e-03", "1,234 tokens/s", how_far, "step 4: acceptance 2.5"):
+        assert part in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("values", "allowed"),
+    [
+        ({"learning_rate": 0.0}, "greater than 0"),
+        ({"learning_rate": math.nan}, "a finite number"),
+        ({"learning_rate": "fast"}, "a valid number"),
+        ({"steps": 0}, "greater than or equal to 1, or none"),
+        ({"steps": 2.5}, "a valid integer, or none"),
+        ({"betas": (0.9, 1.0)}, "less than 1"),
+        ({"optimizer": "sgd"}, "'adamw' or 'muon'"),
+        ({"schedule": "linaer"}, "'cosine', 'linear' or 'constant', got 'linaer'. Did you mean 'linear'"),
+        ({"warmup_share": 1.5}, "less than or equal to 1"),
+        ({"accumulation": True}, "a valid integer"),
+        ({"max_seconds": -1.0}, "greater than 0, or none"),
+        ({"dtype": "float16"}, "'auto', 'bfloat16' or 'float32'"),
+    ],
+)
+def test_a_bad_value_is_refused_by_field_value_and_what_is_allowed(values: dict[str, Any], allowed: str) -> None:
+    name, value = next(iter(values.items()))
+    with pytest.raises(ArgumentError) as caught:
+        TrainSettings(**values)
+    wrong = value[1] if isinstance(value, tuple) else value
+    assert f"{name} must be" in str(caught.value) and f"got {wrong!r}" in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_steps_come_from_epochs_unless_given() -> None:
+    assert TrainSettings(epochs=2.0).total_steps(10) == 20
+    assert TrainSettings(epochs=0.5, accumulation=2).total_steps(10) == 3
+    assert TrainSettings(epochs=0.001).total_steps(10) == 1
+    assert TrainSettings(steps=7, epochs=3.0).total_steps(10) == 7
+
+
+def test_steps_come_from_the_pace_where_seconds_end_a_run() -> None:
+    settings = TrainSettings(seconds=60.0)
+    assert settings.total_steps(10) == 10, "before the first step"
+    assert settings.total_steps(10, step=1, spent=2.0) == 30
+    assert settings.total_steps(10, step=50, spent=30.0) == 100
+    assert settings.total_steps(10, step=50, spent=59.9) == 51, "there is time left, so there is another step"
+    assert settings.total_steps(10, step=50, spent=60.0) == 50
+
+
+def test_steps_and_seconds_are_not_given_both() -> None:
+    with pytest.raises(ArgumentError, match="steps and seconds both say when training ends"):
+        TrainSettings(steps=5, seconds=5.0)
+
+
+def test_warmup_in_steps_beats_the_share() -> None:
+    assert TrainSettings(warmup_share=0.25).warmup(40) == 10
+    assert TrainSettings(warmup_steps=3, warmup_share=0.25).warmup(40) == 3
+
+
+@pytest.mark.parametrize(
+    ("shape", "values"),
+    [
+        ("cosine", [0.5, 1.0, 1.0, 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), 0.55, 0.2318, 0.1]),
+        ("linear", [0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1]),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
+def test_schedule_values(shape: str, values: list[float]) -> None:
+    settings = TrainSettings(warmup_steps=2, schedule=shape, min_rate_share=0.1)
+    found = [rate_factor(step, 6, settings) for step in range(7)]
+    assert found == pytest.approx(values, abs=1e-4)
+
+
+def test_no_step_of_a_run_has_rate_zero() -> None:
+    for shape in ("cosine", "linear"):
+        settings = TrainSettings(warmup_steps=0, schedule=shape)
+        assert all(rate_factor(step, 5, settings) > 0 for step in range(5))
+        assert rate_factor(0, 1, settings) == 1.0
+    assert rate_factor(0, 1, TrainSettings(warmup_steps=1, schedule="linear")) == 1.0
