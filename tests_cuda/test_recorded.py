@@ -13,19 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from place import (
-    DEVICE,
-    DRAFT,
-    EAGLE3,
-    TREE,
-    differences,
-    given,
-    greedy,
-    no_recording_failed,
-    shipped,
-    tokens_of,
-    wait,
-)
+from place import DEVICE, DRAFT, EAGLE3, TREE, differences, given, greedy, no_recording_failed, shipped, tokens_of, wait
 
 from forerun.devices import attention_kernels
 from forerun.model import recordings
