@@ -243,6 +243,6 @@ def test_a_flushed_cache_and_a_corpus_while_it_runs(monkeypatch: pytest.MonkeyPa
     made = worker(monkeypatch, '{"method": "suffix"}', overlap=False)
     made.sequences.trees(np.array([[1, 2, 1, 2]], np.int32), np.array([4]), np.array([3]))
     made.clear_cache_pool()
-    assert not made.sequences._rows and not made.sequences.drafters[0].drafter._texts  # type: ignore[attr-defined]
+    assert not made.sequences._rows and not made.sequences.drafters[0].drafter._texts
     with pytest.raises(ArgumentError, match="datastore build"):
         made.add_external_corpus("mine", [[1, 2]])

@@ -72,8 +72,7 @@ def _extract(python: Path, work: Path, data: Path, environment: Mapping[str, str
             raise SystemExit(f"forerun features --source vllm hangs; its log is {log.name}") from None
     if done.returncode != 0:
         raise SystemExit(f"forerun features --source vllm failed; its log is {log.name}")
-    told: dict[str, str] = json.loads(done.stdout)
-    return told
+    return json.loads(done.stdout)
 
 
 def _compared(data: PreparedData, store: FeatureStore, console: Console) -> list[str]:

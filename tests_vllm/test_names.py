@@ -37,4 +37,4 @@ def test_the_table_is_vllms_registry(request: pytest.FixtureRequest) -> None:
     assert {name for name in registry if name.startswith("Eagle") or name.endswith("Eagle3")} == VLLM_NAMES
     assert told["eagle"] == {name: vllm_name(name, 1) for name in GIVEN}
     assert told["eagle3"] == {name: vllm_name(name, 3) for name in GIVEN}
-    assert {*ENGINE["architectures"], *ARCHITECTURES.values()} <= registry  # type: ignore[misc]
+    assert {*ENGINE["architectures"], *ARCHITECTURES.values()} <= registry

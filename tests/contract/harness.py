@@ -466,11 +466,11 @@ def _cells(distribution: Mapping[tuple[int, ...], float]) -> dict[tuple[int, ...
     masses = Counter[tuple[int, ...]]()
     for answer, chance in distribution.items():
         for length in range(len(answer) + 1):
-            masses[answer[:length]] += chance  # type: ignore[assignment]
+            masses[answer[:length]] += chance
     likely = {beginning for beginning, mass in masses.items() if mass >= LEAST}
     cells = Counter[tuple[int, ...]]()
     for answer, chance in distribution.items():
-        cells[_cell(answer, likely)] += chance  # type: ignore[assignment]
+        cells[_cell(answer, likely)] += chance
     few = [cell for cell, chance in cells.items() if cell and chance < LEAST / 4]
     for cell in few:
         cells[()] += cells.pop(cell)
@@ -487,7 +487,7 @@ def trees_of(variant: Variant, params: SamplingParams = SAMPLED) -> list[TokenTr
     found: list[TokenTree] = []
     cls = drafter_class(variant.method)
 
-    class Spy(cls):  # type: ignore[misc, valid-type]
+    class Spy(cls):
         def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             trees: list[TokenTree] = super().propose(context, budget)
             found.extend(tree.copy() for tree in trees)
@@ -514,7 +514,7 @@ def without_unlikely(trees: list[TokenTree]) -> list[TokenTree]:
 def installed(name: str, cls: type[Drafter]) -> Iterator[None]:
     """`cls` stands in for, or beside, the registered drafters while the context is open."""
     module = types.ModuleType("contract_installed")
-    module.Drafter = cls  # type: ignore[attr-defined]
+    module.Drafter = cls
     before = dict(DRAFTERS)
     sys.modules[module.__name__] = module
     DRAFTERS[name] = DrafterEntry(path=f"{module.__name__}:Drafter", summary="of a test")

@@ -240,7 +240,7 @@ SAMPLED_DRAFTS: dict[str, Spoil] = {
     "probs-missing": each(lambda tree: tree.draft_probs.clear()),
     "probs-none": as_a_whole("draft_probs", lambda _: None),
     "probs-wide": each(lambda tree: tree.set_probs(0, torch.ones(VOCABULARY + 1))),
-    "probs-list": each(lambda tree: tree.set_probs(0, [1.0])),  # type: ignore[arg-type]
+    "probs-list": each(lambda tree: tree.set_probs(0, [1.0])),
     "sampled-probes": as_a_whole("probes", lambda tree: set(range(1, len(tree.tokens)))),
 }
 LISTS: dict[str, Callable[[Any], Any]] = {
@@ -260,16 +260,16 @@ WRITES: dict[str, Callable[[DraftContext], Any]] = {
     "field": lambda context: setattr(context, "rows", ()),
     "sampler-params": lambda context: setattr(context.samplers[0], "params", SamplingParams(temperature=1.0)),
     "sampler-neutral": lambda context: setattr(context.samplers[0], "neutral", True),
-    "sampler-prompt": lambda context: context.samplers[0].prompt.append(3),  # type: ignore[attr-defined]
-    "sampler-words": lambda context: context.samplers[0].bad_words.append([3]),  # type: ignore[attr-defined]
+    "sampler-prompt": lambda context: context.samplers[0].prompt.append(3),
+    "sampler-words": lambda context: context.samplers[0].bad_words.append([3]),
     "params-field": lambda context: setattr(context.samplers[0].params, "temperature", 9.0),
-    "params-bias": lambda context: operator.setitem(context.samplers[0].params.logit_bias, 3, 99.0),  # type: ignore[arg-type]
-    "params-allowed": lambda context: context.samplers[0].params.allowed_token_ids.pop(),  # type: ignore[union-attr]
-    "prediction": lambda context: context.predictions[0].append(3),  # type: ignore[attr-defined]
+    "params-bias": lambda context: operator.setitem(context.samplers[0].params.logit_bias, 3, 99.0),
+    "params-allowed": lambda context: context.samplers[0].params.allowed_token_ids.pop(),
+    "prediction": lambda context: context.predictions[0].append(3),
 }
 HARMLESS_WRITES: dict[str, Callable[[DraftContext], Any]] = {
     "rng": lambda context: setattr(context.rng[0], "position", 0),
-    "hidden_states": lambda context: context.hidden_states.clear(),  # type: ignore[attr-defined]
+    "hidden_states": lambda context: context.hidden_states.clear(),
     "states": lambda context: [states.fill_(NAN) for states in context.hidden_states.values()],
 }
 

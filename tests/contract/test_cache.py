@@ -38,7 +38,7 @@ def built(variant: Variant) -> tuple[LLM, Drafter]:
     made: list[Drafter] = []
     cls = drafter_class(variant.method)
 
-    class Kept(cls):  # type: ignore[misc, valid-type]
+    class Kept(cls):
         def __init__(self, config: object, setup: DrafterSetup) -> None:
             super().__init__(config, setup)
             made.append(self)

@@ -185,7 +185,6 @@ def test_a_known_cost_is_looked_up_by_the_drafters_key() -> None:
     config = {"method": "ngram", "adaptive": True, "num_speculative_tokens": 3}
     engine.generate(as_prompts([PROMPT]), replace(NEUTRAL, max_tokens=2), speculative=config)
     (active,) = engine.engine.drafting._active.values()
-    assert active.policy is not None
     known = {active.config.key: DraftCost(fixed_ms=0.5, level_ms=0.25)}
     made = policy_for([active.config], engine.engine.drafting._setup, nodes=8, costs=Costs(drafts=known))
     assert made.costs.draft_ms(made.arms[0].key, 2, 1) == 1.0
@@ -205,7 +204,7 @@ def test_a_seed_repeats_its_text_whatever_was_learned(method: str, label: str) -
         proposals.append(tuple(budget.depth))
         return propose(context, budget)
 
-    guarded.propose = counted  # type: ignore[method-assign]
+    guarded.propose = counted
     depths = set[tuple[int, ...]]()
     for _ in range(4):
         mine = engine.submit(as_prompts([PROMPT])[0], seeded)

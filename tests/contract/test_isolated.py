@@ -52,7 +52,7 @@ def drafted(
     found: dict[str | None, list[list[Node]]] = defaultdict(list)
     cls, deepest, inside = planted or drafter_class(variant.method), 0, 0
 
-    class Spy(cls):  # type: ignore[misc, valid-type]
+    class Spy(cls):
         def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             nonlocal deepest, inside
             inside += 1
@@ -145,9 +145,9 @@ class OneStore(SuffixDrafter):
     """`suffix` as it was: one store for all."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*args)  # type: ignore[arg-type]
+        super().__init__(*args)
         one = self._domains.of(None)
-        self._domains.of = lambda salt: one  # type: ignore[method-assign, misc]
+        self._domains.of = lambda salt: one
 
 
 @pytest.mark.parametrize("cls", [Leaking, Telling, OneStore])
@@ -180,6 +180,6 @@ def test_many_domains_take_no_more_memory_than_four_full_stores() -> None:
     [(_, guarded)] = active.drafters
     for number in range(60):
         engine.generate(as_prompts([PROMPT]), GREEDY, cache_salt=f"domain-{number}")
-        held = sum(memory.store.held for memory in guarded.drafter._domains.all())  # type: ignore[attr-defined]
+        held = sum(memory.store.held for memory in guarded.drafter._domains.all())
         assert held <= 4 * 64
     assert held > 64

@@ -98,7 +98,7 @@ def watch(variant: Variant, prompts: Sequence[Sequence[int]], alterations: int =
     cls = drafter_class(variant.method)
     watched = Watched()
 
-    class Spy(cls):  # type: ignore[misc, valid-type]
+    class Spy(cls):
         def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             rng = [LoggedRng(own) for own in context.rng]
             trees: list[TokenTree] = super().propose(replace(context, rng=rng), budget)

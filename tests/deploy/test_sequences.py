@@ -201,7 +201,7 @@ def test_an_engine_may_change_between_trees_and_chains(method: str) -> None:
         assert tokens == [3, 4]
         text += [3, 4, 1, 2]
     made.clear()
-    assert not made.drafters[0].drafter._texts  # type: ignore[attr-defined]
+    assert not made.drafters[0].drafter._texts
 
 
 def test_only_what_is_new_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,9 +230,9 @@ def test_what_ended_is_forgotten() -> None:
     shared = sequences(rows=2)
     for number in range(50):
         treed(shared, [array([number % 50, 1, 2]), array([number % 50, 1, 2])], [2, 2])
-    assert len(shared.drafters[0].drafter._texts) == 2  # type: ignore[attr-defined]
+    assert len(shared.drafters[0].drafter._texts) == 2
     treed(shared, [], [])
-    assert not shared.drafters[0].drafter._texts  # type: ignore[attr-defined]
+    assert not shared.drafters[0].drafter._texts
 
 
 def test_suffix_remembers_answers_that_ended() -> None:
@@ -417,7 +417,7 @@ def test_what_is_cleared_is_forgotten_however_it_was_asked(method: str, asked: s
     made = Sequences({"method": method, "adaptive": False}, vocab_size=50, rows=2, slots=50, nodes=4)
     getattr(made, asked)(np.array([[1, 2, 1, 2]], np.int32), np.array([4], np.int32), np.array([3]))
     made.clear()
-    assert not made._rows and not made.drafters[0].drafter._texts  # type: ignore[attr-defined]
+    assert not made._rows and not made.drafters[0].drafter._texts
 
 
 def test_llama_cpp_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_without_a_folder_that_can_be_written_all_is_compiled_in_memory(monkeypa
     def twice(number: int) -> int:
         return 2 * number
 
-    assert twice(21) == 42 and twice.nopython_signatures  # type: ignore[attr-defined]
+    assert twice(21) == 42 and twice.nopython_signatures
 
 
 @pytest.mark.parametrize("changed", ["called.py", "../other.py", None])

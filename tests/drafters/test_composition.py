@@ -85,7 +85,7 @@ def stub(**options: Any) -> dict[str, Any]:
 
 def composed(method: str, *members: dict[str, Any], **options: Any) -> Any:
     """A composition over a target of twelve tokens that is never run."""
-    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)  # type: ignore[arg-type]
+    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)
     return build(method, {"drafters": list(members), **options}, setup)
 
 
@@ -308,7 +308,7 @@ def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
     assert made._rows[0].text == len(text) - 1, "the last token is news"
     made.truncate([0], [0])
     assert not made._rows and made.model.lengths == [0, 0]
-    assert not made._inner.drafter._texts  # type: ignore[attr-defined]
+    assert not made._inner.drafter._texts
 
 
 def test_the_tail_goes_on_where_the_chain_ends() -> None:
@@ -347,7 +347,7 @@ def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
 @pytest.mark.parametrize("method", ["first_of", "merge"])
 def test_what_is_no_list_of_drafters_is_refused(method: str, given: Any) -> None:
     with pytest.raises(ArgumentError, match=rf'{method}: .*"method": "'):
-        build(method, {"drafters": given}, None)  # type: ignore[arg-type]
+        build(method, {"drafters": given}, None)
 
 
 PAIR = [{"method": "ngram"}, {"method": "ngram"}]
@@ -369,7 +369,7 @@ CASCADE = {"model": "demo-draft", "inner": PAIR[0]}
     ],
 )
 def test_unknown_members_and_senseless_numbers_are_refused(method: str, options: dict[str, Any], says: str) -> None:
-    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)  # type: ignore[arg-type]
+    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)
     with pytest.raises(ArgumentError, match=says):
         build(method, options, setup)
 
@@ -392,7 +392,6 @@ def test_members_have_defaults_and_may_be_names(method: str) -> None:
 def test_equal_members_share_one_drafter() -> None:
     def key() -> str:
         config = SpeculativeConfig.parse({"method": "merge", "drafters": [{"method": "ngram"}, {"method": "suffix"}]})
-        assert config is not None
         return config.key
 
     assert key() == key()

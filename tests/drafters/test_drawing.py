@@ -83,7 +83,6 @@ def both(
     """(at once, one by one) for every level."""
     rows, found = growers(draw, params, seed), []
     draws = Draws.of(rows, shape, CPU, vocabulary=VOCABULARY, sorts=sorts)
-    assert draws is not None
     size = VOCABULARY if vocabulary is None else len(vocabulary.token_ids)
     ids = torch.zeros(len(rows), 0, dtype=torch.int64)
     for depth, level in enumerate(shape.levels[:-1]):
@@ -104,7 +103,6 @@ def check_alike(at_once: Children, single: Children) -> None:
         torch.testing.assert_close(getattr(at_once, name)[valid], getattr(single, name)[valid], atol=1e-6, rtol=1e-5)
     sampled = (single.drawn != int(Drawn.DETERMINISTIC)) & valid
     if bool(sampled.any()):
-        assert at_once.probs is not None and single.probs is not None
         torch.testing.assert_close(at_once.probs[sampled.any(-1)], single.probs[sampled.any(-1)], atol=1e-6, rtol=1e-5)
 
 
@@ -160,7 +158,6 @@ def test_two_drawn_without_replacement_follow_their_distribution() -> None:
     probs = [0.5, 0.2, 0.0, 0.3]
     rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], rng=Rng(seed, 3)) for seed in range(4000)]
     draws = Draws.of(rows, Shape.regular((2,)), CPU, vocabulary=4, sorts=True)
-    assert draws is not None
     children = draws.children(torch.tensor(probs).log().expand(4000, 1, 4), 0, torch.zeros(4000, 0, dtype=torch.int64))
     counts = Counter(map(tuple, children.tokens[:, 0].tolist()))
     pairs = [(a, b) for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
@@ -184,7 +181,6 @@ def test_no_level_needs_a_value() -> None:
     params = [*PARAMS, {"temperature": 0.0}, {"presence_penalty": 1.0, "logit_bias": {3: 2.0}, "min_tokens": 5}]
     for draw in DRAWS:
         draws = Draws.of(growers(draw, params), SHAPES[1], CPU, vocabulary=VOCABULARY, sorts=True)
-        assert draws is not None
         draws = draws.with_tensors(tuple(number.to("meta") for number in draws.tensors))
         for depth, width in enumerate(SHAPES[1].widths):
             level = SHAPES[1].levels[depth]
@@ -323,7 +319,6 @@ def test_greedy_k_draws_one_from_the_distribution_restricted_to_the_others_and_r
     found = siblings(LAW, 3, Draw.GREEDY_K, pick)
     assert (found.tokens, found.drawn) == ([1, 3, 0], [Drawn.DETERMINISTIC, Drawn.DETERMINISTIC, Drawn.IID])
     restricted = torch.tensor([1, 0, 0, 0, 2]) / 3
-    assert found.probs is not None
     torch.testing.assert_close(found.probs, restricted)
     torch.testing.assert_close(seen[0], restricted)
 
@@ -430,7 +425,7 @@ def test_with_full_width_it_is_the_best_tree_there_is() -> None:
     found = paths_of(DynamicTree(depth=3, top_k=FIVE**2, nodes=12), model, 3, 12)
     every = [path for size in (1, 2, 3) for path in itertools.product(range(FIVE), repeat=size)]
     for row, paths in enumerate(found):
-        best = sorted(every, key=lambda path, row=row: -model.probability(row, path))[:12]  # type: ignore[misc]
+        best = sorted(every, key=lambda path, row=row: -model.probability(row, path))[:12]
         assert paths == set(best)
 
 
@@ -441,7 +436,7 @@ def test_a_budget_keeps_the_likeliest_and_their_ancestors(depth: int, nodes: int
         assert len(paths) == min(nodes, 3) if depth == 1 else len(paths) == nodes
         assert all(len(path) <= depth for path in paths)
         assert all(path[:-1] in paths for path in paths if len(path) > 1)
-        assert max(paths, key=lambda path, row=row: model.probability(row, path)) in paths  # type: ignore[misc]
+        assert max(paths, key=lambda path, row=row: model.probability(row, path)) in paths
 
 
 def test_the_model_runs_a_level_at_a_time_and_never_the_leaves() -> None:

@@ -75,7 +75,7 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
     step: Counter[tuple[int, int]] = Counter()
     update, commit = SlotCache.update, Target.commit
 
-    def counted(cache: SlotCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any):  # type: ignore[no-untyped-def]
+    def counted(cache: SlotCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any):
         slots = cache._window.flat
         step.update((layer, slot) for slot in slots[slots % (cache.slots + 1) != cache.dump].tolist())
         return update(cache, keys, values, layer, *args, **kwargs)

@@ -183,7 +183,7 @@ ASKED = [*OLD, 90, 91]
 CHANGED = [*range(1, 13), 77]
 METHODS: dict[str, Any] = {
     "suffix": lambda **options: drafter(**{"follow_edits": True, "max_spec_factor": 2.0, **options}),
-    "ngram": lambda **options: NgramDrafter(NgramConfig(num_speculative_tokens=24, **options), None),  # type: ignore[arg-type]
+    "ngram": lambda **options: NgramDrafter(NgramConfig(num_speculative_tokens=24, **options), None),
 }
 each_method = pytest.mark.parametrize("method", METHODS)
 
@@ -292,12 +292,7 @@ PREDICTED = list(range(10, 60))
 
 
 def predicting_setup(tokenizer: Any = None) -> DrafterSetup:
-    return DrafterSetup(
-        target=SimpleNamespace(vocab_size=300),  # type: ignore[arg-type]
-        tokenizer=tokenizer,
-        rows=1,
-        slots=100,
-    )
+    return DrafterSetup(target=SimpleNamespace(vocab_size=300), tokenizer=tokenizer, rows=1, slots=100)
 
 
 def predicting(**options: Any) -> PredictionDrafter:

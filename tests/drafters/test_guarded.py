@@ -329,7 +329,7 @@ def drafted(made: Guarded, rows: Sequence[int], nodes: int = 2) -> list[tuple[in
 
 def observed(made: Guarded, rows: Sequence[int]) -> None:
     verdicts = [Verdict(path=(), next_token=row, kind=Source.TARGET) for row in rows]
-    made.observe(context(rows), verdicts, Rows(rows))  # type: ignore[arg-type]
+    made.observe(context(rows), verdicts, Rows(rows))
 
 
 def counted(made: Guarded) -> dict[int, int]:
@@ -445,7 +445,7 @@ def test_committed_tokens_are_a_list_to_read() -> None:
     tokens = CommittedTokens([3, 1, 2])
     assert tokens == [3, 1, 2] and tokens[-2:] == [1, 2] and sorted(tokens) == [1, 2, 3]
     for copied in (list(tokens), tokens.copy(), tokens[:], replace(context([0]), tokens=[tokens]).tokens[0][:]):
-        copied.append(4)  # type: ignore[attr-defined]
+        copied.append(4)
         assert copied == [3, 1, 2, 4] and tokens == [3, 1, 2]
     for write in (
         lambda: tokens.append(4),

@@ -31,7 +31,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
 
 def lookahead(tokens: Sequence[int] = (), **options: Any) -> LookaheadDrafter:
     """A drafter that has read `tokens` in row 0."""
-    made = LookaheadDrafter(LookaheadConfig(**options), setup=None)  # type: ignore[arg-type]
+    made = LookaheadDrafter(LookaheadConfig(**options), setup=None)
     made.extend(context(tokens, len(tokens)))
     return made
 
@@ -58,7 +58,7 @@ def taught(
     """The step that scored `trees` commits `emitted` to `text`."""
     text.extend(emitted)
     verdict = Verdict(path=tuple(range(len(emitted) - 1)), next_token=emitted[-1], kind=Source.BONUS)
-    made.observe(context(text), [verdict], Choices(trees))  # type: ignore[arg-type]
+    made.observe(context(text), [verdict], Choices(trees))
     made.extend(context(text, len(emitted)))
 
 
@@ -291,7 +291,7 @@ def test_scouts_count_neither_as_drafted_nor_as_depth() -> None:
 
 
 def test_a_jacobi_chain_is_the_targets_choice_after_the_last_one_moved_up() -> None:
-    made = JacobiDrafter(JacobiConfig(num_speculative_tokens=4), setup=None)  # type: ignore[arg-type]
+    made = JacobiDrafter(JacobiConfig(num_speculative_tokens=4), setup=None)
     text = [3, 1, 4, 1, 5]
     trees = made.propose(context(text), ROOMY)
     chain = trees[0].tokens
@@ -301,7 +301,7 @@ def test_a_jacobi_chain_is_the_targets_choice_after_the_last_one_moved_up() -> N
 
 
 def test_jacobi_keeps_the_budget_and_frees_rows() -> None:
-    made = JacobiDrafter(JacobiConfig(), setup=None)  # type: ignore[arg-type]
+    made = JacobiDrafter(JacobiConfig(), setup=None)
     text = list(range(VOCABULARY))
     for nodes, depth, wanted in [(3, 9, 3), (9, 2, 2), (0, 5, 0), (5, 0, 0)]:
         (tree,) = made.propose(context(text), Budget(nodes=[nodes], depth=[depth]))

@@ -16,7 +16,7 @@ from forerun.types import Budget
 
 
 def drafter(**options: Any) -> NgramDrafter:
-    return NgramDrafter(NgramConfig(**options), setup=None)  # type: ignore[arg-type]
+    return NgramDrafter(NgramConfig(**options), setup=None)
 
 
 def fed(tokens: Sequence[int], **options: Any) -> NgramDrafter:

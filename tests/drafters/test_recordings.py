@@ -93,7 +93,7 @@ def engine(options: dict[str, Any], recordings: Recordings, made: dict[str, Any]
         drafts.append([(list(tree.tokens), list(tree.parents)) for tree in trees])
         return trees
 
-    drafter.propose = watched  # type: ignore[method-assign]
+    drafter.propose = watched
     return llm, drafts
 
 

@@ -44,7 +44,7 @@ def drafter(**options: Any) -> RecyclingDrafter:
     tokenizer = options.pop("tokenizer", None)
     target = SimpleNamespace(vocab_size=options.pop("size", SIZE))
     setup = SimpleNamespace(tokenizer=tokenizer, target=target, pass_ms=None)
-    return RecyclingDrafter(RecyclingConfig(**{"top_k": 3, **options}), setup)  # type: ignore[arg-type]
+    return RecyclingDrafter(RecyclingConfig(**{"top_k": 3, **options}), setup)
 
 
 def scores_of(logits, trees) -> SimpleNamespace:
@@ -57,7 +57,7 @@ def shown(made: RecyclingDrafter, trees: Sequence[Sequence[int]], logits: torch.
     """The target scored some trees, of which it kept nothing."""
     scores, alone = scores_of(logits, trees), context([0] * 3, 1)
     rows = len(trees)
-    made.observe(replace(alone, rows=[0] * rows, tokens=[*alone.tokens] * rows, fresh=[1] * rows), [], scores)  # type: ignore[arg-type]
+    made.observe(replace(alone, rows=[0] * rows, tokens=[*alone.tokens] * rows, fresh=[1] * rows), [], scores)
 
 
 @pytest.mark.parametrize("size", [SIZE, 128 * 12, 128 * 12 + 5])
@@ -107,7 +107,7 @@ def test_a_prompt_is_read_once_and_what_the_target_scored_is_not_overwritten_by_
     logits[..., [7, 8, 9]] = torch.tensor([3.0, 2.0, 1.0])
     text += [4]
     scores = scores_of(logits, [[1]])
-    made.observe(context(text, 1), [], scores)  # type: ignore[arg-type]
+    made.observe(context(text, 1), [], scores)
     made.extend(context(text, 1))
     assert made.matrix.successors[1].tolist() == [7, 8, 9]
     text += [5, 6]  # tokens that were committed without this drafter
@@ -223,7 +223,7 @@ def test_successors_of_a_pair_are_drafted_before_those_of_its_last_token_alone()
     made, logits = taught(num_speculative_tokens=2), torch.zeros(1, 2, SIZE)
     logits[0, 0, [6, 7, 8]] = logits[0, 1, [8, 7, 6]] = torch.tensor([3.0, 2.0, 1.0])
     # Behind the text 0, 1 the target scored 1 and below it 2; then it went on with 4.
-    made.observe(context([0, 1, 4], 1), [], scores_of(logits, [[1, 2]]))  # type: ignore[arg-type]
+    made.observe(context([0, 1, 4], 1), [], scores_of(logits, [[1, 2]]))
     made.matrix.successors[1, :3] = [2, 3, 4]
     assert nodes(made.propose(context([0, 1]), Budget(nodes=[3], depth=[1]))) == [(6, 0), (7, 0), (8, 0)]
     assert nodes(made.propose(context([5, 1]), Budget(nodes=[3], depth=[1]))) == [(2, 0), (3, 0), (4, 0)]

@@ -38,7 +38,7 @@ def in_memory(documents: Sequence[Sequence[int]]) -> Datastore:
     for document in documents:
         text += [*document, SEPARATOR]
     array = np.array(text, dtype=ITEM)
-    return Datastore(folder=Path(), manifest=None, tokens=array, places=sort_places(array))  # type: ignore[arg-type]
+    return Datastore(folder=Path(), manifest=None, tokens=array, places=sort_places(array))
 
 
 def searched(documents: Sequence[Sequence[int]], text: Sequence[int], low: int, high: int) -> tuple[int, Counter[Any]]:
@@ -249,7 +249,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def drafter(store: str, **options: Any) -> RestDrafter:
     setup = SimpleNamespace(tokenizer=None, target=SimpleNamespace(vocab_size=12))
-    return RestDrafter(RestConfig(datastore=store, **options), setup)  # type: ignore[arg-type]
+    return RestDrafter(RestConfig(datastore=store, **options), setup)
 
 
 def nodes(trees: Sequence[TokenTree]) -> list[tuple[int, int]]:

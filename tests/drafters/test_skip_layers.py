@@ -328,7 +328,6 @@ def test_the_planted_best_subset_is_found(seed: int) -> None:
     search = Search(space, seed=seed)
     for _ in range(90):
         skip = search.ask()
-        assert skip is not None
         search.tell(skip, table[skip])
     found = max(search.trials, key=lambda trial: trial.value).skip
     assert found == best or table[found] > np.quantile(list(table.values()), 0.9999)
@@ -377,7 +376,7 @@ def agreement_of(skip: SkipSet) -> float:
 
 
 def searching(ratio: float = 0.3, **options: int) -> OnlineSearch:
-    return OnlineSearch(10, SkipLayersConfig(search="swift", skip_ratio=ratio, **options))  # type: ignore[arg-type]
+    return OnlineSearch(10, SkipLayersConfig(search="swift", skip_ratio=ratio, **options))
 
 
 def decode(search: OnlineSearch, steps: int, seed: int = 0) -> None:

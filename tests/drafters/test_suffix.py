@@ -155,7 +155,6 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
     same functions as Python runs them."""
     monkeypatch.setattr(numba.config, "DISABLE_JIT", 1)
     spec = importlib.util.spec_from_file_location("uncompiled", suffixes.__file__)
-    assert spec is not None and spec.loader is not None
     plain = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(plain)
     calls = Counter[str]()
@@ -165,7 +164,7 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
         calls["step"] += 1
         return int(step(*args))
 
-    class Links(np.ndarray):  # type: ignore[type-arg]
+    class Links(np.ndarray):
         def __getitem__(self, place: Any) -> Any:
             calls["link"] += isinstance(place, tuple) and place[1] == suffixes.LINK
             return super().__getitem__(place)
@@ -188,7 +187,7 @@ def test_the_work_and_the_memory_are_linear(text: list[int], monkeypatch: pytest
 def drafter(**options: Any) -> SuffixDrafter:
     """By default one token for each that matches, and no text is followed: drafts are written out for that here."""
     given = {"max_spec_factor": 1.0, "follow_edits": False, **options}
-    return SuffixDrafter(SuffixConfig(**given), setup=None)  # type: ignore[arg-type]
+    return SuffixDrafter(SuffixConfig(**given), setup=None)
 
 
 def fed(tokens: Sequence[int], **options: Any) -> SuffixDrafter:
@@ -419,7 +418,7 @@ def test_memory_is_told_and_freed() -> None:
 def test_vllms_names_are_understood() -> None:
     given = {"max_tree_depth": 32, "max_cached_requests": 50, "max_spec_factor": 2.0, "min_token_prob": 0.2}
     parsed = SpeculativeConfig.parse({"method": "suffix", **{f"suffix_decoding_{k}": v for k, v in given.items()}})
-    assert parsed is not None and SuffixConfig(**parsed.drafter_options) == SuffixConfig(**given)  # type: ignore[arg-type]
+    assert parsed is not None and SuffixConfig(**parsed.drafter_options) == SuffixConfig(**given)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_head_that_does_more_than_a_linear_layer_is_not_pruned() -> None:
     draft = weights()
     forward = type(draft).forward
 
-    class Ranked(type(draft)):  # type: ignore[misc]
+    class Ranked(type(draft)):
         def forward(self, *args: Any, **more: Any) -> Any:
             output = forward(self, *args, **more)
             output.logits = output.logits.log_softmax(-1)
@@ -116,7 +116,7 @@ def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobod
     made = drafter(num_speculative_tokens=2)
     banned = Params(temperature=0.7, top_k=0, allowed_token_ids=[WORDS.index("ab"), WORDS.index("cd")])
     both = contexts([TEXT, TEXT], 0, SAMPLED)
-    both.samplers[0] = Sampler(banned, TEXT[:1])  # type: ignore[index]
+    both.samplers[0] = Sampler(banned, TEXT[:1])
     trees = made.propose(both, Budget(nodes=[4, 4], depth=[4, 4]))
     assert [tree.size for tree in trees] == [0, 2]
 

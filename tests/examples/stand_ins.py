@@ -139,8 +139,8 @@ def _files() -> Mapping[str, Any]:
 def llama_cpp() -> Mapping[str, ModuleType]:
     """In place of llama-cpp-python, which is built from source: `make test-llama` runs it."""
     package, speculative = ModuleType("llama_cpp"), ModuleType("llama_cpp.llama_speculative")
-    package.Llama = lambda file, **options: options["draft_model"]  # type: ignore[attr-defined]
-    speculative.LlamaDraftModel = object  # type: ignore[attr-defined]
+    package.Llama = lambda file, **options: options["draft_model"]
+    speculative.LlamaDraftModel = object
     return {"llama_cpp": package, "llama_cpp.llama_speculative": speculative}
 
 

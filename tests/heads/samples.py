@@ -125,8 +125,7 @@ def sample(config: EagleConfig, seed: int = 0, dtype: torch.dtype = torch.float3
 
 def keys_of(folder: Path) -> dict[str, Any]:
     """What a head's config.json holds."""
-    found: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return found
+    return json.loads((folder / "config.json").read_text())
 
 
 def change(folder: Path, tensors: Mapping[str, Tensor | None] | None = None, /, **keys: Any) -> Path:
@@ -158,8 +157,7 @@ def logits(head: EagleHead) -> Tensor:
     for _ in range(2):
         step = head.advance(embeds, states, head.angles(torch.arange(count)[None], embeds), _attend)
         states = step.feature
-    output: Tensor = head.lm_head(step.output) if config.own_lm_head else step.output @ shared.T
-    return output
+    return head.lm_head(step.output) if config.own_lm_head else step.output @ shared.T
 
 
 def _attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -162,7 +162,7 @@ def test_the_loss_equals_a_written_out_reference(settings: dict[str, float]) -> 
     made, text, start = head(**FIRST), tokens(20), 5
     batch = batch_of([text], made.config.boundaries)
     batch.batch.loss_mask[0, :start] = False
-    report = EagleObjective(made, FrozenTarget.of(model()), EagleSettings(**settings))(batch)  # type: ignore[arg-type]
+    report = EagleObjective(made, FrozenTarget.of(model()), EagleSettings(**settings))(batch)
 
     states, weight = batch.features[LAST_HIDDEN][0], model().get_output_embeddings().weight.detach()
     embeds = model().get_input_embeddings()(torch.tensor(text)).detach()
@@ -220,8 +220,7 @@ def test_heads_of_decoder_layers_can_read_noise_while_they_train(kind: str) -> N
     def fused(noise: float | None, *, training: bool) -> torch.Tensor:
         torch.manual_seed(0)
         settings = objective.Settings() if noise is None else objective.Settings(noise=noise)
-        found: torch.Tensor = objective(made.train(training), FrozenTarget.of(model()), settings).fused(batch)
-        return found
+        return objective(made.train(training), FrozenTarget.of(model()), settings).fused(batch)
 
     plain = fused(None, training=True)
     assert torch.equal(plain, fused(0.1, training=False)) and not torch.equal(plain, fused(0.1, training=True))

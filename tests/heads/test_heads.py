@@ -86,7 +86,7 @@ def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(
     unroll = runner.unroll
 
     def watched(rows: Sequence[int], run: int, grow: Any, **options: Any) -> Any:
-        return unroll(rows, run, lambda logits: seen.append(logits[0, 0]) or grow(logits), **options)  # type: ignore[func-returns-value]
+        return unroll(rows, run, lambda logits: seen.append(logits[0, 0]) or grow(logits), **options)
 
     monkeypatch.setattr(runner, "unroll", watched)
     llm.generate({"prompt_token_ids": prompt}, GREEDY)

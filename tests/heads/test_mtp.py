@@ -160,7 +160,7 @@ def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temper
 
 def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted on the host, and gathered where the host must not wait, at once and a few tokens at a time."""
-    experts: Experts = mtp(experts=EXPERTS).layers[0].mlp.experts  # type: ignore[union-attr, assignment]
+    experts: Experts = mtp(experts=EXPERTS).layers[0].mlp.experts
     generator = torch.Generator().manual_seed(0)
     states, weights = torch.randn(9, 32, generator=generator), torch.rand(9, 2, generator=generator)
     chosen = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(9)])  # the last one is never chosen
@@ -171,7 +171,7 @@ def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) ->
             gate, up = (experts.gate_up_proj[expert] @ state).chunk(2)
             parts.append(share * (experts.down_proj[expert] @ (torch.nn.functional.silu(gate) * up)))
         written.append(sum(parts))
-    expected = torch.stack(written).detach()  # type: ignore[arg-type]
+    expected = torch.stack(written).detach()
     torch.testing.assert_close(experts(states, chosen, weights).detach(), expected)
     with torch.no_grad():
         torch.testing.assert_close(experts._gathered(states, chosen, weights), expected)

@@ -229,8 +229,7 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
         def get_tensor(self, name: str) -> Tensor:
             read.append(name)
-            found: Tensor = self.file.get_tensor(name)
-            return found
+            return self.file.get_tensor(name)
 
     monkeypatch.setattr(formats, "safe_open", Noted)
     read_target(checkpoint.folder)

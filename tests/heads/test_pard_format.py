@@ -35,9 +35,7 @@ def saved(folder: Path, **keys: Any) -> PardModel:
         setattr(made.config, key, value)
     made.save_pretrained(folder)
     (folder / "warp_model.bin").write_bytes(b"never opened")
-    found = PardModel.at(folder)
-    assert found is not None
-    return found
+    return PardModel.at(folder)
 
 
 def verdicts(model: PardModel, vocabulary: int = VOCABULARY) -> dict[str, str]:

@@ -54,7 +54,6 @@ SEEDED = ("suffix", "recycling, tree", "auto")
 def corpus(llm: LLM, plain: Callable[..., list[list[int]]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A datastore of the model's own answers."""
     folder = tmp_path_factory.mktemp("corpus") / "store"
-    assert llm.tokenizer is not None
     write_datastore(plain(GREEDY), TokenizerIdentity.of(llm.tokenizer), folder)
     return folder
 

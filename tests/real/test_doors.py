@@ -115,7 +115,6 @@ def test_the_proof_holds(llm: LLM, original: LlamaForCausalLM, monkeypatch: pyte
 def head(llm: LLM, path: Path, plain: Plain, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An EAGLE-3 head that learned from the model's own answers, as far as that goes in ten steps."""
     folder = tmp_path_factory.mktemp("training")
-    assert llm.tokenizer is not None
     prompts = [llm.chat_prompt(messages)["prompt_token_ids"] for messages in ASKED]
     texts = [(len(prompt), [*prompt, *answer]) for prompt, answer in zip(prompts, plain(GREEDY), strict=True)]
     documents = [(tokens, [place >= start for place in range(len(tokens))]) for start, tokens in texts]

@@ -317,7 +317,7 @@ def test_a_spread_draft_model_does_not_write() -> None:
         run = SimpleNamespace(recipe=make_recipe(kind, given), parallel=Parallel(mode="fsdp"), trained=None)
         run.module = run.model = None
         with pytest.raises(ArgumentError, match=rf"objective\.writer={writer} needs the whole .*--parallel ddp"):
-            make_writer(run)  # type: ignore[arg-type]
+            make_writer(run)
 
 
 @pytest.mark.slow

@@ -148,4 +148,4 @@ def test_early_exits_draft_better_after_training_and_losslessly(
 def test_what_does_not_fit_the_target_is_refused(target: Path, prepared: Path, tmp_path: Path, word: str) -> None:
     flags = {"target": str(target), "data": str(prepared), "output": str(tmp_path)}
     with pytest.raises(ArgumentError, match="the target"):
-        TrainingRun(read_recipe("layerskip", None, [word], flags), None)  # type: ignore[arg-type]
+        TrainingRun(read_recipe("layerskip", None, [word], flags), None)

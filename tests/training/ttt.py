@@ -120,7 +120,7 @@ def dflash(**options: Any) -> DFlashHead:
         **options,
     }
     shape = config(**given)
-    made: DFlashHead = kind_named(shape.kind).head(shape).eval()  # type: ignore[assignment]
+    made: DFlashHead = kind_named(shape.kind).head(shape).eval()
     _vary(made)
     return made
 

@@ -106,7 +106,6 @@ def test_a_killed_run_goes_on_after_its_last_finished_shard(tmp_path: Path) -> N
         killed.append(document, given[document])
     assert len(list(killed.directory.glob("shard-*.json"))) == 1 and len(killed.done) == 3
     # What the buffer held may have reached the disk or not; here it has.
-    assert killed._file is not None
     killed._file.close()
     assert list((tmp_path / "killed").glob("*.partial"))
     with pytest.raises(DataError, match="unfinished: it holds 1 of 7 documents"):
@@ -124,7 +123,6 @@ def test_ctrl_c_keeps_every_whole_document(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), FeatureWriter(tmp_path, manifest_of(data)) as writer:
         for document in (4, 1, 0):
             writer.append(document, given[document])
-        assert writer._file is not None
         writer._file.write(b"half a document")
         raise KeyboardInterrupt
     again = FeatureWriter(tmp_path, manifest_of(data))
@@ -144,7 +142,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(tmp_path: Path) -> None:
     def run() -> None:
         with FeatureWriter(tmp_path, manifest_of(data), shard_bytes=SHARD) as writer:
             writer.append(4, given[4])
-            writer._file = Full()  # type: ignore[assignment]
+            writer._file = Full()
             writer.append(1, given[1])
 
     with pytest.raises(DataError, match=r"disk is full: shard 1.*The 1 finished shards are safe"):
@@ -427,7 +425,7 @@ def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> No
             raise DataError("a flipped byte")
         return FeatureBatch(batch=tokens, features={0: torch.full((1, 1, 2), float(step))})
 
-    store.features = read  # type: ignore[method-assign]
+    store.features = read
     for step in (0, 1, 3):
         found = batches.batch(step, 0, 1)
         assert found.number == step and float(found.features[0][0, 0, 0]) == step
@@ -435,4 +433,4 @@ def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> No
     assert asked == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match="a flipped byte"):
         batches.batch(4, 0, 1)
-    store.features = features  # type: ignore[method-assign]
+    store.features = features

@@ -33,9 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train(
             toy,
             Numbers(),
-            choice(optimizer, eval_every_steps=2, save_every_steps=CUT),  # type: ignore[arg-type]
+            choice(optimizer, eval_every_steps=2, save_every_steps=CUT),
             folder / f"single-{optimizer}",
-            evaluate=lambda step, toy=toy: {"score": score(toy)},  # type: ignore[misc]
+            evaluate=lambda step, toy=toy: {"score": score(toy)},
         )
     [port] = free_ports(1)
     said = run_twice(Path(__file__).with_name("worker.py"), str(folder), MASTER_PORT=str(port))
@@ -106,7 +106,7 @@ def test_one_goes_on_from_two(folder: Path, tmp_path: Path, mode: str, optimizer
     toy = Toy(head=Head(seed=7))
     for name in (f"checkpoint-{CUT}", "best"):
         shutil.copytree(folder / f"{mode}-{optimizer}" / name, tmp_path / name)
-    train(toy, Numbers(), choice(optimizer), tmp_path)  # type: ignore[arg-type]
+    train(toy, Numbers(), choice(optimizer), tmp_path)
     assert_same(stored(folder / f"single-{optimizer}"), stored(tmp_path))
 
 
@@ -116,7 +116,7 @@ def test_without_torchrun_there_is_one_process(monkeypatch: pytest.MonkeyPatch) 
     assert (alone.rank, alone.world, alone.mode, alone.first) == (0, 1, "single", True)
     alone.close()
     with pytest.raises(ArgumentError, match="mode='dp' is unknown"):
-        Parallel.from_environment("dp", "cpu")  # type: ignore[arg-type]
+        Parallel.from_environment("dp", "cpu")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ArgumentError, match="choose ddp or fsdp"):
         Parallel.from_environment("single", "cpu")

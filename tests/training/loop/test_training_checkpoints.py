@@ -71,7 +71,7 @@ def test_data_go_on_where_they_were_with_another_accumulation(tmp_path: Path) ->
     seen: list[int] = []
 
     class Watched(Numbers):
-        def batch(self, step: int, rank: int, world: int):  # type: ignore[no-untyped-def]
+        def batch(self, step: int, rank: int, world: int):
             seen.append(step)
             return super().batch(step, rank, world)
 
@@ -220,7 +220,7 @@ def again(begun: Path, output: Path, recipe: object = None, **values: object) ->
     allow = bool(values.pop("allow_changes", False))
     known = {"data": "abc"} if recipe is None else recipe
     made = settings(**({"steps": 2} | values))
-    return train(Toy(), Numbers(), made, output, recipe=known, allow_changes=allow)  # type: ignore[arg-type]
+    return train(Toy(), Numbers(), made, output, recipe=known, allow_changes=allow)
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 3), ("betas", (0.5, 0.5)), ("optimizer", "muon")])
@@ -286,7 +286,7 @@ def test_a_checkpoint_of_another_optimizer_or_module_is_refused(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="another optimizer"):
         run(tmp_path, steps=2, optimizer="muon", allow_changes=True)
     toy = Toy()
-    toy.head.frozen = torch.nn.Identity()  # type: ignore[assignment]
+    toy.head.frozen = torch.nn.Identity()
     with pytest.raises(CheckpointError, match=r"of another module.*(?s:.)*frozen\.bias.*frozen\.weight"):
         run(tmp_path, toy, steps=2, allow_changes=True)
 

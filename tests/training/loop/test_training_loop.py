@@ -337,7 +337,7 @@ def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: P
         def forward(self, batch: FeatureBatch) -> LossReport:
             return self.toy(batch)
 
-    train(Owner(), Numbers(), TrainSettings(steps=1, **FLOAT), tmp_path)  # type: ignore[arg-type]
+    train(Owner(), Numbers(), TrainSettings(steps=1, **FLOAT), tmp_path)
     assert not [name for name in load_file(tmp_path / "checkpoint-1" / "model.safetensors") if "target" in name]
 
 

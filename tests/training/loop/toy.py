@@ -109,12 +109,12 @@ class Numbers:
 
 
 def settings(**values: object) -> TrainSettings:
-    return TrainSettings(**(FLOAT | values))  # type: ignore[arg-type]
+    return TrainSettings(**(FLOAT | values))
 
 
 def train(*given: object, **more: object) -> TrainResult:
     """Make a `Training` and run it."""
-    return Training(*given, **more).run()  # type: ignore[arg-type]
+    return Training(*given, **more).run()
 
 
 def run(output: Path, objective: Toy | None = None, *, allow_changes: bool = False, **values: object) -> TrainResult:

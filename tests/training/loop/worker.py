@@ -55,7 +55,7 @@ def same(output: Path, optimizer: str, parallel: Parallel) -> None:
         return {"score": -loss * (1 + parallel.rank)}
 
     result = train(
-        toy, Numbers(), choice(optimizer, eval_every_steps=2, save_every_steps=CUT), output,  # type: ignore[arg-type]
+        toy, Numbers(), choice(optimizer, eval_every_steps=2, save_every_steps=CUT), output,
         parallel=parallel, evaluate=evaluate,
     )  # fmt: skip
     assert set(shapes) == {(11, 6)}
@@ -64,7 +64,7 @@ def same(output: Path, optimizer: str, parallel: Parallel) -> None:
 
 def accumulated(output: Path, parallel: Parallel) -> None:
     train(
-        Toy(), Numbers(parts=2), choice("adamw", accumulation=2), output, parallel=parallel  # type: ignore[arg-type]
+        Toy(), Numbers(parts=2), choice("adamw", accumulation=2), output, parallel=parallel
     )  # fmt: skip
 
 
@@ -75,18 +75,18 @@ def elastic(folder: Path, mode: str, parallel: Parallel) -> None:
         if parallel.first:
             for name in (start, "best"):
                 shutil.copytree(folder / f"single-{optimizer}" / name, output / name)
-        train(Toy(head=Head(seed=5)), Numbers(), choice(optimizer), output, parallel=parallel)  # type: ignore[arg-type]
+        train(Toy(head=Head(seed=5)), Numbers(), choice(optimizer), output, parallel=parallel)
 
 
 def failures(output: Path, parallel: Parallel) -> None:
     """What goes wrong on one process stops both, with the same words."""
     poisoned = Toy(poison=1 if parallel.rank == 1 else None)
     with pytest.raises(NumericError, match="batch 1 of rank 1"):
-        train(poisoned, Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
+        train(poisoned, Numbers(), choice("adamw"), output, parallel=parallel)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "save_file", _full)
         with pytest.raises(CheckpointError, match="No space left"):
-            train(Toy(), Numbers(), choice("adamw"), output, parallel=parallel)  # type: ignore[arg-type]
+            train(Toy(), Numbers(), choice("adamw"), output, parallel=parallel)
     assert parallel.share(parallel.rank) == 0
     assert parallel.sums(torch.ones(2)) == [2.0, 2.0]
 
