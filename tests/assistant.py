@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from bench.scripted import Answer, Script, said, scripted
+
+WORDS = "four words of answer"
 
 
-class _Assistant(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "assistant"}]} if self.path.endswith("/models") else {}))
-
-    def do_POST(self) -> None:
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        said = {"role": "assistant", "content": "four words of answer"}
-        choice = {"delta" if asked.get("stream") else "message": said, "finish_reason": "stop"}
-        found = json.dumps({"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 4}})
-        self._send(f"data: {found}\n\ndata: [DONE]\n\n" if asked.get("stream") else found)
-
-    def _send(self, text: str) -> None:
-        body = text.encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream" if text.startswith("data:") else "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        """Says nothing."""
+def _answer(body: dict[str, Any]) -> Answer | tuple[int, str]:
+    if body.get("stream"):
+        return said(WORDS, tokens=4)
+    choice = {"message": {"role": "assistant", "content": WORDS}, "finish_reason": "stop"}
+    return 200, json.dumps({"choices": [choice], "usage": {"prompt_tokens": 2, "completion_tokens": 4}})
 
 
 @contextmanager
 def assistant() -> Iterator[str]:
     """Its URL, which works until the block ends."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Assistant)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/v1"
-    server.shutdown()
-    server.server_close()
+    with scripted(Script(_answer, models=("assistant",))) as url:
+        yield f"{url}/v1"

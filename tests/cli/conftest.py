@@ -22,8 +22,11 @@ class Ran:
     err: str
 
 
+Forerun = Callable[..., Ran]
+
+
 @pytest.fixture
-def forerun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+def forerun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Forerun:
     """Runs ``forerun ARGUMENTS`` in this process, as if both streams were piped."""
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
 
-from cli.conftest import Ran
+from bench.scripted import Script, scripted
+from cli.conftest import Forerun
 from forerun.training.data.store import PreparedData
 
-Forerun = Callable[..., Ran]
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 
 
@@ -40,37 +38,6 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
     assert words.code == 0 and "2 documents" in words.out and "covers" in words.out and "1 records skipped" in words.out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["prepare", "CHATS", "--target", "demo", "--output", "OUT"], "chats.jsonl, line 2: broken JSON"),
-        (["prepare", "--target", "demo", "--output", "OUT"], "no data file"),
-        (["prepare", "none.jsonl", "--target", "demo", "--output", "OUT"], "does not exist"),
-        (["prepare", "CHATS", "--target", "/no/model", "--output", "OUT"], "/no/model"),
-        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--draft-vocab-size", "99999"], "1 to 8192"),
-        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--max-length", "1"], "max_length"),
-        (["regenerate", "CHATS", "--output", "OUT"], "--target"),
-        (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "http://here"], "--model"),
-        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "--concurrency", "0"], "--concurrency"),
-        (["regenerate", "CHATS", "--output", "OUT", "--target", "demo", "-n", "0"], "Must be >= 1"),
-        (["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", "on"], "is not JSON"),
-        (
-            ["prepare", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", '{"tools": 1}'],
-            "tools",
-        ),
-        (["regenerate", "CHATS", "--target", "demo", "--output", "OUT", "--chat-template-kwargs", "[]"], "JSON object"),
-        (["regenerate", "CHATS", "--output", "OUT", "--endpoint", "here", "--model", "m", "--skip-bad"], "http://"),
-    ],
-)
-def test_bad_input_is_one_clear_error(
-    forerun: Forerun, chats: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    places = {"CHATS": chats, "OUT": tmp_path / "out"}
-    ran = forerun("data", *(places.get(argument, argument) for argument in arguments))
-    assert ran.code == 2 and ran.out == "" and not (tmp_path / "out").exists()
-    assert ran.err.startswith("error: ") and message in ran.err and "Traceback" not in ran.err
-
-
 def test_regenerate_here_then_prepare(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"text": f"the cat sat on {word}"}) + "\n" for word in ("the mat", "a log")))
@@ -85,39 +52,18 @@ def test_regenerate_here_then_prepare(forerun: Forerun, checkpoint: Path, tmp_pa
     assert done.code == 0 and 0 < json.loads(done.out)["counted_tokens"] < json.loads(done.out)["tokens"]
 
 
-def test_help_imports_no_model_and_names_both_verbs(forerun: Forerun) -> None:
-    ran = forerun("data", "--help")
-    assert ran.code == 0 and "prepare" in ran.out and "regenerate" in ran.out
-    for verb in ("prepare", "regenerate"):
-        assert f"forerun data {verb}" in forerun("data", verb, "--help").out
-
-
-class Answering(BaseHTTPRequestHandler):
-    """A server on this machine that answers everything with its length, and refuses what contains "no"."""
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        asked, thinking = body["messages"][-1]["content"], body.get("chat_template_kwargs", {}).get("thinking", "")
-        message = {"role": "assistant", "content": f"{len(asked)}{thinking}"}
-        said = json.dumps({"choices": [{"message": message, "finish_reason": "stop"}]}).encode()
-        self.send_response(422 if "no" in asked else 200)
-        self.send_header("Content-Length", str(len(said)))
-        self.end_headers()
-        self.wfile.write(said)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Tests are quiet."""
+def answering(body: dict[str, Any]) -> tuple[int, str]:
+    """Everything is answered with its length, and what contains "no" is refused."""
+    asked, thinking = body["messages"][-1]["content"], body.get("chat_template_kwargs", {}).get("thinking", "")
+    message = {"role": "assistant", "content": f"{len(asked)}{thinking}"}
+    answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    return 422 if "no" in asked else 200, json.dumps(answer)
 
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Answering)
-    thread = Thread(target=httpd.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{httpd.server_port}"
-    httpd.shutdown()
-    thread.join()
-    httpd.server_close()
+    with scripted(Script(answering)) as url:
+        yield url
 
 
 def test_regenerate_at_an_endpoint(forerun: Forerun, server: str, tmp_path: Path) -> None:

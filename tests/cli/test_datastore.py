@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from cli.conftest import Ran
+from cli.conftest import Forerun
 from forerun.drafters.lookup.rest import Datastore
-
-Forerun = Callable[..., Ran]
 
 
 @pytest.fixture
@@ -45,24 +41,3 @@ def test_info_says_what_build_said(forerun: Forerun, checkpoint: Path, corpus: P
     assert built.code == told.code == 0 and built.out.startswith(told.out) and "1 documents" in told.out
     as_json = json.loads(forerun("datastore", "info", output, "--json").out)
     assert as_json["places"] == as_json["tokens"] - 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["build", "CORPUS", "--target", "demo", "--output", "OUT"], "corpus.jsonl, line 2: broken JSON"),
-        (["build", "--target", "demo", "--output", "OUT"], "no data file"),
-        (["build", "none.txt", "--target", "demo", "--output", "OUT"], "does not exist"),
-        (["build", "CORPUS", "--output", "OUT"], "--target MODEL or --tokenizer"),
-        (["build", "CORPUS", "--target", "demo", "--tokenizer", "demo", "--output", "OUT"], "either"),
-        (["build", "CORPUS", "--target", "/no/model", "--output", "OUT"], "/no/model"),
-        (["info", "OUT"], "is not a datastore"),
-    ],
-)
-def test_bad_input_is_one_clear_error(
-    forerun: Forerun, corpus: Path, tmp_path: Path, arguments: list[str], message: str
-) -> None:
-    places: dict[str, Any] = {"CORPUS": corpus, "OUT": tmp_path / "out"}
-    ran = forerun("datastore", *(places.get(argument, argument) for argument in arguments))
-    assert ran.code == 2 and ran.out == "" and not (tmp_path / "out").exists()
-    assert ran.err.startswith("error: ") and message in ran.err and "Traceback" not in ran.err

@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.conftest import Ran
+from cli.conftest import Forerun
 from forerun import LLM, SamplingParams, shipped
 from forerun.cli import demo, leaderboard
 from forerun.core.probs import NodeProbs
@@ -28,7 +27,6 @@ from forerun.types import Source, SpeculationStats, Verdict
 from llamas import tiny_eagle
 from trained import checkpoint_of
 
-Forerun = Callable[..., Ran]
 FILE = ("--prompt-name", "chunk.py")
 
 

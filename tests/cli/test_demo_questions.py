@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cli.conftest import Ran
+from cli.conftest import Forerun
 from forerun import LLM, SamplingParams, shipped
 from forerun.bench.load import FIGURES
 from forerun.certify.reference import Difference
@@ -22,7 +21,6 @@ from forerun.cli.side_by_side import AnsweredPair, ArmRun
 from forerun.demo import QUESTIONS
 from forerun.errors import DownloadError
 
-Forerun = Callable[..., Ran]
 SHORT = ("-n", 12, "--dtype", "float32")
 
 
@@ -43,6 +41,10 @@ def answered(temperature: float = 0.0, parted: Difference | None = None, **specu
     return AnsweredPair(
         question=QUESTIONS[0], temperature=temperature, plain=plain, speculative=run(**taken), parted=parted
     )
+
+
+def unreachable() -> None:
+    raise DownloadError("the index cannot be reached")
 
 
 def parting(gap: float) -> Difference:
@@ -126,9 +128,6 @@ def test_the_columns_grow_in_a_terminal(checkpoint: Path, monkeypatch: pytest.Mo
 def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable() -> None:
-        raise DownloadError("the index cannot be reached")
-
     monkeypatch.setattr(shipped, "smollm2", unreachable)
     ran = forerun("demo", "-n", 4, "--repeats", 1, "--json")
     assert ran.code == 0 and json.loads(ran.out)["model"] == "demo", ran.err
@@ -167,9 +166,6 @@ def test_a_model_without_a_chat_template_goes_on_with_the_questions(
 def test_where_no_model_is_there_one_line_says_how_to_get_one(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unreachable() -> None:
-        raise DownloadError("the index cannot be reached")
-
     monkeypatch.setattr(shipped, "smollm2", unreachable)
     monkeypatch.setattr(demo.shipped, "folder_of", lambda _name: None)
     for words, remedy in ((["demo"], "forerun demo path/to/model"), (["demo", "--offline"], "smollm2")):

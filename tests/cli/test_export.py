@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cli.conftest import Ran
+from cli.conftest import Forerun
 from forerun.heads.engines import ENGINES
 from forerun.heads.formats import read_head, write_head
 from heads.samples import PLAIN, TARGET, sample
 
-Forerun = Callable[..., Ran]
 FOR_DEMO = dataclasses.replace(
     PLAIN, target_hidden_size=384, own_embedding=True, vocab_size=8192, draft_vocab_size=64, boundaries=(2, 4, 5)
 )
@@ -93,20 +91,3 @@ def test_doctor_refuses_what_changes_the_computation(forerun: Forerun, head: Pat
     (head / "config.json").write_text(json.dumps(keys))
     ran = forerun("doctor", head, "--target", "demo")
     assert ran.code == 2 and "final_logit_softcapping 30.0" in ran.err and ran.out == ""
-
-
-def test_bad_input(forerun: Forerun, head: Path, tmp_path: Path) -> None:
-    for arguments, words in (
-        (("doctor", head), "--target"),
-        (("doctor", "--target", "demo"), "forerun doctor HEAD"),
-        (("doctor", head, "--target", "demo", "--engine", "vlm"), "'vllm'"),
-        (("doctor", tmp_path / "none", "--target", "demo"), "there is no directory"),
-        (("doctor", head, "--target", "vllm@0.33.0"), "an engine is named by --engine"),
-        (("doctor", head, "--target", "a b"), "there is no directory a b, and no hub id is written so"),
-        (("doctor", head, "--target", "a/b c"), "there is no directory a/b c, and no hub id is written so"),
-        (("generate", "a@b", "--prompt", "x"), "there is no directory a@b, and no hub id is written so"),
-        (("export", head, "--to", "tgi", "--target", "demo", "--output", tmp_path / "out"), "cannot export to 'tgi'"),
-        (("export", head, "--to", "vllm"), "--target"),
-    ):
-        ran = forerun(*arguments)
-        assert ran.code == 2 and words in ran.err and ran.out == "", arguments

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from cli.conftest import Ran
+from cli.conftest import Forerun, Ran
 from forerun.cli.features import _read_by
 from forerun.drafters.kinds import KINDS, kind_named
 from forerun.heads.dflash import spread_boundaries
@@ -24,7 +24,6 @@ from forerun.training.features.store import FeatureStore
 from forerun.types import LAST_HIDDEN
 from mtp_targets import Checkpoint
 
-Forerun = Callable[..., Ran]
 TEXTS = ["the cat sat on the mat", "the dog", "the dog sat on the log and the cat sat on the dog", "a mat"]
 
 
@@ -74,10 +73,8 @@ def test_a_kind_is_stored_where_its_untrained_head_reads(
     wanted = kind_named(kind).head.Config.for_target(kind, model).boundaries
     assert json.loads(ran.out)["boundaries"] == [boundary for boundary in wanted if boundary != LAST_HIDDEN]
     assert bool(json.loads(ran.out)["boundaries"]) == (kind in ("dflash", "dspark"))
-    # `--boundaries` says otherwise.
-    assert json.loads(store("--kind", kind, "--boundaries", "1", "--json", "--no-probe", output="own").out)[
-        "boundaries"
-    ] == [1]
+    own = json.loads(store("--kind", kind, "--boundaries", "1", "--json", "--no-probe", output="own").out)
+    assert own["boundaries"] == [1], "`--boundaries` says otherwise"
 
 
 def test_every_trainable_kind_can_be_asked_for() -> None:

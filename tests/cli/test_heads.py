@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
-from cli.conftest import Ran
+from cli.conftest import Forerun
 from forerun.drafters.kinds import KINDS
 from forerun.heads.catalogue import known_heads, suggest
 from forerun.shipped import resolve
 
-Forerun = Callable[..., Ran]
+FORMATS = (None, "eagle", "speculators", "modelopt", "dflash", "transformers", "pickle")
 
 
 def test_suggestions_know_hub_ids_directories_and_case() -> None:
@@ -31,15 +30,7 @@ def test_every_entry_of_the_catalogue_has_a_hub_id_in_full_and_the_page_that_it_
     assert {"lmsys", "AQ-MedAI", "NVIDIA", "RedHatAI", "EAGLE authors"} <= {head.publisher for head in heads}
     for head in heads:
         assert head.model.count("/") == 1 and "…" not in head.model
-        assert head.url.startswith("https://") and head.format in (
-            None,
-            "eagle",
-            "speculators",
-            "modelopt",
-            "dflash",
-            "transformers",
-            "pickle",
-        )
+        assert head.url.startswith("https://") and head.format in FORMATS
         assert head.acceptance_length is None or (1 < head.acceptance_length < 10 and head.conditions)
     assert any(head.boundaries for head in suggest("openai/gpt-oss-120b"))
     assert len({(head.target, head.model) for head in heads}) == len(heads)
@@ -47,11 +38,8 @@ def test_every_entry_of_the_catalogue_has_a_hub_id_in_full_and_the_page_that_it_
 
 def test_the_demo_models_head_is_known(forerun: Forerun) -> None:
     """By the target's name, and by its folder, which is what a loaded model is called."""
-    assert (
-        [head.model for head in suggest("demo")]
-        == ["demo-eagle3"]
-        == [head.model for head in suggest(str(resolve("demo")))]
-    )
+    for name in ("demo", str(resolve("demo"))):
+        assert [head.model for head in suggest(name)] == ["demo-eagle3"]
     assert "--drafter eagle3 --drafter-model demo-eagle3" in forerun("heads", "demo").out
     refused = forerun("generate", "demo", "--prompt", "x", "--drafter", "eagle3")
     assert refused.code == 2 and "demo-eagle3. To train one" in refused.err
@@ -63,28 +51,14 @@ def test_heads_lists_all_those_of_a_target_and_those_of_a_part_of_a_name(forerun
     kimi = forerun("heads", "moonshotai/Kimi-K2-Instruct")
     assert kimi.code == 0 and "--drafter eagle3 --drafter-model AQ-MedAI/Kimi-K2-Instruct-eagle3" in kimi.out
     part = json.loads(forerun("heads", "coder", "--json").out)
-    assert {head["target"] for head in part} == {
-        "Qwen3-Coder-30B-A3B",
-        "Qwen3-Coder-30B-A3B-Instruct",
-        "Qwen3-Coder-480B-A35B-Instruct",
-        "Qwen3-Coder-Next",
-    }
+    coders = ("30B-A3B", "30B-A3B-Instruct", "480B-A35B-Instruct", "Next")
+    assert {head["target"] for head in part} == {f"Qwen3-Coder-{name}" for name in coders}
 
 
 def test_every_kind_is_listed_and_the_first_loadable_head_of_each_can_be_passed_on(forerun: Forerun) -> None:
-    published = {
-        "eagle3",
-        "dflash",
-        "dspark",
-        "domino",
-        "dflash2",
-        "peagle",
-        "medusa",
-        "hydra",
-        "mlp_speculator",
-        "pard",
+    assert {head.drafter for head in known_heads()} == {
+        *("eagle3", "dflash", "dspark", "domino", "dflash2", "peagle", "medusa", "hydra", "mlp_speculator", "pard")
     }
-    assert {head.drafter for head in known_heads()} == published
     ran = forerun("heads", "Qwen/Qwen3-8B")
     options = [line for line in ran.out.splitlines() if line.startswith("--drafter")]
     assert "--drafter dflash --drafter-model z-lab/Qwen3-8B-DFlash-b16" in options

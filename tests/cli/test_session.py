@@ -4,12 +4,40 @@ from __future__ import annotations
 
 import io
 import json
+import time
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from forerun.cli import console, session
 from forerun.types import CompletionOutput, OutputToken, RequestOutput, Source, SpeculationStats
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [1_000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_a_bar_is_a_line_a_minute(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.progress_bar("answering", total=2_000, done=200) as update:
+        for seconds in (0, 40, 30, 20, 50):
+            clock[0] += seconds
+            update(advance=300)
+    lines = [line.partition(" after ")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["answering: 1,100 of 2,000", "answering: 1,700 of 2,000"]
+
+
+def test_a_spinner_is_a_line_a_minute(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    with console.telling("certifying") as tell:
+        tell("soon")
+        clock[0] += 61
+        tell("a rule")
+        tell("another")
+    assert capsys.readouterr().err.splitlines() == ["certifying: a rule"]
+
 
 SOURCES = (Source.TARGET, Source.DRAFT, Source.DRAFT, Source.RECOVERED, Source.BONUS)
 TOKENS = [
@@ -50,18 +78,10 @@ def test_speed_counts_what_came_after_the_first_token() -> None:
     stats = SpeculationStats()
     stats.begin(1)
     stats.record(tokens=2, drafted=4, depth=4, accepted=2)
-    answer = CompletionOutput(
-        index=0, text="abc", token_ids=[1, 2, 3], tokens=[], finish_reason="length", stop_reason=None, speculation=stats
-    )
-    output = RequestOutput(
-        request_id="0",
-        prompt="",
-        prompt_token_ids=[1],
-        outputs=[answer],
-        finished=True,
-        decode_s=0.5,
-        time_to_first_token_s=0.1,
-    )
+    ended: Any = {"finish_reason": "length", "stop_reason": None}
+    answer = CompletionOutput(index=0, text="abc", token_ids=[1, 2, 3], tokens=[], speculation=stats, **ended)
+    times = {"decode_s": 0.5, "time_to_first_token_s": 0.1}
+    output = RequestOutput(request_id="0", prompt="", prompt_token_ids=[1], outputs=[answer], finished=True, **times)
     assert session.tokens_per_second(output) == 4.0
     line = session.statistics_line(output).plain
     assert "4.0 tokens/s" in line and "1.50 tokens per pass" in line and "2 of 4 drafted" in line

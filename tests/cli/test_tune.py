@@ -86,22 +86,6 @@ def test_a_time_budget_ends_the_search(
     assert ran.code == 0 and len(json.loads(output.read_text())["trace"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("x",), "only demo brings its own"),
-        (("demo", "--iterations", 0), "--iterations must be at least 1"),
-        (("demo", "--limit", 0), "--limit must be at least 1"),
-        (("demo", "--budget-s", 0), "--budget-s above 0"),
-        (("demo", "--temperature", -1), "--temperature must be 0 or more"),
-        (("x", "--prompts", "nowhere.txt"), "nowhere.txt does not exist"),
-    ],
-)
-def test_bad_input(forerun: Callable[..., Any], tmp_path: Path, words: tuple[Any, ...], says: str) -> None:
-    ran = forerun("tune", "skip-layers", *words, "--output", tmp_path / "skip.json")
-    assert ran.code == 2 and says in ran.err
-
-
 def test_a_directory_is_no_output(forerun: Callable[..., Any], tmp_path: Path) -> None:
     ran = forerun("tune", "skip-layers", "demo", "--output", tmp_path)
     assert ran.code == 2 and "name a file in it" in ran.err
