@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import socket
@@ -23,6 +24,7 @@ from forerun import LLM, AsyncLLM
 from forerun.serve import server as http_server
 from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
+from forerun.types import CompletionOutput, OutputToken, RequestOutput, SpeculationStats, StreamChunk
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -111,6 +113,61 @@ def counters(live: Live) -> dict[str, float]:
     return found
 
 
+def sent(text: str) -> list[Any]:
+    """The events of a stream."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def both(live: Live, **asked: Any) -> Any:
+    """A whole answer of a chat; the same was streamed, and said the same in every choice."""
+    asked = {"model": NAME, **asked}
+    with live.client() as client:
+        whole = client.chat.completions.create(**asked)
+        chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    usage = chunks[-1].usage
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert usage.completion_tokens_details == whole.usage.completion_tokens_details
+    for choice in whole.choices:
+        message, own = choice.message, [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        calls, thoughts = list[Any](), [(one.delta.model_extra or {}).get("reasoning_content", "") for one in own]
+        for call in (call for one in own for call in one.delta.tool_calls or []):
+            if call.id is not None:
+                assert call.index == len(calls) and call.type == "function"
+                calls.append([call.function.name, ""])
+            calls[call.index][1] += call.function.arguments
+        assert calls == [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
+        assert "".join(one.delta.content or "" for one in own) == (message.content or "")
+        assert "".join(thoughts) == message.model_extra.get("reasoning_content", "")
+        assert message.model_extra.get("reasoning_content") == message.model_extra.get("reasoning")
+        assert [one.delta.role for one in own if one.delta.role] == ["assistant"]
+        assert [one.finish_reason for one in own if one.finish_reason] == [choice.finish_reason]
+    return whole
+
+
+def stream_chunk(text: str = "", **more: Any) -> StreamChunk:
+    """What a step added to an answer."""
+    nothing = {"request_id": "r", "index": 0, "tokens": [], "trace": None, "finish_reason": None}
+    return StreamChunk(text=text, **{**nothing, **more})
+
+
+def output(*answers: list[OutputToken] | list[int], ended: str = "stop", **stats: Any) -> RequestOutput:
+    """The whole result of a request with these answers, of tokens or of their ids alone."""
+    made = [
+        CompletionOutput(
+            index=index,
+            text="".join(getattr(token, "text", "") for token in tokens),
+            token_ids=[getattr(token, "id", token) for token in tokens],
+            tokens=[token for token in tokens if isinstance(token, OutputToken)],
+            finish_reason=ended,
+            stop_reason=None,
+            speculation=SpeculationStats(**stats),
+        )
+        for index, tokens in enumerate(answers)
+    ]
+    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1, 2, 3], outputs=made, finished=True)
+
+
 def _wait_until_ready(live: Live) -> None:
     for _ in range(600):
         try:
@@ -129,6 +186,34 @@ def with_template(checkpoint: Path, folder: Path, template: str) -> Path:
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     return folder
+
+
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
+    "{% for m in messages %}{{ m.role + ': ' }}"
+    "{% if m.reasoning_content %}{{ '(' + m.reasoning_content + ')' }}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.unit }}{% endfor %}"
+    "{{ '' if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""Of a model that calls tools."""
+EFFORT = "{% if reasoning_effort %}{{ 'effort ' + reasoning_effort + '\n' }}{% endif %}"
+
+
+@pytest.fixture(scope="session")
+def templated(checkpoint: Path, draft_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    """A server with a template that knows tools and efforts, and a draft model."""
+    folder = with_template(checkpoint, tmp_path_factory.mktemp("templated"), EFFORT + TEMPLATE)
+    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
+    with serving(folder, speculative=drafter, max_tokens=150, max_n=3) as running:
+        yield running
+
+
+@pytest.fixture
+def official(templated: Live) -> Iterator[OpenAI]:
+    """OpenAI's client of `templated`."""
+    with templated.client() as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

@@ -10,31 +10,18 @@ from typing import Any
 
 import pytest
 
-from serve.conftest import NAME, Live, serving, with_template
+from serve.conftest import NAME, TEMPLATE, Live, serving, with_template
+from serve.test_probes import FUNCTION, SCHEMA
 
 anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client, of the extra dev")
 
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
-    "{% for m in messages %}{{ m.role + ': ' }}"
-    "{% if m.reasoning_content %}{{ '(' + m.reasoning_content + ')' }}{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.unit }}{% endfor %}"
-    "{{ '' if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 THINKING = TEMPLATE.replace("assistant: ", "assistant: {% if enable_thinking %}<think>{% endif %}")
 ASK: Any = [{"role": "user", "content": "the cat sat on"}]
-TOOL: Any = {
-    "name": "weather",
-    "description": "of a place",
-    "strict": True,
-    "input_schema": {
-        "type": "object",
-        "properties": {"unit": {"enum": ["C", "F"]}},
-        "required": ["unit"],
-        "additionalProperties": False,
-    },
-}
+TOOL: Any = {"name": "weather", "description": "of a place", "strict": True, "input_schema": FUNCTION["parameters"]}
+KINDS = (
+    *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
+    *("message_delta", "message_stop"),
+)
 GREEDY = {"temperature": 0}
 """The client has no name of its own for it."""
 NAMED: Any = {"type": "tool", "name": "weather"}
@@ -59,15 +46,13 @@ def client(server: Live) -> Iterator[Any]:
 
 
 def prompt_of(live: Live, text: str) -> int:
-    tokenizer = live.llm.tokenizer
-    return len(tokenizer.encode(text))
+    return len(live.llm.tokenizer.encode(text))
 
 
 def completed(live: Live, prompt: str, **more: Any) -> dict[str, Any]:
     """What a completion of the same prompt says."""
-    body = {"prompt": prompt, "temperature": 0, **more}
-    found: dict[str, Any] = live.post("/v1/completions", body, headers={"authorization": "Bearer secret"}).json()
-    return found
+    body, headers = {"prompt": prompt, "temperature": 0, **more}, {"authorization": "Bearer secret"}
+    return dict(live.post("/v1/completions", body, headers=headers).json())
 
 
 def streamed(client: Any, **asked: Any) -> tuple[list[Any], Any]:
@@ -75,12 +60,6 @@ def streamed(client: Any, **asked: Any) -> tuple[list[Any], Any]:
     with client.messages.stream(model=NAME, **asked) as stream:
         events = [event for event in stream if event.type in KINDS]
         return events, stream.get_final_message()
-
-
-KINDS = (
-    *("message_start", "content_block_start", "content_block_delta", "content_block_stop"),
-    *("message_delta", "message_stop"),
-)
 
 
 def test_a_text(server: Live, client: Any) -> None:
@@ -101,36 +80,29 @@ def test_a_text(server: Live, client: Any) -> None:
     assert events[0].message.usage.input_tokens == prompt_of(server, prompt)
 
 
-def test_where_it_stops(server: Live, client: Any) -> None:
-    asked: dict[str, Any] = {"model": NAME, "messages": ASK, "max_tokens": 30, "extra_body": GREEDY}
-    text = client.messages.create(**asked).content[0].text
+def test_where_it_stops(client: Any) -> None:
+    asked: dict[str, Any] = {"messages": ASK, "max_tokens": 30, "extra_body": GREEDY}
+    text = client.messages.create(model=NAME, **asked).content[0].text
     stop = text[7:10]
-    for more in ({}, {"stream": True}):
-        if more:
-            _, found = streamed(
-                client, **{key: value for key, value in asked.items() if key != "model"}, stop_sequences=[stop]
-            )
-        else:
-            found = client.messages.create(stop_sequences=[stop], **asked)
+    whole = client.messages.create(model=NAME, stop_sequences=[stop], **asked)
+    for found in (whole, streamed(client, stop_sequences=[stop], **asked)[1]):
         assert (found.stop_reason, found.stop_sequence) == ("stop_sequence", stop)
         assert found.content[0].text == text[: text.index(stop)]
-    nothing = client.messages.create(**{**asked, "max_tokens": 0})
+    nothing = client.messages.create(model=NAME, **{**asked, "max_tokens": 0})
     assert nothing.content == [] and nothing.usage.output_tokens == 0 and nothing.stop_reason == "max_tokens"
 
 
 @pytest.mark.parametrize("choice", [NAMED, {"type": "any"}, {"type": "any", "disable_parallel_tool_use": True}])
 def test_a_call_and_what_it_brought(server: Live, client: Any, choice: Any) -> None:
-    asked: dict[str, Any] = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, "max_tokens": 140, "seed": None}
-    asked = {key: value for key, value in asked.items() if value is not None}
+    asked: dict[str, Any] = {"messages": ASK, "tools": [TOOL], "tool_choice": choice, "max_tokens": 140}
     first = client.messages.create(model=NAME, extra_body=GREEDY, **asked)
     calls = [block for block in first.content if block.type == "tool_use"]
     assert calls and all(call.name == "weather" and call.input["unit"] in ("C", "F") for call in calls[:1])
     if choice.get("type") == "tool" or choice.get("disable_parallel_tool_use"):
         assert len(calls) == 1 and first.stop_reason == "tool_use"
     events, message = streamed(client, extra_body=GREEDY, **asked)
-    assert [(block.type, getattr(block, "input", None)) for block in message.content] == [
-        (block.type, getattr(block, "input", None)) for block in first.content
-    ]
+    both = [[(block.type, getattr(block, "input", None)) for block in one.content] for one in (message, first)]
+    assert both[0] == both[1]
     assert any(event.type == "content_block_delta" and event.delta.type == "input_json_delta" for event in events)
     call = calls[0]
     turns = [
@@ -148,22 +120,12 @@ def test_the_conversation_as_the_model_reads_it(server: Live, client: Any) -> No
     """Blocks, turns that follow each other, results beside text, errors, reasoning, hints about caches; and counted."""
     hint = {"cache_control": {"type": "ephemeral"}}
     use = {"type": "tool_use", "id": "a", "name": "weather", "input": {"unit": "C"}, **hint}
+    failed = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "no"}], "is_error": True}
     turns: Any = [
         {"role": "user", "content": [{"type": "text", "text": "the ", **hint}, {"type": "text", "text": "cat"}]},
         {"role": "user", "content": " sat"},
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": ""}, use]},
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "a",
-                    "content": [{"type": "text", "text": "no"}],
-                    "is_error": True,
-                },
-                {"type": "text", "text": "and?"},
-            ],
-        },
+        {"role": "user", "content": [failed, {"type": "text", "text": "and?"}]},
     ]
     system: Any = [{"type": "text", "text": "be "}, {"type": "text", "text": "brief", **hint}]
     asked: dict[str, Any] = {"model": NAME, "messages": turns, "system": system, "tools": [TOOL]}
@@ -183,8 +145,7 @@ def test_the_answer_goes_on_with_an_assistants_message(server: Live, client: Any
 
 
 def test_a_form(client: Any) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    config: Any = {"format": {"type": "json_schema", "schema": schema}}
+    config: Any = {"format": {"type": "json_schema", "schema": SCHEMA}}
     found = client.messages.create(model=NAME, messages=ASK, max_tokens=60, extra_body=GREEDY, output_config=config)
     assert found.stop_reason == "max_tokens" or json.loads(found.content[0].text)["a"] in (1, 2)
 
@@ -277,9 +238,7 @@ def test_other_errors_in_anthropics_envelope(server: Live) -> None:
         with pytest.raises(anthropic.APIStatusError) as large:
             client.messages.create(model=NAME, max_tokens=2, messages=[{"role": "user", "content": "x" * 5_000_000}])
         assert large.value.status_code == 413 and large.value.body["error"]["type"] == "request_too_large"
-        assert [model.id for model in client.models.list()] == [NAME] and client.models.retrieve(
-            NAME
-        ).display_name == NAME
+        assert [model.id for model in client.models.list()] == [NAME] == [client.models.retrieve(NAME).display_name]
 
 
 def test_an_error_in_the_middle_is_an_event(server: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +23,145 @@ import pytest
 
 from conftest import loggers_restored
 from forerun.cli import main
-from serve.broken_starts import SECONDS, STARTS, Scene, run_one, taken
+from forerun.shipped import resolve
+
+MOST_FILES = str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+SECONDS = 60.0
+"""In which a start must have failed; loading torch takes some of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scene:
+    """Where a start is tried."""
+
+    folder: Path
+    """Empty."""
+    model: Path
+    """A good checkpoint."""
+    draft: Path
+    """A draft model of it."""
+
+    def copy(self, **files: str) -> str:
+        """A copy of the model in which files say something else; ``__`` stands for a dot."""
+        model = shutil.copytree(self.model, self.folder / "model")
+        for name, content in files.items():
+            (model / name.replace("__", ".")).write_text(content)
+        return str(model)
+
+    def config(self, **values: object) -> str:
+        """A copy of the model whose config.json says something else."""
+        stored = json.loads((self.model / "config.json").read_text())
+        return self.copy(config__json=json.dumps(stored | values))
+
+    def options(self, content: str) -> list[str]:
+        """A file of options."""
+        (self.folder / "a.yaml").write_text(content)
+        return ["--config", str(self.folder / "a.yaml")]
+
+    def head(self) -> str:
+        """A head for another target."""
+        return str(shutil.copytree(self.draft, self.folder / "head"))
+
+    def words(self, start: str | Callable[[Scene], list[str]]) -> list[str]:
+        """Behind ``forerun serve``; in a text capitals stand for paths, and for a port in use."""
+        if callable(start):
+            return start(self)
+        places = {"MODEL": self.model, "FOLDER": self.folder, "OTHERS": resolve("demo-draft"), "MOST_FILES": MOST_FILES}
+        places |= {"HEAD": self.head()} if "HEAD" in start else {}
+        return [re.sub(r"^[A-Z_]+", lambda m: str(places.get(m[0], m[0])), word) for word in shlex.split(start)]
+
+
+def _config(**values: object) -> Callable[[Scene], list[str]]:
+    return lambda scene: [scene.config(**values)]
+
+
+def _copy(**files: str) -> Callable[[Scene], list[str]]:
+    return lambda scene: [scene.copy(**files)]
+
+
+@contextmanager
+def taken(words: list[str]) -> Iterator[list[str]]:
+    """The words, with a port that somebody listens on in place of ``TAKEN``, and any free one where none is named."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        named = words if "--port" in words else ["--port", "0", *words]
+        yield [str(other.getsockname()[1]) if word == "TAKEN" else word for word in named]
+
+
+# Other wrong models: `tests/model/test_load.py`, and `tests/model/test_wrong_models.py` through every door.
+STARTS: dict[str, tuple[str | Callable[[Scene], list[str]], str]] = {
+    "no such model on the hub": ("forerun-no-such-model", "forerun-no-such-model"),
+    "a file for a folder": ("MODEL/config.json", "config.json"),
+    "a kind that is not served": (_config(model_type="mamba"), "mamba"),
+    "-1 layers": (_config(num_hidden_layers=-1), "num_hidden_layers"),
+    "no attention heads": (_config(num_attention_heads=0), "cannot open"),
+    "a size that is no number": (_config(hidden_size="many"), "hidden_size"),
+    "a broken tokenizer": (_copy(tokenizer__json="{"), "tokenizer"),
+    "generation_config.json is no JSON": (_copy(generation_config__json="{"), "generation_config"),
+    "generation_config.json out of range": (
+        _copy(generation_config__json='{"temperature": -3, "do_sample": true}'),
+        "temperature",
+    ),
+    "generation_config.json of another type": (
+        _copy(generation_config__json='{"top_p": "much", "do_sample": true}'),
+        "generation_config",
+    ),
+    "a template that cannot be read": (
+        _copy(chat_template__jinja="{% for m in messages %}{{ m.content }"),
+        "chat template",
+    ),
+    "a template that refuses everybody": (
+        _copy(chat_template__jinja="{{ raise_exception('not today') }}"),
+        "not today",
+    ),
+    "a template that fails": (_copy(chat_template__jinja="{{ 1 // 0 }}"), "chat template"),
+    "a port in use": ("MODEL --port TAKEN", "choose another"),
+    "no such port": ("MODEL --port 99999", "99999"),
+    "no such address": ("MODEL --host 192.0.2.1", "192.0.2.1"),
+    "a host without a name": ("MODEL --host 'no host'", "no host"),
+    "no certificate": ("MODEL --ssl-certfile /nonexistent.pem", "/nonexistent.pem"),
+    "a certificate that is none": ("MODEL --ssl-certfile MODEL/config.json --ssl-keyfile MODEL/config.json", "HTTPS"),
+    "an unknown drafter": ("MODEL --drafter nonsense", "nonsense"),
+    "a drafter without its model": ("MODEL --drafter eagle3", "model"),
+    "a missing head": ("MODEL --drafter eagle3 --drafter-model /nonexistent/head", "/nonexistent/head"),
+    "a model for a head": ("MODEL --drafter eagle3 --drafter-model HEAD", "head"),
+    "a missing draft model": ("MODEL --drafter draft_model --drafter-model /nonexistent", "/nonexistent"),
+    "a draft model of others": ("MODEL --drafter draft_model --drafter-model OTHERS", "token"),
+    "an unknown option of a drafter": ("MODEL --drafter ngram --drafter-option wrong=1", "wrong"),
+    "an unknown drafter for requests": ("MODEL --client-drafters nonsense", "nonsense"),
+    "a drafter for requests that needs a model": ("MODEL --client-drafters draft_model", "draft_model"),
+    "an unknown rule": ("MODEL --drafter ngram --rule wrong", "wrong"),
+    "a missing datastore": ("MODEL --drafter rest --drafter-option datastore=/nonexistent", "/nonexistent"),
+    "a context that is too long": ("MODEL --max-model-len 100000", "max_model_len"),
+    "a context of one": ("MODEL --max-model-len 1", "max_model_len"),
+    "no rows": ("MODEL --max-num-seqs 0", "max_num_seqs"),
+    "too little memory": ("MODEL --max-num-seqs 1000000000", "GiB are needed"),
+    "a cache that holds nothing": ("MODEL --kv-cache-tokens 0", "kv_cache_tokens"),
+    "too many connections": ("MODEL --max-connections MOST_FILES", "--max-connections"),
+    "a key without a certificate": ("MODEL --ssl-keyfile /nonexistent.pem", "--ssl-certfile"),
+    "a path without a slash": ("MODEL --root-path llm", "--root-path"),
+    "an unknown option": ("MODEL --wrong", "--wrong"),
+    "a queue of none": ("MODEL --max-queue 0", "--max-queue"),
+    "an unknown parser": ("MODEL --tool-call-parser wrong", "wrong"),
+    "no such device": ("MODEL --device cuda:77", "cuda:77"),
+    "an unknown dtype": ("MODEL --dtype float33", "float33"),
+    "an options file that is not there": ("MODEL --config /nonexistent.yaml", "/nonexistent.yaml"),
+    "an options file that cannot be read": (lambda scene: scene.options("model: ["), "a.yaml"),
+    "an options file of others": (lambda scene: scene.options("modle: demo"), "modle"),
+    "an options file that is a folder": ("--config FOLDER", "cannot read"),
+}
+"""Name -> `Scene.words`, and a part of the message."""
+
+
+def run(words: list[str]) -> tuple[int | None, str]:
+    """Exit code of the process (None: it did not end), and what it wrote."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+    command = [sys.executable, "-m", "forerun.cli", "serve", *words]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        return None, str(error.stderr)
+    return ran.returncode, ran.stderr
+
 
 UNEXPECTED = {"-1 layers"}
 """What breaks inside of transformers: its traceback is in the log."""
@@ -40,7 +190,7 @@ def test_the_command_ends_with_a_message(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     words, expected = STARTS[name]
-    with taken(words(scene)) as command:
+    with taken(scene.words(words)) as command:
         code = started(command)
     check(name, code, capsys.readouterr().err, expected)
 
@@ -48,8 +198,9 @@ def test_the_command_ends_with_a_message(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_and_so_does_the_process(name: str, scene: Scene) -> None:
-    code, _, written = run_one(name, scene)
-    check(name, code, written, STARTS[name][1])
+    words, expected = STARTS[name]
+    with taken(scene.words(words)) as command:
+        check(name, *run(command), expected)
 
 
 def check(name: str, code: int | None, written: str, expected: str) -> None:

@@ -3,11 +3,7 @@ prompts cut or continued, calls that are named. With the official client where i
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,29 +17,15 @@ from engine.conftest import tiny_tokenizer
 from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import CompletionWriter
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
-from forerun.types import OutputToken, Source, StreamChunk, TokenLogprob
-from serve.conftest import NAME, Live, serving, with_template
-from serve.test_probes import ASK, CALL, NAMED, OTHER, TEMPLATE, TOOL, allowed
+from forerun.types import OutputToken, Source, TokenLogprob
+from serve.conftest import NAME, Live, sent, stream_chunk
+from serve.test_probes import ASK, OTHER, TOOL, allowed
 
 PROMPT = "the cat sat on the mat and the dog"
 
 
-@pytest.fixture(scope="module")
-def templated(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    model = with_template(checkpoint, tmp_path_factory.mktemp("templated"), TEMPLATE)
-    with serving(model, max_tokens=150, max_n=3) as running:
-        yield running
-
-
-@pytest.fixture
-def official(templated: Live) -> Iterator[OpenAI]:
-    with templated.client() as client:
-        yield client
-
-
 def ids_of(live: Live, text: str) -> list[int]:
-    tokenizer = live.llm.tokenizer
-    return list(tokenizer.encode(text))
+    return list(live.llm.tokenizer.encode(text))
 
 
 def probs(live: Live, ids: list[int]) -> torch.Tensor:
@@ -94,8 +76,7 @@ class TestPromptLogprobs:
         writer = CompletionWriter(CompletionRequest(prompt="the cat", echo=True, logprobs=0), "m", tokenizer)
         ids = tokenizer.encode("the cat")
         scores = [None, *({token: TokenLogprob(logprob=-1.0, rank=1)} for token in ids[1:])]
-        chunk = StreamChunk(request_id="", index=0, text="", tokens=[], trace=None, finish_reason=None)
-        opened = writer.opening(0, replace(chunk, prompt_token_ids=ids, prompt_logprobs=scores))
+        opened = writer.opening(0, stream_chunk(prompt_token_ids=ids, prompt_logprobs=scores))
         assert opened is not None and opened["text"] == "the cat"
         first, *offsets, last = opened["logprobs"]["text_offset"]
         parts = ["the cat"[at:end] for at, end in zip(offsets, [*offsets[1:], last], strict=True)]
@@ -157,39 +138,29 @@ class TestPromptLogprobs:
                 assert own["rank"] == 1 + int((expected[place] > expected[place, ids[place + 1]]).sum())
                 assert own["decoded_token"] and 1 in {value["rank"] for value in entry.values()} and len(entry) <= 2
 
-    def test_of_tokens_with_the_same_text_the_likeliest_counts(self) -> None:
-        best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
-        token = OutputToken(id=3, text="", source=Source.TARGET, step=0, logprob=best[3], top_logprobs=best)
-        tokenizer: Any = SimpleNamespace(decode=lambda ids: "odd" if ids[0] % 2 else "even")
-        body = CompletionRequest(prompt="", logprobs=3)
-        chunk = StreamChunk(request_id="", index=0, text="", tokens=[token], trace=None, finish_reason=None)
-        choice = CompletionWriter(body, NAME, tokenizer).delta(0, chunk)
-        found = choice["logprobs"]
-        assert found["top_logprobs"] == [{"odd": -1.0, "even": -2.0}] and found["token_logprobs"] == [-3.0]
-
-    def test_a_token_is_named_once(self) -> None:
-        """However often it is among the likeliest."""
-        best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in (1, 2, 3)}
+    @pytest.mark.parametrize(("count", "named"), [(1, {1: "odd", 2: "even", 3: "odd"}), (50, {1: "1", 2: "2", 3: "3"})])
+    def test_a_token_is_named_once_and_of_those_with_the_same_text_the_likeliest_counts(
+        self, count: int, named: dict[int, str]
+    ) -> None:
+        best = {place: TokenLogprob(logprob=-float(place), rank=place) for place in named}
         token = OutputToken(id=3, text="", source=Source.TARGET, step=0, logprob=best[3], top_logprobs=best)
         decoded = list[int]()
-        tokenizer: Any = SimpleNamespace(decode=lambda ids: (decoded.append(ids[0]), str(ids[0]))[1])
-        chunk = StreamChunk(request_id="", index=0, text="", tokens=[token] * 50, trace=None, finish_reason=None)
-        choice = CompletionWriter(CompletionRequest(prompt="", logprobs=3), NAME, tokenizer).delta(0, chunk)
-        assert choice["logprobs"]["tokens"] == ["3"] * 50 and sorted(decoded) == [1, 2, 3]
+        tokenizer: Any = SimpleNamespace(decode=lambda ids: (decoded.append(ids[0]), named[ids[0]])[1])
+        writer = CompletionWriter(CompletionRequest(prompt="", logprobs=3), NAME, tokenizer)
+        choice = writer.delta(0, stream_chunk(tokens=[token] * count))
+        likeliest = {named[place]: -float(place) for place in reversed(named)}
+        assert choice["logprobs"]["top_logprobs"] == [likeliest] * count and sorted(decoded) == [1, 2, 3]
+        assert choice["logprobs"]["tokens"] == [named[3]] * count
+        assert choice["logprobs"]["token_logprobs"] == [-3.0] * count
 
 
 def test_counts_grow_with_the_stream(live: Live, client: OpenAI) -> None:
     options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    asked: dict[str, Any] = {
-        "model": NAME,
-        "max_tokens": 9,
-        "temperature": 0,
-        "stream": True,
-        "stream_options": options,
-    }
+    asked: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0, "stream": True}
+    asked |= {"stream_options": options, "extra_body": {"ignore_eos": True}}
     for chunks in (
-        list(client.completions.create(prompt=PROMPT, extra_body={"ignore_eos": True}, **asked)),
-        list(client.chat.completions.create(messages=ASK, extra_body={"ignore_eos": True}, **asked)),
+        list(client.completions.create(prompt=PROMPT, **asked)),
+        list(client.chat.completions.create(messages=ASK, **asked)),
     ):
         usage = [chunk.usage for chunk in chunks]
         assert all(one is not None and one.prompt_tokens == usage[-1].prompt_tokens for one in usage)
@@ -256,45 +227,25 @@ def test_the_last_message_is_continued(templated: Live, official: OpenAI) -> Non
 def test_effort_is_the_templates_variable(official: OpenAI) -> None:
     asked: dict[str, Any] = {"model": NAME, "messages": ASK, "temperature": 0, "max_tokens": 2}
     asked["extra_body"] = {"return_token_ids": True}
-    low, plain = (
-        official.chat.completions.create(reasoning_effort="low", **asked),
-        official.chat.completions.create(**asked),
-    )
-    more = official.chat.completions.create(
-        **{**asked, "extra_body": {"chat_template_kwargs": {"reasoning_effort": "low"}, **asked["extra_body"]}}
-    )
+    create, effort = official.chat.completions.create, {"reasoning_effort": "low"}
+    low, plain = create(**effort, **asked), create(**asked)
+    more = create(**{**asked, "extra_body": {"chat_template_kwargs": effort, **asked["extra_body"]}})
     assert low.prompt_token_ids == more.prompt_token_ids != plain.prompt_token_ids
 
 
 class TestCalls:
-    def test_a_named_function_is_called_once(self, official: OpenAI) -> None:
-        for seed in range(8):
-            answer = official.chat.completions.create(
-                model=NAME, messages=ASK, tools=[TOOL], tool_choice=NAMED, temperature=1.5, seed=seed, max_tokens=120
-            ).choices[0]
-            assert answer.message.tool_calls is not None and len(answer.message.tool_calls) == 1
-            assert answer.finish_reason == "tool_calls"
-
     @pytest.mark.parametrize("mode", ["auto", "required"])
     def test_only_what_is_allowed_is_called(self, templated: Live, official: OpenAI, mode: str) -> None:
         """A random model hardly calls anything of its own accord: what it may write is looked at, too."""
-        body = ChatRequest.model_validate(
-            {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
-        )
-        llm = templated.llm
-        form = chat_format_of(llm, templated.session.settings, body).constrained(body, None, llm.grammar_mark)
-        assert form is not None and form.grammar is not None and "time" in form.grammar
-        assert "weather" not in form.grammar
+        asked: dict[str, Any] = {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
+        body = ChatRequest.model_validate(asked)
+        chat_format = chat_format_of(templated.llm, templated.session.settings, body)
+        form = chat_format.constrained(body, None, templated.llm.grammar_mark)
+        assert "time" in form.grammar and "weather" not in form.grammar
         names = []
         for seed in range(4):
             answer = official.chat.completions.create(
-                model=NAME,
-                messages=ASK,
-                tools=[TOOL, OTHER],
-                tool_choice=allowed(mode, "time"),
-                temperature=1.5,
-                seed=seed,
-                max_tokens=100,
+                model=NAME, temperature=1.5, seed=seed, max_tokens=100, **asked
             ).choices[0]
             names += [call.function.name for call in answer.message.tool_calls or []]
         assert set(names) <= {"time"} and (mode == "auto" or len(names) >= 4)
@@ -304,26 +255,9 @@ class TestCalls:
             answer = official.chat.completions.create(
                 model=NAME, messages=ASK, tools=[TOOL, OTHER], tool_choice=choice, max_tokens=1
             )
-            assert answer.usage is not None
             return answer.usage.prompt_tokens
 
         assert shown(allowed("auto", "time")) == shown("auto") > shown("none")
-
-
-def test_an_answer_is_sent_back_as_it_came(templated: Live, official: OpenAI) -> None:
-    """``messages.append(reply.choices[0].message.model_dump())``, for a text and for a call."""
-    for more in ({"max_tokens": 9}, {"tools": [TOOL], "tool_choice": NAMED, "max_tokens": 60}):
-        messages: list[Any] = [*ASK]
-        asked: dict[str, Any] = {"model": NAME, "temperature": 0.5, "seed": 3, **more}
-        reply = official.chat.completions.create(messages=messages, **asked)
-        messages.append(reply.choices[0].message.model_dump())
-        for call in messages[-1]["tool_calls"] or []:
-            messages.append({"role": "tool", "content": "9", "tool_call_id": call["id"], "name": None})
-        messages.append({"role": "user", "content": "and the dog"})
-        again = official.chat.completions.create(messages=messages, **asked)
-        assert again.usage is not None and reply.usage is not None
-        assert again.usage.prompt_tokens > reply.usage.prompt_tokens
-    assert CALL["function"]["name"] == "weather"
 
 
 class TestStopReason:
@@ -346,8 +280,7 @@ class TestStopReason:
         whole = live.post(path, asked).json()["choices"]
         reason = "length" if kind == "length" else "stop"
         assert [(one["finish_reason"], one["stop_reason"]) for one in whole] == [(reason, wanted)] * 2
-        lines = live.post(path, {**asked, "stream": True}).text.split("\n\n")
-        events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+        events = sent(live.post(path, {**asked, "stream": True}).text)
         choices = [choice for event in events for choice in event["choices"]]
         assert all(("stop_reason" in one) == (one["finish_reason"] is not None) for one in choices)
         assert [one["stop_reason"] for one in choices if one["finish_reason"]] == [wanted] * 2
@@ -365,10 +298,7 @@ class TestTokenize:
 
     def test_strings_of_tokens(self, live: Live) -> None:
         found = live.post("/tokenize", {"prompt": "the cat", "return_token_strs": True}).json()
-        tokenizer = live.llm.tokenizer
-        assert found["token_strs"] == tokenizer.convert_ids_to_tokens(found["tokens"])
-        answer = live.post("/tokenize", {"prompt": "a", "add_generation_prompt": True})
-        assert answer.status_code == 400 and "belongs to messages" in answer.json()["error"]["message"]
+        assert found["token_strs"] == live.llm.tokenizer.convert_ids_to_tokens(found["tokens"])
 
 
 def test_bytes_of_tokens_join_to_the_text(client: OpenAI) -> None:

@@ -26,6 +26,9 @@ def test_one_model(client: OpenAI) -> None:
     for other in ("gpt-9", "org/name", "/models/another/one"):
         with pytest.raises(NotFoundError, match=f"'{other}': there is no such model here; this server has '{NAME}'"):
             client.models.retrieve(other)
+        with pytest.raises(NotFoundError) as caught:
+            client.completions.create(model=other, prompt="x")
+        assert caught.value.code == "model_not_found" and caught.value.param == "model"
 
 
 def test_a_model_has_several_names_and_needs_none(checkpoint: Path) -> None:
@@ -65,9 +68,16 @@ def test_what_needs_a_key(checkpoint: Path) -> None:
         for path in ("/health", "/ping", "/version"):
             assert locked.get(path).status_code == httpx.head(locked.url + path).status_code == 200
         for path in ("/load", "/v1/models", f"/v1/models/{NAME}"):
-            assert locked.get(path).status_code == httpx.head(locked.url + path).status_code == 401
-            assert locked.get(path, headers={"x-api-key": "secret"}).status_code == 200
-            assert locked.get(path, headers={"x-api-key": "wrong"}).status_code == 401
+            refused = locked.get(path)
+            assert refused.status_code == httpx.head(locked.url + path).status_code == 401
+            assert refused.json()["error"]["code"] == "invalid_api_key"
+            assert refused.headers["www-authenticate"] == "Bearer"
+            for key, status in (("secret", 200), ("wrong", 401), ("secre", 401), ("", 401)):
+                for headers in ({"x-api-key": key}, {"authorization": f"Bearer {key}".strip()}):
+                    assert locked.get(path, headers=headers).status_code == status, (path, headers)
+        asked = locked.post("/v1/completions", {"prompt": 5}, headers={"x-api-key": "secret"})
+        assert asked.status_code == 400 and "www-authenticate" not in asked.headers
+        assert [model.id for model in locked.client("secret").models.list()] == [NAME]
 
 
 def test_a_path_in_front(checkpoint: Path) -> None:

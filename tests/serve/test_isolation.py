@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from forerun.engine.completion import Completion, Request
 from forerun.engine.core import Engine
 from forerun.engine.grammar import GrammarProcessor
 from forerun.serve.completing import CompletionWriter
-from serve.conftest import Live, serving, wait_for
+from serve.conftest import Live, sent, serving, wait_for
 
 MARK = 17
 """Log-probabilities that only the request with the fault asks for."""
@@ -71,36 +72,36 @@ def with_processor(answer: Completion, processor: Callable[[Sequence[int], Tenso
     answer.row.sampler = Sampler(params, old.prompt, banned_until_min=old.banned_until_min, bad_words=old.bad_words)
 
 
-def in_distribution(answer: Completion, fault: Fault) -> None:
-    answer.row.sampler.probs = fault.before(answer.row.sampler.probs)
+def at(place: str, name: str, *, at_once: bool = False) -> Callable[[Completion, Fault], None]:
+    """In one of the methods of what an answer consists of."""
 
+    def sabotage(answer: Completion, fault: Fault) -> None:
+        part = attrgetter(place)(answer)
+        fault.left = 0 if at_once else fault.left
+        setattr(part, name, fault.before(getattr(part, name)))
 
-def in_processing(answer: Completion, fault: Fault) -> None:
-    answer.row.sampler._penalise = fault.before(answer.row.sampler._penalise)
+    return sabotage
 
 
 def in_a_callable(answer: Completion, fault: Fault) -> None:
     with_processor(answer, fault.before(lambda tokens, logits: logits))
 
 
-def in_its_result(answer: Completion, fault: Fault) -> None:
-    """What comes back is no tensor."""
+def in_its_result(wrong: Callable[[Tensor], Any]) -> Callable[[Completion, Fault], None]:
+    """What a callable gives back in place of logits."""
 
-    def process(tokens: Sequence[int], logits: Tensor) -> Any:
-        fault.left -= 1
-        return logits if fault.left >= 0 else None
+    def sabotage(answer: Completion, fault: Fault) -> None:
+        def process(tokens: Sequence[int], logits: Tensor) -> Any:
+            fault.left -= 1
+            return logits if fault.left >= 0 else wrong(logits)
 
-    with_processor(answer, process)
+        with_processor(answer, process)
+
+    return sabotage
 
 
-def in_its_width(answer: Completion, fault: Fault) -> None:
-    """What comes back names tokens that there are not."""
-
-    def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
-        fault.left -= 1
-        return logits if fault.left >= 0 else logits.new_ones(len(logits) + 64).cumsum(0)
-
-    with_processor(answer, process)
+NO_TENSOR = in_its_result(lambda logits: None)
+TOO_WIDE = in_its_result(lambda logits: logits.new_ones(len(logits) + 64).cumsum(0))
 
 
 class Matcher:
@@ -129,15 +130,6 @@ def in_grammar(method: str) -> Callable[[Completion, Fault], None]:
     return sabotage
 
 
-def in_detokenizer(answer: Completion, fault: Fault) -> None:
-    answer.detokenizer.add = fault.before(answer.detokenizer.add)
-
-
-def in_the_last_character(answer: Completion, fault: Fault) -> None:
-    fault.left = 0
-    answer.detokenizer.flush = fault.before(answer.detokenizer.flush)
-
-
 class Text:
     """An `AnswerText` that fails in one place."""
 
@@ -149,12 +141,11 @@ class Text:
         return self._faults[name].before(found) if name in self._faults else found
 
 
-def in_stop_strings(answer: Completion, fault: Fault) -> None:
-    answer.text = Text(answer.text, add=fault)
+def in_text(name: str) -> Callable[[Completion, Fault], None]:
+    def sabotage(answer: Completion, fault: Fault) -> None:
+        answer.text = Text(answer.text, **{name: fault})
 
-
-def in_what_is_held_back(answer: Completion, fault: Fault) -> None:
-    answer.text = Text(answer.text, release=fault)
+    return sabotage
 
 
 class Ends(frozenset[int]):
@@ -213,22 +204,22 @@ class Place:
 
 
 PLACES = {
-    "distribution": Place(in_distribution),
-    "processing, greedy": Place(in_processing, {"temperature": 0, "presence_penalty": 1}),
-    "processing, sampled": Place(in_processing, {"presence_penalty": 1}),
+    "distribution": Place(at("row.sampler", "probs")),
+    "processing, greedy": Place(at("row.sampler", "_penalise"), {"temperature": 0, "presence_penalty": 1}),
+    "processing, sampled": Place(at("row.sampler", "_penalise"), {"presence_penalty": 1}),
     "user callable": Place(in_a_callable),
     "user callable, greedy": Place(in_a_callable, {"temperature": 0}),
-    "result of a user callable": Place(in_its_result),
-    "width of a user callable's result": Place(in_its_width),
-    "width of a user callable's result, greedy": Place(in_its_width, {"temperature": 0}),
+    "result of a user callable": Place(NO_TENSOR),
+    "width of a user callable's result": Place(TOO_WIDE),
+    "width of a user callable's result, greedy": Place(TOO_WIDE, {"temperature": 0}),
     "grammar, mask": Place(in_grammar("compute_bitmask")),
     "grammar, draft": Place(in_grammar("validate_tokens")),
     "grammar, reading": Place(in_grammar("consume_token")),
-    "detokenizer": Place(in_detokenizer),
-    "detokenizer, last character": Place(in_the_last_character),
-    "detokenizer, time is up": Place(in_the_last_character, {"timeout_s": 0.02, "max_tokens": 150}),
-    "stop strings": Place(in_stop_strings, {"stop": ["zz"]}),
-    "text held back": Place(in_what_is_held_back, {"stop": ["zz"]}),
+    "detokenizer": Place(at("detokenizer", "add")),
+    "detokenizer, last character": Place(at("detokenizer", "flush", at_once=True)),
+    "detokenizer, time is up": Place(at("detokenizer", "flush", at_once=True), {"timeout_s": 0.02, "max_tokens": 150}),
+    "stop strings": Place(in_text("add"), {"stop": ["zz"]}),
+    "text held back": Place(in_text("release"), {"stop": ["zz"]}),
     "stop tokens": Place(in_stop_tokens),
     "rule": Place(in_rule, {"speculative": SAMPLED}),
     "log-probabilities": Place(nowhere, {"logprobs": MARK}),
@@ -300,7 +291,7 @@ def ask(client: httpx.Client, body: dict[str, Any]) -> tuple[int, Any]:
     if not body.get("stream"):
         found = json.loads(answer.text, parse_float=lambda number: f"{float(number):.3f}")
         return answer.status_code, found.get("choices") or found["error"]
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = sent(answer.text)
     if any("error" in event for event in events):
         return 500, events[-1]["error"]
     return answer.status_code, "".join(choice["text"] for event in events for choice in event["choices"])

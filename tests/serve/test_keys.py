@@ -1,4 +1,4 @@
-"""One API key learns nothing of another's requests from a live server, and takes none of its turns. See `attacks`."""
+"""One API key learns nothing of another's requests from a live server, and takes none of its turns."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import asyncio
 import contextvars
 import json
 import random
-from collections.abc import Iterator
+import string
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +21,204 @@ from forerun.serve import guards
 from forerun.serve.guards import identify_client
 from forerun.serve.settings import ServeSettings
 from selection import one_in, slow
-from serve.attacks import (
-    ATTACKER,
-    DRAFTERS,
-    KNOWN,
-    OPEN,
-    VICTIM,
-    Recovered,
-    Server,
-    from_cached_tokens,
-    from_counts,
-    from_successors,
-    from_traces,
-    recover,
-    shares,
-)
 from serve.conftest import Live, counters, serving, wait_for, with_template
+
+VICTIM, ATTACKER = "key-of-the-victim", "key-of-the-attacker"
+ALPHABET = "ABCDEFGHIJKLMNOP"
+"""Of secrets: each is a token."""
+LETTERS = string.ascii_letters + string.digits
+"""Of prompts, in which each occurs once."""
+KNOWN = 3
+"""Characters of a secret that the attacker has guessed already."""
+LENGTH = 24
+"""Characters that he wants."""
+DIGITS = 9
+
+
+@dataclass
+class Recovered:
+    """What attacks on some secrets brought."""
+
+    right: int = 0
+    """Characters that were named rightly."""
+    of: int = 0
+    blind: float = 0.0
+    """Characters that who guesses names rightly, on average."""
+
+    def add(self, found: str, secret: str, letters: int) -> None:
+        self.right += sum(one == other for one, other in zip(found, secret, strict=True))
+        self.of += len(secret)
+        self.blind += len(secret) / letters
+
+    @property
+    def most_by_chance(self) -> float:
+        """Four standard deviations above what guessing brings."""
+        share = self.blind / self.of
+        return self.blind + 4 * (self.of * share * (1 - share)) ** 0.5
+
+
+class Server:
+    """A live server as its clients see it."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self._http = httpx.Client(base_url=live.url, timeout=60)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def ask(self, key: str, prompt: Sequence[int], **more: Any) -> dict[str, Any]:
+        """A completion; its errors are answers, too."""
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"prompt": list(prompt), "temperature": 0, "ignore_eos": True, **more}
+        answer: dict[str, Any] = self._http.post("/v1/completions", json=body, headers=headers).json()
+        return answer
+
+    def drafted(self, before: Sequence[int], last: int) -> list[dict[str, Any]]:
+        """What is drafted for the attacker behind a token that the target is made to say."""
+        answer = self.ask(ATTACKER, before, logit_bias={str(last): 100}, max_tokens=8, return_speculation_trace=True)
+        steps = answer["speculation_trace"][0]["steps"] if "speculation_trace" in answer else []
+        return list(steps[0]["nodes"]) if steps else []
+
+    def token(self, text: str) -> int:
+        """The token of one character."""
+        [found] = self.live.llm.tokenizer.encode(text, add_special_tokens=False)
+        return int(found)
+
+    def tokens(self, text: str) -> list[int]:
+        return [self.token(character) for character in text]
+
+    def told(self, rng: random.Random) -> str:
+        """The victim is told a secret: an answer of random letters."""
+        secret = "".join(rng.choices(ALPHABET, k=KNOWN + LENGTH))
+        form, most = {"choice": [secret]}, KNOWN + LENGTH
+        answer = self.ask(VICTIM, self.tokens("tell"), structured_outputs=form, max_tokens=most)
+        assert answer["choices"][0]["text"] == secret
+        return secret
+
+
+def from_traces(server: Server, start: str, rng: random.Random) -> str:
+    """Make the target say the last known character, and read in the trace what was drafted behind it."""
+    known = start
+    while len(known) < KNOWN + LENGTH:
+        *before, last = server.tokens(known)
+        drafted, parent = "", 0
+        for place, node in enumerate(server.drafted(before, last), start=1):
+            if node["parent"] == parent:  # and so on along the likeliest path
+                drafted, parent = drafted + node["text"], place
+        if not drafted or not set(drafted) <= set(ALPHABET):
+            drafted = rng.choice(ALPHABET)
+        known += drafted[: KNOWN + LENGTH - len(known)]
+    return known[KNOWN:]
+
+
+def from_successors(server: Server, secret: str, rng: random.Random) -> str:
+    """A prompt of the victim, where each token is drafted behind the one that it followed."""
+    server.ask(VICTIM, server.tokens(secret), max_tokens=2)
+    known = secret[:KNOWN]
+    while len(known) < KNOWN + LENGTH:
+        before, last = server.tokens(known[-2:])
+        drafted = [node["text"] for node in server.drafted([before], last) if node["text"] in LETTERS]
+        known += drafted[0] if drafted else rng.choice(LETTERS)
+    return known[KNOWN:]
+
+
+def from_counts(server: Server, start: str, rng: random.Random) -> str:
+    """Try each character behind those that are known: behind the right one more is drafted, and more of it accepted."""
+    known = start
+    for _ in range(LENGTH):
+        seen = dict[str, tuple[int, int]]()
+        for letter in ALPHABET:
+            answer = server.ask(
+                ATTACKER, server.tokens(known), logit_bias={str(server.token(letter)): 100}, max_tokens=8,
+                stop=[2 * letter],
+            )  # fmt: skip
+            counts = answer["metrics"]["speculative_decoding"]
+            seen[letter] = counts["num_draft_tokens"], counts["num_accepted_draft_tokens"]
+        most = max(seen.values())
+        known += rng.choice([letter for letter in ALPHABET if seen[letter] == most])
+    return known[KNOWN:]
+
+
+def from_cached_tokens(server: Server, secret: str, rng: random.Random) -> str:
+    """Digits of the victim's prompt: with the right one more tokens are found in the cache."""
+    before, known = server.tokens("my account has the number "), ""
+    for _ in range(DIGITS):
+        seen = dict[str, int]()
+        for digit in "0123456789":
+            server.ask(VICTIM, [*before, *server.tokens(secret)], max_tokens=1)
+            answer = server.ask(ATTACKER, [*before, *server.tokens(known + digit + "xx")], max_tokens=1)
+            details = answer["usage"].get("prompt_tokens_details") or {}
+            seen[digit] = details.get("cached_tokens", 0)
+        most = max(seen.values())
+        known += rng.choice([digit for digit in "0123456789" if seen[digit] == most])
+    return known
+
+
+def recover(server: Server, attack: Callable[[Server, str, random.Random], str], secrets: int, seed: int) -> Recovered:
+    """Attack so many secrets that the victim is told."""
+    found, rng = Recovered(), random.Random(seed)
+    for _ in range(secrets):
+        if attack is from_cached_tokens:
+            secret, letters = "".join(rng.choices("0123456789", k=DIGITS)), 10
+            guess = attack(server, secret, rng)
+        elif attack is from_successors:
+            whole, letters = "".join(rng.sample(LETTERS, KNOWN + LENGTH)), len(LETTERS)
+            guess, secret = attack(server, whole, rng), whole[KNOWN:]
+        else:
+            told, letters = server.told(rng), len(ALPHABET)
+            guess, secret = attack(server, told[:KNOWN], rng), told[KNOWN:]
+        found.add(guess, secret, letters)
+    return found
+
+
+def shares(
+    live: Live, bodies: Sequence[tuple[dict[str, str], dict[str, Any]]], answers: int, depth: int = 8
+) -> list[int]:
+    """How many requests each of some greedy clients gets answered while all together get `answers`.
+
+    Args:
+        bodies: headers and fields of each client's requests.
+        depth: requests that a client has in flight at any time; more than its share of the rows.
+    """
+    counts, ended, lock = [0] * len(bodies), threading.Event(), threading.Lock()
+
+    def work(place: int) -> None:
+        headers, fields = bodies[place]
+        body = {"prompt": "the cat", "temperature": 0, "ignore_eos": True, "max_tokens": 24, **fields}
+        with httpx.Client(timeout=60) as http:
+            while not ended.is_set():
+                answer = http.post(live.url + "/v1/completions", json=body, headers=headers)
+                assert answer.status_code == 200, answer.text
+                with lock:
+                    counts[place] += not ended.is_set()
+                    if sum(counts) >= answers:
+                        ended.set()
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(bodies)) for _ in range(depth)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    return counts
+
+
+OPEN: dict[str, Any] = {
+    "api_keys": (VICTIM, ATTACKER),
+    "allow_traces": True,
+    "enable_prompt_tokens_details": True,
+    "client_drafters": ("suffix",),
+}
+"""A server whose operator allows all that tells something."""
+DRAFTERS = {
+    "suffix": {"method": "suffix", "adaptive": False},
+    "recycling": {"method": "recycling", "adaptive": False},
+    "lookahead": {"method": "lookahead", "shared_pool": True, "adaptive": False},
+}
+
 
 TEXT = "Pack my box with five dozen jugs, QUICKLY!"
 """Forty tokens and a few: two blocks."""
@@ -71,7 +256,7 @@ class TestSecrets:
         with Server(copying) as server:
             told, own = server.told(rng), server.ask
             server.ask = lambda key, *args, **more: own(VICTIM, *args, **more)
-            found.add(from_traces(server, told[:KNOWN], rng), told[KNOWN:], 0, 16)
+            found.add(from_traces(server, told[:KNOWN], rng), told[KNOWN:], 16)
         assert found.right >= 20, found
 
     def test_prompts_of_another_key(self, copying: Live) -> None:
@@ -80,22 +265,50 @@ class TestSecrets:
         assert found.right <= found.most_by_chance, found
 
 
+TELLING = {"enable_prompt_tokens_details": True}
+SALTS = [guards._hash("key", VICTIM), "a", "a", "b"]
+MINE = {"cache_salt": "mine"}
+DOMAINS = [
+    pytest.param(OPEN, [(VICTIM, {}), (ATTACKER, {}), (VICTIM, {})], [0, 0, 32], id="each key has its own"),
+    pytest.param(
+        *(OPEN, [(key, {"padded": True}) for key in (VICTIM, ATTACKER, VICTIM)], [0, 0, 32]),
+        id="a large body, which is read in a thread of its own, belongs to its key, too",
+    ),
+    pytest.param(
+        OPEN,
+        [(VICTIM, {}), *((ATTACKER, {"cache_salt": salt}) for salt in SALTS), (VICTIM, {"cache_salt": "a"})],
+        [0, 0, 0, 32, 0, 0],
+        id="a salt narrows it and leads into no other",
+    ),
+    pytest.param(
+        *(TELLING, [*[(None, {})] * 3, *[(None, MINE)] * 2], [0, 0, 0, 0, 32]),
+        id="requests without a key are on their own, unless they name a salt",
+    ),
+    pytest.param(
+        *({**TELLING, "share_unnamed": True}, [(None, {}), (None, {}), (None, MINE)], [0, 32, 0]),
+        id="or the operator says that they are one",
+    ),
+]
+
+
 class TestDomains:
-    def cached(self, live: Live, key: str | None = None, **more: Any) -> int:
-        headers = keyed(key) if key else {}
-        usage = live.post("/v1/completions", {**ASK, **more}, headers=headers).json()["usage"]
+    def cached(self, live: Live, key: str | None, *, padded: bool = False, **more: Any) -> int:
+        """Tokens of the prompt that were found in the cache."""
+        headers = (keyed(key) if key else {}) | {"content-type": "application/json"}
+        content = json.dumps({**ASK, **more}).encode() + b" " * 60_000 * padded
+        usage = httpx.post(live.url + "/v1/completions", content=content, headers=headers, timeout=30).json()["usage"]
         return int(usage["prompt_tokens_details"]["cached_tokens"])
 
-    def test_each_key_has_its_own(self, checkpoint: Path) -> None:
-        with serving(checkpoint, **OPEN) as live:
-            assert [self.cached(live, key) for key in (VICTIM, ATTACKER, VICTIM)] == [0, 0, 32]
-
-    def test_a_salt_narrows_it_and_leads_into_no_other(self, checkpoint: Path) -> None:
-        with serving(checkpoint, **OPEN) as live:
-            salts = [guards._hash("key", VICTIM), "a", "a", "b"]
-            found = [self.cached(live, VICTIM), *(self.cached(live, ATTACKER, cache_salt=salt) for salt in salts)]
-            assert found == [0, 0, 0, 32, 0]
-            assert self.cached(live, VICTIM, cache_salt="a") == 0
+    @pytest.mark.parametrize(("settings", "asked", "found"), DOMAINS)
+    def test_who_shares_a_cache(
+        self,
+        checkpoint: Path,
+        settings: dict[str, Any],
+        asked: list[Any],
+        found: list[int],
+    ) -> None:
+        with serving(checkpoint, **settings) as live:
+            assert [self.cached(live, key, **more) for key, more in asked] == found
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
     def test_the_other_endpoints_take_a_salt(self, checkpoint: Path, path: str) -> None:
@@ -107,27 +320,6 @@ class TestDomains:
                 details = usage.get("prompt_tokens_details") or usage["input_tokens_details"]
                 assert details["cached_tokens"] / 16 in blocks
             assert live.post(path, {**body, "cache_salt": ""}, headers=keyed(VICTIM)).status_code == 400
-
-    def test_requests_without_a_key_are_on_their_own(self, checkpoint: Path) -> None:
-        """But for the answers and prompts of one request; who wants to share names a salt."""
-        with serving(checkpoint, enable_prompt_tokens_details=True) as live:
-            assert [self.cached(live) for _ in range(3)] == [0, 0, 0]
-            assert [self.cached(live, cache_salt="mine") for _ in range(2)] == [0, 32]
-
-    def test_unless_the_operator_says_that_they_are_one(self, checkpoint: Path) -> None:
-        with serving(checkpoint, enable_prompt_tokens_details=True, share_unnamed=True) as live:
-            assert [self.cached(live), self.cached(live), self.cached(live, cache_salt="mine")] == [0, 32, 0]
-
-    def test_a_large_body_belongs_to_its_key_too(self, checkpoint: Path) -> None:
-        """It is read in a thread of its own."""
-        body = json.dumps(ASK).encode() + b" " * 60_000
-        with serving(checkpoint, **OPEN) as live:
-            found = []
-            for key in (VICTIM, ATTACKER, VICTIM):
-                headers = {**keyed(key), "content-type": "application/json"}
-                answer = httpx.post(live.url + "/v1/completions", content=body, headers=headers, timeout=30).json()
-                found.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            assert found == [0, 0, 32]
 
     def test_a_job_that_nobody_asked_for_is_an_error(self) -> None:
         """And no guess at whose it is."""
@@ -155,9 +347,11 @@ class TestWhatIsTold:
             for _ in range(2):
                 usage = live.post("/v1/completions", ASK).json()["usage"]
                 assert usage.get("prompt_tokens_details") is None
+            told, asked = counters(live), 2 * len(live.llm.tokenizer.encode(TEXT))
+            for name, count in (("prefix_cache_hits", 32), ("prefix_cache_queries", asked), ("num_preemptions", 0)):
+                assert told[f"vllm:{name}_total{{}}"] == count
             usage = live.post("/v1/responses", {"input": "hi"}).json()["usage"]
             assert usage["input_tokens_details"] == {"cached_tokens": 0}
-            assert counters(live)["vllm:prefix_cache_hits_total{}"] == 32
 
     def test_nothing_that_is_written_tells_a_key(self, checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level("DEBUG")
@@ -201,14 +395,6 @@ class TestTurns:
         one, same, other = (identify_client(scope, settings) for scope in asked)
         assert one is not None and same is not None and other is not None
         assert one.name == same.name != other.name and len({one.domain, same.domain, other.domain}) == 3
-
-
-def test_an_address_of_the_client_is_no_name_for_its_text(checkpoint: Path) -> None:
-    """All clients of a proxy have one."""
-    with serving(checkpoint, enable_prompt_tokens_details=True) as live, httpx.Client(base_url=live.url) as same:
-        for _ in range(2):
-            usage = same.post("/v1/completions", json=ASK).json()["usage"]
-            assert usage["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
 def test_nobody_writes_the_marks_of_roles(checkpoint: Path, tmp_path: Path) -> None:

@@ -187,20 +187,3 @@ def test_the_format_is_the_operators(capsys: pytest.CaptureFixture[str]) -> None
         root.setLevel(level)
     [line] = capsys.readouterr().err.splitlines()
     assert json.loads(line)["event"] == "seen"
-
-
-def test_a_failing_step_is_no_fault_of_the_request(
-    checkpoint: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serving(checkpoint) as live:
-
-        def fail() -> Any:
-            raise ValueError("shapes do not fit")
-
-        with monkeypatch.context() as broken:
-            broken.setattr(live.llm.engine, "step", fail)
-            answer = live.post(TEXT, {"prompt": "the cat", "max_tokens": 4}, **named("in-the-step"))
-        assert answer.status_code == 500, answer.text
-        error = kept.of("in-the-step", "a request failed")
-        assert error["error"] == "ValueError" and error["where"].startswith("fail (")
-        assert live.post(TEXT, {"prompt": "the cat", "max_tokens": 4}).status_code == 200, "the next one is answered"

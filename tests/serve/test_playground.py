@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
-from serve.conftest import Live
+from serve.conftest import Live, sent
 
 
 def test_the_page_is_complete_and_self_contained(live: Live) -> None:
@@ -31,9 +30,11 @@ def test_what_the_page_reads_is_there(live: Live) -> None:
     answer = live.post("/v1/completions", {**body, "return_speculation_trace": True}).json()
     [trace] = answer["speculation_trace"]
     assert trace["first_token_ms"] > 0 and len(trace["tokens"]) == 8
+    assert answer["choices"][0]["text"].startswith("".join(token["text"] for token in trace["tokens"]))
     numbers = {step["step"] for step in trace["steps"]}
     assert [token["step"] in numbers for token in trace["tokens"]] == [False] + [True] * 7
     for step in trace["steps"]:
+        assert {"nodes", "path", "kind", "draft_ms", "verify_ms"} <= step.keys()
         assert len(step["path"]) == sum(node["accepted"] for node in step["nodes"])
         assert step["lossless"], "no rule is lossy unless it is asked for"
         assert all(0 < node["draft_prob"] <= 1 and node["text"] and not node["probe"] for node in step["nodes"])
@@ -51,8 +52,7 @@ def test_a_stream_brings_the_trace_step_by_step(live: Live, path: str) -> None:
     """The parts of a stream are the whole trace, each with what its step brought."""
     ask = {"messages": [{"role": "user", "content": "the cat"}]} if "chat" in path else {"prompt": "the cat"}
     body = {**ask, "max_tokens": 20, "temperature": 0, "ignore_eos": True, "return_speculation_trace": True}
-    lines = live.post(path, {**body, "stream": True}).text.split("\n\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line and line != "data: [DONE]"]
+    events = sent(live.post(path, {**body, "stream": True}).text)
     choices = [choice for event in events for choice in event["choices"]]
     parts = [choice["speculation_trace"] for choice in choices if "speculation_trace" in choice]
     [whole] = events[-1]["speculation_trace"]

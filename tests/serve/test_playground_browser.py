@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,13 @@ REPLAY = "Replay side by side"
 KINDS = ("accepted", "recovered", "bonus", "target", "rejected")
 
 
+def model(drafter: dict[str, Any]) -> AsyncLLM:
+    return AsyncLLM("demo", speculative_config=drafter, dtype="float32", max_num_seqs=2, max_model_len=512)
+
+
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Live]:
-    def load() -> AsyncLLM:
-        return AsyncLLM("demo", speculative_config=DRAFTER, dtype="float32", max_num_seqs=2, max_model_len=512)
-
-    with serving(load, client_drafters=("auto", "ngram", "suffix"), allow_traces=True) as running:
+    with serving(partial(model, DRAFTER), client_drafters=("auto", "ngram", "suffix"), allow_traces=True) as running:
         yield running
 
 
@@ -104,11 +106,7 @@ def opened(browser: Any, demo: Live) -> Iterator[Page]:
 def copying_server() -> Iterator[Live]:
     """`suffix` drafts alike whatever passes cost, so that a run can be repeated pass by pass."""
 
-    def load() -> AsyncLLM:
-        drafter = {"method": "suffix", "adaptive": False}
-        return AsyncLLM("demo", speculative_config=drafter, dtype="float32", max_num_seqs=2, max_model_len=512)
-
-    with serving(load, allow_traces=True) as running:
+    with serving(partial(model, {"method": "suffix", "adaptive": False}), allow_traces=True) as running:
         yield running
 
 
@@ -124,7 +122,7 @@ def overflow(page: Page) -> int:
     return int(page.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth"))
 
 
-def test_greedy_fills_both_panes_and_says_that_they_are_equal(opened: Page) -> None:
+def test_greedy_fills_both_panes_equally_with_figures_and_hints(opened: Page) -> None:
     opened.ask(0)
     opened.keep("greedy")
     text = {side: opened.text(side) for side in ("plain", "fast")}
@@ -139,17 +137,23 @@ def test_greedy_fills_both_panes_and_says_that_they_are_equal(opened: Page) -> N
     assert opened.count("#ruler button") == opened.figures("fast")["passes"] < TOKENS
     assert "tokens/s" in opened.page.inner_text("#fast-speed") and opened.count("#positions .bar") == 5
 
-
-def test_the_leading_figure_is_all_tokens_over_all_passes(opened: Page) -> None:
-    """As the API has it; what was written is the model's own tokens and those of each drafter, none twice."""
-    opened.ask(0)
-    found = opened.figures("fast")
-    shown = float(opened.page.inner_text("#lead-figure"))
-    assert shown == pytest.approx(TOKENS / found["passes"], abs=0.005)
-    assert opened.page.evaluate("result.fast.counts.tokens_per_pass") == pytest.approx(TOKENS / found["passes"])
+    per_pass = pytest.approx(TOKENS / opened.figures("fast")["passes"], abs=0.005)
+    assert (
+        float(opened.page.inner_text("#lead-figure"))
+        == per_pass
+        == opened.page.evaluate("result.fast.counts.tokens_per_pass")
+    ), "all tokens over all passes, as the API has it"
     column = opened.page.locator("#origins td:nth-child(2)").all_inner_texts()
-    assert sum(map(int, column)) == TOKENS and int(column[0]) == found["passes"]
+    assert sum(map(int, column)) == TOKENS and int(column[0]) == opened.figures("fast")["passes"], "none twice"
     assert opened.page.locator("#origins td:first-child").all_inner_texts() == ["the model", "eagle3"]
+
+    opened.page.locator("#fast .accepted").first.hover()
+    hint = opened.page.inner_text("#hint")
+    assert "draft probability 0." in hint and "pass" in hint and " ms" in hint
+    opened.page.locator("#tree g.accepted, #tree g.rejected").first.hover()
+    assert "probability" in opened.page.inner_text("#hint")
+    opened.page.mouse.move(1, 1)
+    assert not opened.page.is_visible("#hint")
 
 
 def test_the_text_appears_while_it_is_written_and_nothing_jumps(opened: Page) -> None:
@@ -292,17 +296,6 @@ def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:
     assert len(set(shapes.values())) == len(KINDS), "not told apart by colour alone"
 
 
-def test_hovering_tells_probabilities(opened: Page) -> None:
-    opened.ask(0)
-    opened.page.locator("#fast .accepted").first.hover()
-    hint = opened.page.inner_text("#hint")
-    assert "draft probability 0." in hint and "pass" in hint and " ms" in hint
-    opened.page.locator("#tree g.accepted, #tree g.rejected").first.hover()
-    assert "probability" in opened.page.inner_text("#hint")
-    opened.page.mouse.move(1, 1)
-    assert not opened.page.is_visible("#hint")
-
-
 def test_the_keyboard_is_enough(opened: Page) -> None:
     keys = opened.page.keyboard
     opened.page.focus("#prompt")
@@ -387,10 +380,7 @@ def test_errors_are_said(opened: Page) -> None:
 
 
 def test_a_server_that_gives_no_traces_is_said_to(browser: Any) -> None:
-    def load() -> AsyncLLM:
-        return AsyncLLM("demo", speculative_config=DRAFTER, dtype="float32", max_num_seqs=1, max_model_len=128)
-
-    with serving(load) as live:
+    with serving(partial(model, DRAFTER)) as live:
         page = Page(browser, live.url)
         page.page.wait_for_selector("#run[disabled]")
         assert "--allow-traces" in str(page.page.text_content("#status"))

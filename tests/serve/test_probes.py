@@ -3,23 +3,14 @@ or refused with the field's name. Nothing else is an answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from openai import APIStatusError, OpenAI
 
-from serve.conftest import NAME, Live, serving, with_template
+from serve.conftest import NAME, Live
 
 CHAT, TEXT, RESPONSES = "chat", "text", "responses"
-TEMPLATE = (
-    "{% if reasoning_effort %}{{ 'effort ' + reasoning_effort + '\n' }}{% endif %}"
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }}{% endfor %}{{ '' if loop.last and not add_generation_prompt else '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 ASK = [{"role": "user", "content": "the cat sat on"}]
 ARGUMENTS = {"properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"], "additionalProperties": False}
 FUNCTION = {"name": "weather", "parameters": {"type": "object", **ARGUMENTS}}
@@ -27,7 +18,12 @@ TOOL = {"type": "function", "function": FUNCTION}
 OTHER = {"type": "function", "function": {"name": "time"}}
 FLAT = {"type": "function", **FUNCTION}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"unit": "C"}'}}
+RESULT = {"role": "tool", "content": "9", "tool_call_id": "call_1"}
+BEGUN = [*ASK, {"role": "assistant", "content": "the mat"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+NAMED_FLAT = {"type": "function", "name": "weather"}
+NOTHING = {"description": None, "strict": None}
+COUNTS = {"continuous_usage_stats": True}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 
 
@@ -46,211 +42,105 @@ NULLS_OF_CHAT = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("logit_bias", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "n", "seed", "stop", "stream"),
     *("stream_options", "tools", "tool_choice", "parallel_tool_calls", "response_format", "user", "store", "metadata"),
-    *(
-        "service_tier",
-        "reasoning_effort",
-        "modalities",
-        "audio",
-        "prediction",
-        "functions",
-        "function_call",
-        "verbosity",
-    ),
-    *("web_search_options", "prompt_cache_key", "safety_identifier", "skip_special_tokens", "ignore_eos", "min_tokens"),
-    *("chat_template_kwargs", "priority", "prompt_logprobs", "truncate_prompt_tokens", "guided_json", "best_of"),
+    *("service_tier", "reasoning_effort", "modalities", "audio", "prediction", "functions", "function_call"),
+    *("verbosity", "web_search_options", "prompt_cache_key", "safety_identifier", "skip_special_tokens", "ignore_eos"),
+    *("min_tokens", "chat_template_kwargs", "priority", "prompt_logprobs", "truncate_prompt_tokens", "guided_json"),
+    "best_of",
 )
 NULLS_OF_TEXT = ("max_tokens", "logprobs", "echo", "suffix", "best_of", "n", "stream", "seed", "logit_bias", "user")
 
+
+def each(endpoint: str, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    """One request for each of the fields, with nothing else beside it."""
+    return [(endpoint, {name: value}) for name, value in fields.items()]
+
+
 ANSWERED: list[tuple[str, dict[str, Any]]] = [
-    *((CHAT, {name: None}) for name in NULLS_OF_CHAT),
-    *((TEXT, {name: None}) for name in NULLS_OF_TEXT),
+    *each(CHAT, **dict.fromkeys(NULLS_OF_CHAT)),
+    *each(TEXT, **dict.fromkeys(NULLS_OF_TEXT)),
+    *each(CHAT, store=False, metadata={"run": "7"}, service_tier="auto", modalities=["text"], prompt_cache_key="a"),
+    *each(CHAT, safety_identifier="a", verbosity="medium", functions=[], function_call="none", tools=[]),
+    *each(CHAT, top_logprobs=0, reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "low"}),
+    *each(CHAT, prompt_logprobs=2, return_token_ids=True, truncate_prompt_tokens=4, add_generation_prompt=True),
+    *each(CHAT, ignore_eos=True, priority=-3, guided_json=SCHEMA, guided_regex="(a|b)", guided_choice=["the", "cat"]),
+    *each(CHAT, guided_grammar='start: "a" | "b"', structured_outputs={"choice": ["the", "cat"], "json": None}),
+    *each(CHAT, add_special_tokens=False, include_reasoning=True, spaces_between_special_tokens=True, max_tokens=0),
+    *each(CHAT, use_beam_search=False, length_penalty=1.0, cache_prompt=True, typical_p=1.0, mirostat=0),
     (CHAT, {"messages": [{**ASK[0], "name": None}, dumped(), *ASK]}),
     (CHAT, {"messages": [*ASK, dumped(annotations=[]), *ASK]}),
-    (
-        CHAT,
-        {
-            "messages": [
-                *ASK,
-                dumped(content=None, tool_calls=[{**CALL, "index": 0}]),
-                {"role": "tool", "content": "9", "tool_call_id": "call_1"},
-            ]
-        },
-    ),
+    (CHAT, {"messages": [*ASK, dumped(content=None, tool_calls=[{**CALL, "index": 0}]), RESULT]}),
     (CHAT, {"messages": [*ASK, dumped(reasoning_content="hm", reasoning="hm"), *ASK]}),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]}),
+    (CHAT, {"messages": BEGUN, "continue_final_message": True, "add_generation_prompt": False}),
     (CHAT, {"response_format": {"type": "text", "json_schema": None}}),
-    (
-        CHAT,
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "a", "schema": SCHEMA, "description": None, "strict": None},
-            }
-        },
-    ),
-    (CHAT, {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}),
-    (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, "description": None, "strict": None}}]}),
-    (CHAT, {"store": False}),
-    (CHAT, {"metadata": {"run": "7"}}),
-    (CHAT, {"service_tier": "auto"}),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA, **NOTHING}}}),
     (CHAT, {"service_tier": "default"}),
-    (CHAT, {"modalities": ["text"]}),
-    (CHAT, {"prompt_cache_key": "a"}),
-    (CHAT, {"safety_identifier": "a"}),
-    (CHAT, {"verbosity": "medium"}),
-    (CHAT, {"functions": []}),
-    (CHAT, {"function_call": "none"}),
-    (CHAT, {"tools": []}),
-    (CHAT, {"tools": [], "tool_choice": "auto"}),
+    (CHAT, {"priority": 3}),
+    (CHAT, {"logprobs": True, "top_logprobs": 3}),
+    (CHAT, {"return_tokens_as_token_ids": True, "logprobs": True}),
+    (CHAT, {"include_stop_str_in_output": True, "stop": ["e"]}),
+    (CHAT, {"stream": False, "stream_options": None}),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": None, "include_obfuscation": None}}),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
+    (CHAT, {"stream": True, "stream_options": {"include_usage": True, **COUNTS}}),
+    (CHAT, {"tools": [{"type": "function", "function": {**FUNCTION, **NOTHING}}]}),
     (CHAT, {"tool_choice": "none"}),
     (CHAT, {"tool_choice": "auto"}),
-    (CHAT, {"top_logprobs": 0}),
-    (CHAT, {"logprobs": True, "top_logprobs": 3}),
-    (CHAT, {"stream": True, "stream_options": {"include_usage": True, "include_obfuscation": False}}),
-    (CHAT, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (CHAT, {"stream": False, "stream_options": None}),
+    (CHAT, {"tools": [], "tool_choice": "auto"}),
     (CHAT, {"tools": [TOOL], "tool_choice": NAMED}),
     (CHAT, {"tools": [TOOL], "tool_choice": "required"}),
     (CHAT, {"tools": [TOOL, OTHER], "tool_choice": allowed("auto", "weather")}),
     (CHAT, {"tools": [TOOL, OTHER], "tool_choice": allowed("required", "time")}),
-    (CHAT, {"reasoning_effort": "low"}),
-    (CHAT, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
-    (CHAT, {"prompt_logprobs": 2}),
-    (CHAT, {"return_token_ids": True}),
-    (CHAT, {"return_tokens_as_token_ids": True, "logprobs": True}),
-    (CHAT, {"truncate_prompt_tokens": 4}),
-    (
-        CHAT,
-        {
-            "messages": [*ASK, {"role": "assistant", "content": "the mat"}],
-            "continue_final_message": True,
-            "add_generation_prompt": False,
-        },
-    ),
-    (CHAT, {"add_generation_prompt": True}),
-    (CHAT, {"include_stop_str_in_output": True, "stop": ["e"]}),
-    (CHAT, {"ignore_eos": True}),
-    (CHAT, {"priority": 3}),
-    (CHAT, {"priority": -3}),
-    (CHAT, {"guided_json": SCHEMA}),
-    (CHAT, {"guided_regex": "(a|b)"}),
-    (CHAT, {"guided_choice": ["the", "cat"]}),
-    (CHAT, {"guided_grammar": 'start: "a" | "b"'}),
-    (CHAT, {"structured_outputs": {"choice": ["the", "cat"], "json": None}}),
-    (CHAT, {"add_special_tokens": False}),
-    (CHAT, {"include_reasoning": True}),
-    (CHAT, {"spaces_between_special_tokens": True}),
-    (CHAT, {"use_beam_search": False}),
-    (CHAT, {"length_penalty": 1.0}),
-    (CHAT, {"cache_prompt": True}),
-    (CHAT, {"typical_p": 1.0}),
-    (CHAT, {"mirostat": 0}),
-    (CHAT, {"max_tokens": 0}),
-    (TEXT, {"best_of": 1}),
-    (TEXT, {"suffix": ""}),
-    (TEXT, {"echo": True, "logprobs": 1}),
-    (TEXT, {"echo": True, "logprobs": 1, "stream": True}),
-    (TEXT, {"echo": True, "logprobs": 1, "max_tokens": 0}),
+    *each(TEXT, best_of=1, suffix="", max_tokens=0, prompt_logprobs=0, return_token_ids=True, add_special_tokens=True),
+    *each(TEXT, truncate_prompt_tokens=2, priority=1, guided_choice=["the", "cat"]),
     (TEXT, {"echo": True, "max_tokens": 0}),
-    (TEXT, {"max_tokens": 0}),
-    (TEXT, {"prompt_logprobs": 0}),
-    (TEXT, {"return_token_ids": True}),
+    *((TEXT, {"echo": True, "logprobs": 1, **more}) for more in ({}, {"stream": True}, {"max_tokens": 0})),
     (TEXT, {"return_tokens_as_token_ids": True, "logprobs": 1}),
-    (TEXT, {"truncate_prompt_tokens": 2}),
     (TEXT, {"truncate_prompt_tokens": -1}),
     (TEXT, {"prompt": "the cat " * 200, "truncate_prompt_tokens": -1, "max_tokens": 5}),
-    (TEXT, {"add_special_tokens": True}),
-    (TEXT, {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}),
-    (TEXT, {"priority": 1}),
-    (TEXT, {"guided_choice": ["the", "cat"]}),
-    (RESPONSES, {"store": False}),
-    (RESPONSES, {"background": False}),
-    (RESPONSES, {"truncation": "disabled"}),
-    (RESPONSES, {"include": []}),
-    (RESPONSES, {"service_tier": "auto"}),
-    (RESPONSES, {"tools": []}),
-    (RESPONSES, {"reasoning": {"effort": "low", "summary": None}}),
+    (TEXT, {"stream": True, "stream_options": {"include_usage": True, **COUNTS}}),
+    *each(RESPONSES, store=False, background=False, truncation="disabled", include=[], service_tier="auto", tools=[]),
+    *each(RESPONSES, reasoning={"effort": "low", "summary": None}, top_logprobs=0),
     (RESPONSES, {"reasoning": None, "previous_response_id": None, "conversation": None, "max_tool_calls": None}),
     (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "medium"}}),
-    (
-        RESPONSES,
-        {
-            "tools": [FLAT],
-            "tool_choice": {
-                "type": "allowed_tools",
-                "mode": "auto",
-                "tools": [{"type": "function", "name": "weather"}],
-            },
-        },
-    ),
-    (RESPONSES, {"top_logprobs": 0}),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED_FLAT]}}),
     (RESPONSES, {"prompt_cache_key": "a", "safety_identifier": "b"}),
 ]
 
+
+def wrong(endpoint: str, **fields: Any) -> list[tuple[str, dict[str, Any], str]]:
+    """Each of the fields alone, which its refusal names."""
+    return [(endpoint, {name: value}, name) for name, value in fields.items()]
+
+
+LONG_PROMPTS = ["0123456789" * 16] * 160
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    (CHAT, {"frobnicate": 1}, "frobnicate"),
-    (CHAT, {"messages": None}, "messages"),
-    (CHAT, {"store": True}, "store"),
-    (CHAT, {"service_tier": "priority"}, "service_tier"),
-    (CHAT, {"modalities": ["text", "audio"]}, "modalities"),
-    (CHAT, {"audio": {"voice": "alloy", "format": "wav"}}, "audio"),
-    (CHAT, {"functions": [FUNCTION]}, "functions"),
-    (CHAT, {"function_call": {"name": "weather"}}, "function_call"),
-    (CHAT, {"verbosity": "low"}, "verbosity"),
-    (CHAT, {"web_search_options": {}}, "web_search_options"),
-    (CHAT, {"metadata": {"run": 7}}, "metadata"),
-    (CHAT, {"tool_choice": "required"}, "tool_choice"),
+    *wrong(CHAT, frobnicate=1, messages=None, store=True, service_tier="priority", modalities=["text", "audio"]),
+    *wrong(CHAT, audio={"voice": "alloy", "format": "wav"}, functions=[FUNCTION], function_call={"name": "weather"}),
+    *wrong(CHAT, verbosity="low", web_search_options={}, metadata={"run": 7}, tool_choice="required"),
+    *wrong(CHAT, tools=[{"type": "web_search"}], reasoning_effort=3, prompt_logprobs=999),
+    *wrong(CHAT, guided_decoding_backend="outlines", guided_whitespace_pattern=" ", add_special_tokens=True),
+    *wrong(CHAT, include_reasoning=False, use_beam_search=True, length_penalty=2.0, cache_prompt=False, typical_p=0.5),
+    *wrong(CHAT, mirostat=2, dry_multiplier=0.8, grammar='root ::= "a"', documents=[{"title": "a"}], echo=True),
+    *wrong(CHAT, chat_template="{{ messages }}", logits_processors=["a"], kv_transfer_params={"a": 1}),
     (CHAT, {"tools": [TOOL], "tool_choice": allowed("auto", "nobody")}, "tool_choice"),
     (CHAT, {"tools": [TOOL], "tool_choice": allowed("auto")}, "tool_choice"),
-    (CHAT, {"tools": [{"type": "web_search"}]}, "tools"),
-    (CHAT, {"reasoning_effort": 3}, "reasoning_effort"),
-    (CHAT, {"top_logprobs": 2}, "top_logprobs"),
-    (CHAT, {"prompt_logprobs": 999}, "prompt_logprobs"),
-    (TEXT, {"prompt": ["0123456789" * 16] * 160, "prompt_logprobs": 20}, "prompt_logprobs"),
-    (TEXT, {"prompt": ["0123456789" * 16] * 160, "echo": True, "logprobs": 20}, "prompt_logprobs"),
     (CHAT, {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-    (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     (CHAT, {"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
     (CHAT, {"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
-    (CHAT, {"guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
-    (CHAT, {"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
-    (CHAT, {"add_special_tokens": True}, "add_special_tokens"),
-    (CHAT, {"include_reasoning": False}, "include_reasoning"),
-    (CHAT, {"use_beam_search": True}, "use_beam_search"),
-    (CHAT, {"length_penalty": 2.0}, "length_penalty"),
-    (CHAT, {"cache_prompt": False}, "cache_prompt"),
-    (CHAT, {"typical_p": 0.5}, "typical_p"),
-    (CHAT, {"mirostat": 2}, "mirostat"),
-    (CHAT, {"dry_multiplier": 0.8}, "dry_multiplier"),
-    (CHAT, {"grammar": 'root ::= "a"'}, "grammar"),
-    (CHAT, {"documents": [{"title": "a"}]}, "documents"),
-    (CHAT, {"chat_template": "{{ messages }}"}, "chat_template"),
-    (CHAT, {"logits_processors": ["a"]}, "logits_processors"),
-    (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params"),
-    (CHAT, {"echo": True}, "echo"),
     (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
     (CHAT, {"messages": [dumped(audio={"id": "a"}), *ASK]}, "messages.0.audio"),
     (CHAT, {"messages": [dumped(function_call={"name": "a", "arguments": ""}), *ASK]}, "messages.0.function_call"),
     (CHAT, {"messages": [dumped(refusal="no"), *ASK]}, "messages.0.refusal"),
     (CHAT, {"messages": [dumped(content=None), *ASK]}, "messages.0"),
-    (TEXT, {"best_of": 2}, "best_of"),
-    (TEXT, {"suffix": "end"}, "suffix"),
-    (TEXT, {"logprobs": 99}, "logprobs"),
-    (TEXT, {"max_tokens": -1}, "max_tokens"),
-    (TEXT, {"prompt_logprobs": -1}, "prompt_logprobs"),
-    (TEXT, {"add_special_tokens": False}, "add_special_tokens"),
-    (TEXT, {"prompt_embeds": "aGk="}, "prompt_embeds"),
-    (TEXT, {"tools": [TOOL]}, "tools"),
-    (RESPONSES, {"store": True}, "store"),
-    (RESPONSES, {"background": True}, "background"),
-    (RESPONSES, {"truncation": "auto"}, "truncation"),
-    (RESPONSES, {"include": ["message.output_text.logprobs"]}, "include"),
-    (RESPONSES, {"previous_response_id": "resp_1"}, "previous_response_id"),
+    *wrong(TEXT, best_of=2, suffix="end", logprobs=99, max_tokens=-1, prompt_logprobs=-1, add_special_tokens=False),
+    *wrong(TEXT, prompt_embeds="aGk=", tools=[TOOL]),
+    (TEXT, {"prompt": LONG_PROMPTS, "prompt_logprobs": 20}, "prompt_logprobs"),
+    (TEXT, {"prompt": LONG_PROMPTS, "echo": True, "logprobs": 20}, "prompt_logprobs"),
+    *wrong(RESPONSES, store=True, background=True, truncation="auto", include=["message.output_text.logprobs"]),
+    *wrong(RESPONSES, previous_response_id="resp_1", tools=[{"type": "web_search"}], top_logprobs=5),
     (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
-    (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools"),
-    (RESPONSES, {"top_logprobs": 5}, "top_logprobs"),
 ]
 
 
@@ -282,22 +172,15 @@ def outcome(client: OpenAI, endpoint: str, more: dict[str, Any]) -> tuple[str, s
     return "answered", ""
 
 
-@pytest.fixture(scope="module")
-def probed(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    model = with_template(checkpoint, tmp_path_factory.mktemp("probed"), TEMPLATE)
-    with serving(model, max_tokens=64) as running, running.client() as client:
-        yield client
-
-
 @pytest.mark.parametrize("probe", ANSWERED, ids=named)
-def test_answered(probed: OpenAI, probe: tuple[str, dict[str, Any]]) -> None:
-    assert outcome(probed, *probe) == ("answered", "")
+def test_answered(official: OpenAI, probe: tuple[str, dict[str, Any]]) -> None:
+    assert outcome(official, *probe) == ("answered", "")
 
 
 @pytest.mark.parametrize("probe", REFUSED, ids=named)
-def test_refused_by_name(probed: OpenAI, probe: tuple[str, dict[str, Any], str]) -> None:
+def test_refused_by_name(official: OpenAI, probe: tuple[str, dict[str, Any], str]) -> None:
     endpoint, more, name = probe
-    found, param = outcome(probed, endpoint, more)
+    found, param = outcome(official, endpoint, more)
     assert found == "refused" and param.startswith(name), param
 
 

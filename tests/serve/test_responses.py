@@ -3,44 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 from openai import OpenAI
 
 from forerun.serve.protocol.responses import ResponsesRequest
-from serve.conftest import NAME, Live, serving, with_template
+from serve.conftest import NAME, TEMPLATE, serving, with_template
+from serve.test_probes import FLAT
 
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }}{% endfor %}\n{% endfor %}assistant: "
-)
-TOOL: Any = {
-    "type": "function",
-    "name": "weather",
-    "strict": True,
-    "parameters": {
-        "type": "object",
-        "properties": {"unit": {"enum": ["C", "F"]}},
-        "required": ["unit"],
-        "additionalProperties": False,
-    },
-}
-
-
-@pytest.fixture(scope="module")
-def caller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serving(with_template(checkpoint, tmp_path_factory.mktemp("caller"), TEMPLATE)) as running:
-        yield running
-
-
-@pytest.fixture
-def official(caller: Live) -> Iterator[OpenAI]:
-    with caller.client() as client:
-        yield client
+TOOL: Any = {**FLAT, "strict": True}
 
 
 def streamed(client: OpenAI, **asked: Any) -> tuple[list[Any], Any]:
@@ -51,7 +23,7 @@ def streamed(client: OpenAI, **asked: Any) -> tuple[list[Any], Any]:
     return events, events[-1].response
 
 
-def test_a_text(caller: Live, official: OpenAI) -> None:
+def test_a_text(official: OpenAI) -> None:
     asked: dict[str, Any] = {"input": "the cat", "instructions": "sat", "max_output_tokens": 9, "temperature": 0}
     whole = official.responses.create(model=NAME, **asked)
     prompt = [{"role": "system", "content": "sat"}, {"role": "user", "content": "the cat"}]
@@ -148,24 +120,3 @@ def test_an_earlier_response_becomes_one_message() -> None:
         ],
     }
     assert tool.plain() == {"role": "tool", "content": "one", "tool_call_id": "1"}
-
-
-@pytest.mark.parametrize(
-    ("param", "more"),
-    [
-        ("previous_response_id", {"previous_response_id": "resp_1"}),
-        ("store", {"store": True}),
-        ("include", {"include": ["message.output_text.logprobs"]}),
-        ("input", {"input": []}),
-        ("tools", {"tools": [{"type": "web_search"}]}),
-        ("temperature", {"temperature": 3}),
-        ("text.format", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
-        ("text.format", {"text": {"format": {"type": "json_object", "schema": {"type": "object"}}}}),
-        ("text.format", {"text": {"format": {"type": "text", "strict": True}}}),
-        ("text.format", {"text": {"format": {"type": "text", "name": "x"}}}),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_is_refused(caller: Live, param: str, more: dict[str, Any], stream: bool) -> None:
-    answer = caller.post("/v1/responses", {"input": "x", "stream": stream, **more})
-    assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from forerun import AsyncLLM
 from forerun.engine.completion import Request
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
-from serve.conftest import NAME, Live, serving
+from serve.conftest import NAME, Live, sent, serving
 
 LONG = {
     "prompt": "the cat sat on the mat; pack my box with five dozen liquor jugs",
@@ -28,12 +27,6 @@ def test_an_answer_ends_when_its_time_is_up(live: Live) -> None:
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "abort" and whole["text"].startswith(choice["text"])
     assert answer["usage"]["completion_tokens"] < 64 and live.session.in_flight == 0
-
-
-def test_a_stream_says_so_in_its_last_chunk(live: Live) -> None:
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "the cat"}], "stream": True, "timeout_s": 1e-6}
-    lines = [line for line in live.post("/v1/chat/completions", body).text.splitlines() if line.startswith("data: ")]
-    assert '"finish_reason":"abort"' in lines[-2].replace(" ", "") and lines[-1] == "data: [DONE]"
 
 
 def test_a_stream_that_never_began_tells_of_its_prompt(checkpoint: Path) -> None:
@@ -67,12 +60,6 @@ def test_no_numbers_are_given_of_a_prompt_that_was_read_in_part(
         assert not any(choice["logprobs"] and choice["logprobs"]["tokens"] for choice in choices)
 
 
-def sent(text: str) -> list[Any]:
-    """The events of a stream."""
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    return [json.loads(line) for line in lines if line != "[DONE]"]
-
-
 def test_the_operator_sets_the_limit(checkpoint: Path) -> None:
     with serving(checkpoint, request_timeout_s=1e-6) as live:
         refused = live.post("/v1/completions", {**LONG, "timeout_s": 3})
@@ -81,15 +68,3 @@ def test_the_operator_sets_the_limit(checkpoint: Path) -> None:
         assert answer["choices"][0]["finish_reason"] == "abort"
     with pytest.raises(ArgumentError, match="request-timeout"):
         ServeSettings(model_names=("tiny",), request_timeout_s=0.0)
-
-
-def test_cached_tokens_are_counted(checkpoint: Path) -> None:
-    with serving(checkpoint, share_unnamed=True, enable_prompt_tokens_details=True) as live:
-        first, again = (live.post("/v1/completions", {**LONG, "max_tokens": 5}).json() for _ in range(2))
-        assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
-        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert 16 <= cached < again["usage"]["prompt_tokens"] and first["choices"] == again["choices"]
-        text = live.get("/metrics").text
-        assert f'vllm:prefix_cache_hits_total{{model_name="tiny"}} {float(cached)}' in text
-        assert f'vllm:prefix_cache_queries_total{{model_name="tiny"}} {2.0 * again["usage"]["prompt_tokens"]}' in text
-        assert 'vllm:num_preemptions_total{model_name="tiny"} 0.0' in text

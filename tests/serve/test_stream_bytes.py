@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ import pytest
 
 from forerun.errors import SlowReaderError
 from forerun.types import (
-    CompletionOutput,
     OutputToken,
     RequestOutput,
     Source,
-    SpeculationStats,
     StreamChunk,
     TokenLogprob,
 )
-from serve.conftest import NAME, Live
+from serve.conftest import NAME, Live, output, stream_chunk, wait_for
 
 GOLDEN = Path(__file__).parent / "golden"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -42,42 +39,17 @@ def scripted(
     """An engine's `stream` that always says the same; with `failure` it breaks after the second step."""
 
     def token(text: str, place: int, step: int, wanted: int | None) -> OutputToken:
-        tokenizer = live.llm.tokenizer
-        [first, *_] = tokenizer.encode(text)
+        [first, *_] = live.llm.tokenizer.encode(text)
         own = TokenLogprob(logprob=-0.125 * place, rank=1)
         best = {first: own, 5: TokenLogprob(logprob=float("-inf"), rank=2)}
-        return OutputToken(
-            id=first,
-            text=text,
-            source=SOURCES[place],
-            step=step,
-            logprob=None if wanted is None else own,
-            top_logprobs=dict(list(best.items())[:wanted]) if wanted else None,
-        )
+        scores = {} if wanted is None else {"logprob": own}
+        scores |= {"top_logprobs": dict(list(best.items())[:wanted])} if wanted else {}
+        return OutputToken(id=first, text=text, source=SOURCES[place], step=step, **scores)
 
-    def whole(tokens: Sequence[OutputToken]) -> RequestOutput:
-        stats = SpeculationStats(
-            num_tokens=len(tokens),
-            num_prompt_passes=1,
-            num_spec_steps=2,
-            num_draft_tokens=6,
-            num_accepted_draft_tokens=3,
-            drafted_per_depth=[2, 2, 2],
-            accepted_per_depth=[2, 1, 0],
-        )
-        outputs = [
-            CompletionOutput(
-                index=index,
-                text="".join(token.text for token in tokens),
-                token_ids=[token.id for token in tokens],
-                tokens=list(tokens),
-                finish_reason=ends,
-                stop_reason=None,
-                speculation=stats,
-            )
-            for index in range(answers)
-        ]
-        return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[1, 2, 3], outputs=outputs, finished=True)
+    def whole(tokens: list[OutputToken]) -> RequestOutput:
+        counts = {"num_tokens": len(tokens), "num_prompt_passes": 1, "num_spec_steps": 2, "num_draft_tokens": 6}
+        depths = {"drafted_per_depth": [2, 2, 2], "accepted_per_depth": [2, 1, 0]}
+        return output(*[tokens] * answers, ended=ends, **counts, num_accepted_draft_tokens=3, **depths)
 
     async def stream(_prompt: Any, params: Any, **_: Any) -> AsyncGenerator[StreamChunk]:
         said = list[OutputToken]()
@@ -88,16 +60,9 @@ def scripted(
             said += new
             last = step == len(STEPS) - 1
             for index in range(answers):
-                yield StreamChunk(
-                    request_id="r",
-                    index=index,
-                    text="".join(one.text for one in new),
-                    tokens=new,
-                    trace=None,
-                    finish_reason=ends if last else None,
-                    stop_reason="?" if last and ends == "stop" else None,
-                    output=whole(said) if last and index == answers - 1 else None,
-                )
+                done = {"finish_reason": ends, "stop_reason": "?" if ends == "stop" else None} if last else {}
+                result = whole(said) if last and index == answers - 1 else None
+                yield stream_chunk("".join(one.text for one in new), index=index, tokens=new, output=result, **done)
 
     return stream
 
@@ -184,12 +149,7 @@ def test_an_error_in_the_middle_is_an_event(
     assert (error["type"], error["code"]) == (kind, code) and "secrets" not in error["message"]
     with pytest.raises(openai.APIError, match=r"mistake|slow"):
         list(live.client().completions.create(model=NAME, prompt="hi", stream=True))
-    deadline = time.monotonic() + 10
-    while (
-        live.session.in_flight and time.monotonic() < deadline
-    ):  # the client may read the end before the server goes on
-        time.sleep(0.01)
-    assert live.session.in_flight == 0
+    wait_for(lambda: live.session.in_flight == 0)  # the client may read the end before the server goes on
 
 
 def test_an_error_before_the_beginning_is_a_status(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

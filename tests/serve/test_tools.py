@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ from forerun.serve.settings import ServeSettings
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
 from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR, find_format
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
-from forerun.types import StreamChunk, StructuredOutputs
-from serve.conftest import NAME, Live, serving, with_template
+from forerun.types import StructuredOutputs
+from serve.conftest import NAME, TEMPLATE, Live, both, serving, stream_chunk, with_template
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -129,8 +128,7 @@ def test_a_call_in_the_last_chunk_is_the_reason_to_finish() -> None:
     chat_format = ChatFormat(prompt={}, format=FORMATS["hermes"]("", [WEATHER]))
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})
     writer = ChatWriter(body, NAME, word_tokenizer(), chat_format)
-    chunk = StreamChunk(request_id="", index=0, text=HERMES, tokens=[], trace=None, finish_reason="stop")
-    *_, last = writer.events(Tagged(job=0, chunk=chunk))
+    *_, last = writer.events(Tagged(job=0, chunk=stream_chunk(HERMES, finish_reason="stop")))
     assert last["choices"][0]["delta"]["tool_calls"] and last["choices"][0]["finish_reason"] == "tool_calls"
 
 
@@ -210,8 +208,7 @@ VERSIONS = [(name, "") for name in sorted(FORMATS)] + [("mistral", "[ARGS]"), ("
 def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str, many: bool) -> None:
     """A random model at temperature 1.5, with drafts: what comes out reads back as calls that obey their schemas."""
     kind = FORMATS[name](template, [WEATHER, CLOSED])
-    lark = Lark(llm.grammar_mark)
-    form = StructuredOutputs(grammar=lark.text(kind.grammar(lark, forced=True, many=many)))
+    form = StructuredOutputs(grammar=grammar_of(kind, llm.grammar_mark, many=many))
     params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=form) for seed in (1, 2)]
     for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
         answer = output.outputs[0]
@@ -231,10 +228,23 @@ def obeys(name: str, arguments: dict[str, Any]) -> bool:
     )
 
 
+def grammar_of(kind: ToolFormat, mark: Any, *, forced: bool = True, many: bool = False) -> str:
+    lark = Lark(mark)
+    return lark.text(kind.grammar(lark, forced=forced, many=many))
+
+
 def described(compiler: GrammarCompiler, name: str, template: str, *, forced: bool) -> tuple[ToolFormat, str]:
     """A format of the two functions, and its grammar."""
-    kind, lark = FORMATS[name](template, [WEATHER, CLOSED]), Lark(compiler.mark)
-    return kind, lark.text(kind.grammar(lark, forced=forced, many=True))
+    kind = FORMATS[name](template, [WEATHER, CLOSED])
+    return kind, grammar_of(kind, compiler.mark, forced=forced, many=True)
+
+
+def of_one_value(compiler: GrammarCompiler, name: str, unit: Any, *, strict: bool = True) -> tuple[str, list[str]]:
+    """The grammar of a call with one argument, and what is written before and behind it."""
+    schema = {"type": "object", "properties": {"unit": unit}, "required": ["unit"]}
+    schema["$defs"] = {"T": {"type": "string"}, "N": {"type": "integer"}}
+    kind = FORMATS[name]("", [Function("weather", schema, strict=strict)])
+    return grammar_of(kind, compiler.mark), CALLS_WRITTEN[name, ""].split("C")
 
 
 @pytest.mark.parametrize(("name", "template"), VERSIONS)
@@ -286,8 +296,7 @@ CALLS_WRITTEN = {
 def test_strings_that_a_field_cannot_enforce_are_refused() -> None:
     pattern = {"type": "object", "properties": {"a": {"type": "string", "pattern": "x+"}}, "required": ["a"]}
     with pytest.raises(ArgumentError, match="'pattern' cannot be enforced"):
-        kind = FORMATS["qwen3_coder"]("", [Function("f", pattern, strict=True)])
-        kind.grammar(Lark(json.dumps), forced=True, many=False)
+        grammar_of(FORMATS["qwen3_coder"]("", [Function("f", pattern, strict=True)]), json.dumps)
 
 
 VALUES_WRITTEN: list[tuple[Any, str, str]] = [
@@ -309,44 +318,32 @@ def test_a_forced_value_is_written_as_it_is_read(
     compiler: GrammarCompiler, name: str, schema: Any, right: str, wrong: str
 ) -> None:
     """Strings as they are, all else as JSON, whatever the schema says it in."""
-    document = {"type": "object", "properties": {"unit": schema}, "required": ["unit"]}
-    document["$defs"] = {"T": {"type": "string"}, "N": {"type": "integer"}}
-    lark = Lark(compiler.mark)
-    kind = FORMATS[name]("", [Function("weather", document, strict=True)])
-    grammar, call = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN[name, ""]
-    front, back = call.split("C")
+    grammar, (front, back) = of_one_value(compiler, name, schema)
     assert spelled(compiler, grammar, f"{front}{right}{back}") == f"{front}{right}{back}"
     assert spelled(compiler, grammar, f"{front}{wrong}{back}") != f"{front}{wrong}{back}" or not wrong
 
 
 def test_a_forced_value_ends_at_its_mark_on_whatever_line(compiler: GrammarCompiler) -> None:
     """A model that does not know the format may leave out the break before it: the value would never end."""
-    lark = Lark(compiler.mark)
-    kind = FORMATS["qwen3_coder"]("", [Function("weather", {"properties": {"unit": {"type": "string"}}})])
-    grammar, call = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN["qwen3_coder", ""]
+    grammar, (front, back) = of_one_value(compiler, "qwen3_coder", {"type": "string"}, strict=False)
     for value in ("C", "C\nD", ""):
-        written = call.replace("C\n<", f"{value}<")
+        written = f"{front}{value}{back[1:]}"
         assert spelled(compiler, grammar, written) == written
 
 
-@pytest.mark.parametrize("name", ["qwen3_coder", "glm45"])
-def test_no_forced_value_holds_the_end_of_its_field(compiler: GrammarCompiler, name: str) -> None:
-    """A reader would end the value there and read arguments that the schema does not have."""
-    lark = Lark(compiler.mark)
-    kind = FORMATS[name]("", [Function("weather", {"properties": {"unit": {"type": "string"}}}, strict=True)])
-    grammar, (front, back) = lark.text(kind.grammar(lark, forced=True, many=False)), CALLS_WRITTEN[name, ""].split("C")
-    inner = {"qwen3_coder": "</parameter> <parameter=x>", "glm45": "</arg_value> <arg_key>x"}[name]
-    ids = [token for character in f"C{inner}" for token in compiler.tokenizer.encode(character)]
-    whole = [*compiler.tokenizer.encode(front), *ids, *compiler.tokenizer.encode(back)]
-    valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], whole)
-    assert len(compiler.tokenizer.encode(front)) < valid < len(whole) - len(compiler.tokenizer.encode(back))
-
-
-TEMPLATE = (
-    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{# <tool_call> #}"
-    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% for c in m.tool_calls or [] %}"
-    "{{ c.function.name }}({{ c.function.arguments.unit }}){% endfor %}{{ '\n' }}{% endfor %}assistant: "
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [("qwen3_coder", "</parameter> <parameter=x>"), ("glm45", "</arg_value> <arg_key>x")],
 )
+def test_no_forced_value_holds_the_end_of_its_field(compiler: GrammarCompiler, name: str, inner: str) -> None:
+    """A reader would end the value there and read arguments that the schema does not have."""
+    encode = compiler.tokenizer.encode
+    grammar, (front, back) = of_one_value(compiler, name, {"type": "string"})
+    whole = [*encode(front), *(token for character in f"C{inner}" for token in encode(character)), *encode(back)]
+    valid = compiler.processor(StructuredOutputs(grammar=grammar), 0).valid([], whole)
+    assert len(encode(front)) < valid < len(whole) - len(encode(back))
+
+
 TOOLS: Any = [
     {"type": "function", "function": {"name": "weather", "description": "How warm", "parameters": SCHEMA}},
     {"type": "function", "function": {"name": "clock"}},
@@ -355,108 +352,83 @@ NAMED: Any = {"type": "function", "function": {"name": "weather"}}
 ASK: Any = [{"role": "user", "content": "the cat"}]
 
 
-@pytest.fixture(scope="module")
-def caller(checkpoint: Path, draft_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server of the tiny model with a template that knows tools, and a draft model."""
-    folder = with_template(checkpoint, tmp_path_factory.mktemp("caller"), TEMPLATE)
-    drafter = {"method": "draft_model", "model": str(draft_checkpoint), "num_speculative_tokens": 4}
-    with serving(folder, speculative=drafter, max_n=3) as running:
-        yield running
-
-
 def ask(live: Live, **more: Any) -> Any:
-    """The whole answer, and the same streamed: they must agree."""
-    asked = {"model": NAME, "messages": ASK, "tools": TOOLS, "max_tokens": 100, "temperature": 1.2, "seed": 3, **more}
-    with live.client() as client:
-        whole = client.chat.completions.create(**asked)
-        content, calls, reasons = "", list[Any](), list[Any]()
-        for chunk in client.chat.completions.create(**asked, stream=True):
-            choice = chunk.choices[0]
-            content += choice.delta.content or ""
-            reasons += [choice.finish_reason] if choice.finish_reason else []
-            for call in choice.delta.tool_calls or []:
-                if call.id is not None:
-                    assert call.index == len(calls) and call.type == "function"
-                    calls.append([call.function.name, ""])
-                calls[call.index][1] += call.function.arguments
-    message = whole.choices[0].message
-    assert calls == [[call.function.name, call.function.arguments] for call in message.tool_calls or []]
-    assert content == (message.content or "") and reasons == [whole.choices[0].finish_reason]
-    return whole.choices[0]
+    asked = {"messages": ASK, "tools": TOOLS, "max_tokens": 100, "temperature": 1.2, "seed": 3, **more}
+    return both(live, **asked).choices[0]
 
 
 class TestServer:
-    def test_a_named_function_is_called(self, caller: Live) -> None:
-        choice = ask(caller, tool_choice=NAMED, parallel_tool_calls=False)
+    def test_a_named_function_is_called(self, templated: Live) -> None:
+        choice = ask(templated, tool_choice=NAMED)
         [call] = choice.message.tool_calls
         assert call.function.name == "weather" and obeys("weather", json.loads(call.function.arguments))
         assert choice.finish_reason == "tool_calls" and choice.message.content is None and call.id.startswith("call_")
 
-    def test_a_call_that_a_stop_cut_off_is_no_reason_to_finish(self, caller: Live) -> None:
-        tokenizer = caller.llm.tokenizer
+    def test_a_call_that_a_stop_cut_off_is_no_reason_to_finish(self, templated: Live) -> None:
+        tokenizer = templated.llm.tokenizer
         brace, end = tokenizer.encode("}")[0], tokenizer.eos_token_id
         for more, reason in (({"stop": ['"unit']}, "stop"), ({"extra_body": {"stop_token_ids": [brace]}}, "stop")):
-            choice = ask(caller, tool_choice=NAMED, **more)
+            choice = ask(templated, tool_choice=NAMED, **more)
             [call] = choice.message.tool_calls
             assert call.function.name == "weather" and choice.finish_reason == reason
             with pytest.raises(ValueError, match=r"Expecting|Unterminated"):
                 json.loads(call.function.arguments)
-        choice = ask(caller, tool_choice=NAMED, extra_body={"stop_token_ids": [end]})
+        choice = ask(templated, tool_choice=NAMED, extra_body={"stop_token_ids": [end]})
         assert choice.finish_reason == "tool_calls", "clients name the model's own end, too"
 
     @pytest.mark.parametrize("name", ["weather", "clock"])
-    def test_a_required_call_is_the_models_choice(self, caller: Live, name: str) -> None:
-        tokenizer = caller.llm.tokenizer
+    def test_a_required_call_is_the_models_choice(self, templated: Live, name: str) -> None:
+        tokenizer = templated.llm.tokenizer
         liked = {str(tokenizer.encode(name[0])[0]): 40.0}
-        choice = ask(caller, tool_choice="required", parallel_tool_calls=False, logit_bias=liked)
+        choice = ask(templated, tool_choice="required", parallel_tool_calls=False, logit_bias=liked)
         [call] = choice.message.tool_calls
         assert call.function.name == name and obeys(name, json.loads(call.function.arguments))
 
-    def test_several_calls(self, caller: Live) -> None:
+    def test_several_calls(self, templated: Live) -> None:
         """The end made unlikely, the model calls until it may not go on; the last call is cut off."""
-        tokenizer = caller.llm.tokenizer
-        choice = ask(caller, tool_choice="required", logit_bias={str(tokenizer.eos_token_id): -100}, max_tokens=150)
+        tokenizer = templated.llm.tokenizer
+        choice = ask(templated, tool_choice="required", logit_bias={str(tokenizer.eos_token_id): -100}, max_tokens=150)
         assert len(choice.message.tool_calls) > 1 and choice.finish_reason == "length"
         assert len({call.id for call in choice.message.tool_calls}) == len(choice.message.tool_calls)
         for call in choice.message.tool_calls[:-1]:
             assert obeys(call.function.name, json.loads(call.function.arguments))
 
-    def test_a_model_that_does_not_call_writes_text(self, caller: Live) -> None:
-        choice = ask(caller, max_tokens=12, extra_body={"ignore_eos": True})
+    def test_a_model_that_does_not_call_writes_text(self, templated: Live) -> None:
+        choice = ask(templated, max_tokens=12, extra_body={"ignore_eos": True})
         assert choice.message.tool_calls is None and choice.message.content and choice.finish_reason == "length"
 
-    def test_a_strict_function_or_the_form_of_the_text(self, caller: Live) -> None:
+    def test_a_strict_function_or_the_form_of_the_text(self, templated: Live) -> None:
         strict: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
-        ask(caller, tools=strict, max_tokens=12)
+        ask(templated, tools=strict, max_tokens=12)
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "so"}}}
-        choice = ask(caller, response_format=form)
+        choice = ask(templated, response_format=form)
         calls = choice.message.tool_calls or []
         assert [obeys(call.function.name, json.loads(call.function.arguments)) for call in calls] or (
             json.loads(choice.message.content) == "so"
         )
 
-    def test_a_conversation_with_results(self, caller: Live) -> None:
+    def test_a_conversation_with_results(self, templated: Live) -> None:
         """The model's message goes back as the client got it; templates read arguments as an object."""
-        with caller.client() as client:
+        with templated.client() as client:
             first = client.chat.completions.create(
                 model=NAME, messages=ASK, tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False, max_tokens=100
             )
             message = first.choices[0].message
             assert message.tool_calls is not None
             result: Any = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "20"}
-            messages: Any = [*ASK, message, result]
+            messages: Any = [*ASK, message.model_dump(), result]
             second = client.chat.completions.create(model=NAME, messages=messages, tools=TOOLS, max_tokens=4)
         arguments = message.tool_calls[0].function.arguments
         prompt = (
-            f"weather clock user: the cat\nassistant: weather({json.loads(arguments)['unit']})\ntool: 20\nassistant: "
+            f"weather clock user: the cat\nassistant: weather{json.loads(arguments)['unit']}\ntool: 20\nassistant: "
         )
-        tokenizer = caller.llm.tokenizer
+        tokenizer = templated.llm.tokenizer
         assert second.usage is not None
         assert second.usage.prompt_tokens == len(tokenizer.encode(prompt))
 
-    def test_none_hides_the_tools(self, caller: Live) -> None:
+    def test_none_hides_the_tools(self, templated: Live) -> None:
         asked: dict[str, Any] = {"model": NAME, "messages": ASK, "max_tokens": 4}
-        with caller.client() as client:
+        with templated.client() as client:
             plain = client.chat.completions.create(**asked)
             hidden = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
         assert hidden.usage.prompt_tokens == plain.usage.prompt_tokens
@@ -464,7 +436,6 @@ class TestServer:
     @pytest.mark.parametrize(
         ("param", "more"),
         [
-            ("tool_choice", {"tools": None, "tool_choice": "required"}),
             ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "other"}}}),
             ("tool_choice", {"tool_choice": "required", "response_format": {"type": "json_object"}}),
             ("tools", {"tools": [*TOOLS, *TOOLS]}),
@@ -473,15 +444,17 @@ class TestServer:
             ("messages", {"messages": [{"role": "user", "content": None}]}),
         ],
     )
-    def test_what_is_refused(self, caller: Live, param: str, more: dict[str, Any]) -> None:
+    def test_what_is_refused(self, templated: Live, param: str, more: dict[str, Any]) -> None:
         body = {"model": NAME, "messages": ASK, "tools": TOOLS, **more}
-        answer = caller.post("/v1/chat/completions", {key: value for key, value in body.items() if value is not None})
+        answer = templated.post(
+            "/v1/chat/completions", {key: value for key, value in body.items() if value is not None}
+        )
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)
 
-    def test_a_schema_that_no_grammar_takes(self, caller: Live) -> None:
+    def test_a_schema_that_no_grammar_takes(self, templated: Live) -> None:
         odd = {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)y"}}, "required": ["a"]}
         tools = [{"type": "function", "function": {"name": "f", "parameters": odd, "strict": True}}]
-        answer = caller.post("/v1/chat/completions", {"messages": ASK, "tools": tools, "tool_choice": "required"})
+        answer = templated.post("/v1/chat/completions", {"messages": ASK, "tools": tools, "tool_choice": "required"})
         assert answer.status_code == 400 and "not accepted" in answer.json()["error"]["message"]
 
     def test_a_model_without_tools(self, live: Live, client: OpenAI) -> None:

@@ -18,28 +18,10 @@ from forerun.manifests import TokenizerIdentity
 from forerun.serve.settings import ServeSettings
 from forerun.serve.traffic import UNNAMED, Traffic, files_of, owner_of
 from forerun.training.data.records import BadRecords, read_records
-from forerun.types import CompletionOutput, RequestOutput, SpeculationStats
-from serve.conftest import Live, serving
+from serve.conftest import Live, output, sent, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-
-
-def output(*answers: list[int], prompt: tuple[int, ...] = (1, 2, 3), ended: str = "stop") -> RequestOutput:
-    """What the engine says of one prompt."""
-    made = [
-        CompletionOutput(
-            index=index,
-            text="",
-            token_ids=tokens,
-            tokens=[],
-            finish_reason=ended,
-            stop_reason=None,
-            speculation=SpeculationStats(),
-        )
-        for index, tokens in enumerate(answers)
-    ]
-    return RequestOutput(request_id="r", prompt=None, prompt_token_ids=[*prompt], outputs=made, finished=True)
 
 
 def written(folder: Path, owner: str) -> list[list[int]]:
@@ -158,8 +140,7 @@ class TestServer:
             events = live.post(TEXT, stream, headers={"Authorization": "Bearer key-b"}).text
         found = {key: read(files_of(folder, owner_of(key))[0]) for key in ("key-a", "key-b")}
         assert len(found["key-a"]) == asked["key-a"] and len(found["key-b"]) == 1
-        chunks = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
-        answer = [token for chunk in chunks for token in chunk["choices"][0].get("token_ids") or ()]
+        answer = [token for event in sent(events) for token in event["choices"][0].get("token_ids") or ()]
         tokenizer = AutoTokenizer.from_pretrained(checkpoint)
         [record] = found["key-b"]
         assert list(record.tokens) == [*tokenizer("the log")["input_ids"], *answer]
