@@ -41,9 +41,9 @@ enum { WIDTH = 8, MOST_ROWS = 6, MOST_PANELS = 1 };
 #define multiply_add _mm256_fmadd_ps
 #endif
 
-enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 64, HELD = 1 << 19, WORTH = 1 << 15 };
-// Lines of a panel, 64 bytes each, that are multiplied while the next are fetched; bytes of the states that stay in a
-// core's cache; entries of a matrix from which on several threads share the work
+enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 96, HELD = 1 << 19, WORTH = 1 << 15 };
+// Most lines of a panel, 64 bytes each, that are multiplied while as many are fetched; bytes of the states that stay in
+// a core's cache; entries of a matrix from which on several threads share the work
 #define UNROLL _Pragma("GCC unroll 16")
 
 INLINE uint16_t narrow(float value) {
@@ -177,7 +177,8 @@ static void any_tile(
 // is fetched, evenly over the groups of rows: memory is never idle.
 static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
     __attribute__((aligned(64))) float sums[ROW_BLOCK * MOST_PANELS * LANES];
-    int64_t line = p->kind == FLOAT32 ? 1 : 2, size = p->depth / line * 64, block = LINES * line;
+    int64_t line = p->kind == FLOAT32 ? 1 : 2, all = p->depth / line, size = all * 64;
+    int64_t blocks = (all + LINES - 1) / LINES, lines = (all + blocks - 1) / blocks, block = lines * line;    // Equal ones
     for (int64_t start = first; start < last; start += ROW_BLOCK) {
         int64_t end = last - start < ROW_BLOCK ? last : start + ROW_BLOCK;
         int64_t groups = (end - start + MOST_ROWS - 1) / MOST_ROWS, most = (end - start + groups - 1) / groups;
@@ -186,7 +187,7 @@ static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t pane
             const char *next = (const char *)p->weights + (to < p->depth ? panel * size + to / line * 64 : (panel + count) * size);
             for (int64_t row = start; row < end; row += most) {
                 int64_t some = end - row < most ? end - row : most;
-                Ahead ahead = {next + (row - start) / most * (LINES * 64 / groups), 64 / groups};
+                Ahead ahead = {next + (row - start) / most * (lines * 64 / groups), 64 / groups};
                 any_tile(p, some, count, row, panel, from, to, sums + (row - start) * count * LANES, ahead);
             }
         }
