@@ -59,6 +59,7 @@ class SlotCache:
         self._touched = [0] * rows  # Slots of each row that passes may have written to since they were last zero
         self._used = [0] * rows  # Slots of each row that were ever written to
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._groups: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
         self._window = _Window(none, none, (0, 0), True, 0, 0)
@@ -131,13 +132,19 @@ class SlotCache:
             store.flatten(0, 1).index_copy_(0, flat, new.transpose(1, 2).flatten(0, 1).to(store.dtype))
 
     def stores_for(
-        self, layer_idx: int, shape: tuple[int, int], *, like: Tensor
-    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return what a layer that writes the cache itself needs: the stores of keys and values
-        (rows, slots + 1, heads, dim), allocated for the `shape` (heads, dim) with the dtype and
-        device of `like`, and (M,) int64, where each token goes.
+        self, layers: tuple[int, ...], shape: tuple[int, int], *, like: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return the stores of keys and values (rows, slots + 1, heads, dim) of layers that write them themselves,
+        the same list every time. They are allocated at the first call for the `shape` (heads, dim) with the dtype and
+        device of `like`.
         """
-        return self._of(layer_idx, shape, shape, like), self._on(like.device).flat
+        if layers not in self._groups:
+            self._groups[layers] = [self._of(layer, shape, shape, like) for layer in layers]
+        return self._groups[layers]
+
+    def places(self, device: torch.device) -> Tensor:
+        """Return where each token of the pass goes, (M,) int64 on `device`."""
+        return self._on(device).flat
 
     def seen(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Return the keys and values that a layer may read in this pass: (B, heads, width, dim)."""

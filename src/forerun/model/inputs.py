@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ class Nodes:
     depths: Tensor  # (B, N) int64, positions behind the row's committed tokens
     sees: Tensor  # (B, N, N) bool: who looks at whom
     real: Tensor  # (B, N) bool; the rest is padding
+    counts: Sequence[int]  # (B,) how many are real
+    reach: Sequence[int]  # (B,) positions that the deepest real one needs behind the committed tokens
     start: int  # Nodes before this one were run earlier in the step; they are seen, not run
     paths: Tensor | None = None
     """(B, N, D) int32, the nodes from the root down to each node, -1 behind it; None if all rows
@@ -34,13 +37,16 @@ class Nodes:
     @classmethod
     def of_prompt(cls, pieces: Sequence[Sequence[int]], least: int = 0) -> Nodes:
         """Pack chains of unequal lengths, padded on the right to the longest, or to `least`."""
-        size = max(least, *(len(piece) for piece in pieces))
+        counts = [len(piece) for piece in pieces]
+        size = max(least, *counts)
         steps = torch.arange(size)
         return cls(
             ids=torch.tensor([[*piece, *[0] * (size - len(piece))] for piece in pieces]),
             depths=steps.expand(len(pieces), -1),
             sees=torch.ones(size, size, dtype=torch.bool).tril().expand(len(pieces), -1, -1),
-            real=steps < torch.tensor([len(piece) for piece in pieces]).unsqueeze(1),
+            real=steps < torch.tensor(counts).unsqueeze(1),
+            counts=counts,
+            reach=counts,
             start=0,
         )
 
@@ -80,12 +86,8 @@ class Nodes:
     def _of(
         cls, ids: Tensor, parents: NDArray[np.int64], counts: Sequence[int], start: int, resume: Sequence[Resume | None]
     ) -> Nodes:
-        sees, depths = _relations(parents.tobytes(), parents.shape)
-        real = torch.arange(ids.shape[1]) <= torch.tensor(counts).unsqueeze(1)
-        steps = np.arange(parents.shape[1])
-        branches = bool(((parents != steps) & (steps < np.array(counts)[:, None])).any())
-        paths = _paths(parents.tobytes(), parents.shape) if branches else None
-        return cls(ids=ids, depths=depths, sees=sees, real=real, start=start, paths=paths, resume=resume)
+        shape = _shape(parents.tobytes(), parents.shape, tuple(counts))
+        return cls(**shape, ids=ids, counts=[count + 1 for count in counts], start=start, resume=resume)
 
     def chains(self) -> Tensor:
         """Return the `paths` of chains."""
@@ -116,11 +118,6 @@ class Nodes:
                 states[row, :count] = one.states
         return Begun(boundary=boundary, states=states, counts=counts)
 
-    def reach(self) -> list[int]:
-        """Return, per row, the positions that its deepest token needs behind the committed ones."""
-        deepest: list[int] = (self.depths * self.real).amax(1).add(1).tolist()
-        return deepest
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
@@ -140,22 +137,22 @@ class Begun:
 
 
 @lru_cache(maxsize=256)
-def _relations(parents: bytes, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return which node sees which (B, N, N) and the depths (B, N) of trees with these int64
-    parents (B, K). Most steps draft trees of a known shape, so results are cached and shared; never
-    write to them.
+def _shape(parents: bytes, shape: tuple[int, ...], counts: tuple[int, ...]) -> dict[str, Any]:
+    """Return what follows from the int64 parents (B, K) of trees with so many drafted nodes each: the fields of
+    `Nodes` of these names. Most steps draft trees of a known shape, so results are cached and shared; never write to
+    them.
     """
-    sees = ancestor_mask(torch.from_numpy(np.frombuffer(parents, np.int64).reshape(shape).copy()))
-    return sees, sees.sum(-1) - 1
-
-
-@lru_cache(maxsize=256)
-def _paths(parents: bytes, shape: tuple[int, ...]) -> Tensor:
-    """Return `Nodes.paths` of trees with these int64 parents (B, K), cached as in `_relations`."""
-    sees, depths = _relations(parents, shape)
-    nodes = torch.arange(sees.shape[2]).where(sees, sees.shape[2])
-    found = nodes.sort(-1).values[..., : int(depths.max()) + 1]
-    return found.where(found < sees.shape[2], -1).to(torch.int32)
+    above = np.frombuffer(parents, np.int64).reshape(shape)
+    sees = ancestor_mask(torch.from_numpy(above.copy()))
+    depths, steps = sees.sum(-1) - 1, np.arange(shape[1])
+    real = torch.arange(shape[1] + 1) <= torch.tensor(counts).unsqueeze(1)
+    paths = None
+    if ((above != steps) & (steps < np.array(counts)[:, None])).any():
+        size = shape[1] + 1
+        found = torch.arange(size).where(sees, size).sort(-1).values[..., : int(depths.max()) + 1]
+        paths = found.where(found < size, -1).to(torch.int32)
+    reach = (depths * real).amax(1).add(1).tolist()
+    return {"sees": sees, "depths": depths, "real": real, "paths": paths, "reach": reach}
 
 
 def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:

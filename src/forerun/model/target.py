@@ -476,7 +476,7 @@ class Target:
         nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
         if not 0 <= nodes.start < nodes.ids.shape[1]:
             raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
-        self._check_room(rows, nodes.real.sum(1).tolist(), nodes.reach())
+        self._check_room(rows, nodes.counts, nodes.reach)
         return nodes
 
     def _place(
@@ -601,7 +601,7 @@ class Target:
             self._ran.pop(row, None)
 
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
-        self._ran.update(zip(rows, nodes.real.sum(1).tolist(), strict=True))
+        self._ran.update(zip(rows, nodes.counts, strict=True))
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):

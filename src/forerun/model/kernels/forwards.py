@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
+from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, attention, fused, products
-from forerun.model.kernels.native import Attention, HeadNorm, Heads, LayerParts, LayerRoom, Layers, Stores
+from forerun.model.kernels.native import Attention, HeadNorm, Heads, LayerParts, LayerRoom, Layers
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, PanelWeight
 from forerun.model.layers import cache_argument
 from forerun.model.padding import current
@@ -204,7 +205,8 @@ class AttentionForward(_JointForward):
             )
         heads, layer = self.heads, module.layer_idx
         states = self.joint.apply(hidden_states)
-        stores, places = cache.stores_for(layer, (heads.keys, heads.depth), like=states)
+        [stores] = cache.stores_for((layer,), (heads.keys, heads.depth), like=states)
+        places = cache.places(states.device)
         assert position_embeddings is not None and attention_mask is not None
         query = self.ops.rope_and_write(states, position_embeddings, heads, stores, places)
         return module.o_proj(self.attend(query, cache, attention_mask)), None
@@ -286,7 +288,7 @@ class _Rooms:
 class _Inside:
     """The submodules and hooks found inside layers, to tell later whether anything was exchanged."""
 
-    places: list[tuple[dict[str, Any], str]]  # Children of an owner, and a name among them
+    places: tuple[list[dict[str, Any]], list[str]]  # The children of an owner, and a name among them
     held: list[Any]
     replaced: list[dict[str, Any]]  # Attributes of those that have a faster forward
     by: list[Any]
@@ -295,8 +297,8 @@ class _Inside:
     @classmethod
     def at(cls, places: Sequence[tuple[nn.Module, str]]) -> _Inside:
         """Record what is there now."""
-        found = [(owner._modules, name) for owner, name in places]
-        held: list[Any] = [children[name] for children, name in found]
+        found = [owner._modules for owner, _ in places], [name for _, name in places]
+        held: list[Any] = [*map(dict.get, *found)]
         replaced = [part.__dict__ for part in held if "forward" in part.__dict__]
         hooks = [hooks for part in held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         return cls(found, held, replaced, [attributes["forward"] for attributes in replaced], hooks)
@@ -304,14 +306,17 @@ class _Inside:
     @classmethod
     def of(cls, layers: Sequence[LayerForward]) -> _Inside:
         """Join the records of several layers."""
-        return cls(*([one for layer in layers for one in getattr(layer.inside, field.name)] for field in fields(cls)))
+        every = [layer.inside for layer in layers]
+        places = [one for each in every for one in each.places[0]], [one for each in every for one in each.places[1]]
+        others = ([one for each in every for one in getattr(each, field.name)] for field in fields(cls)[1:])
+        return cls(places, *others)
 
     def intact(self) -> bool:
         """Return whether nothing has been exchanged and nothing is hooked."""
         return (
             not any(self.hooks)
-            and [children.get(name) for children, name in self.places] == self.held
-            and [attributes.get("forward") for attributes in self.replaced] == self.by
+            and [*map(dict.get, *self.places)] == self.held
+            and [*map(dict.get, self.replaced, repeat("forward"))] == self.by
         )
 
 
@@ -322,7 +327,7 @@ class _LayerRun:
         self.layers, self.first, self.rooms = layers, layers[0], layers[0].rooms
         self.inside = _Inside.of(layers)
         self.parts = [layer.parts() for layer in layers]
-        self.numbers = [layer.attention.module.layer_idx for layer in layers]
+        self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
         self.kind = products.kind_of(self.first.dtype)
         self.calls = Layers(self.parts, self.kind, products.address())
 
@@ -333,12 +338,12 @@ class _LayerRun:
     def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache) -> Tensor:
         """Run the layers on states (B, N, width) that fit."""
         heads = self.first.attention.heads
-        opened = [cache.stores_for(number, (heads.keys, heads.depth), like=states) for number in self.numbers]
-        stores, places = [pair for pair, _ in opened], opened[0][1]
+        stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
+        places = cache.places(states.device)
         tokens = states.shape[:-1].numel()
         room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
         self.calls.begin(room, tokens, angles, places, stores)
-        asked = self._asked(states, stores, cache, mask)
+        asked = self._asked(states, stores[0], cache, mask)
         if asked is not None:
             return self.calls.run(states, asked)
         for number, layer in enumerate(self.layers):
@@ -347,7 +352,7 @@ class _LayerRun:
             states = self.calls.leave(number, attended.contiguous(), states)
         return states
 
-    def _asked(self, states: Tensor, stores: Stores, cache: SlotCache, mask: Tensor) -> Attention | None:
+    def _asked(self, states: Tensor, first: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> Attention | None:
         """Return the attention problem that all layers give to the C kernel, or None if attention
         runs elsewhere or on other tokens.
         """
@@ -355,11 +360,10 @@ class _LayerRun:
         seen = cache.seen(module.layer_idx)
         aliased = all(
             one.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
-            for one, store in zip(seen, stores[0], strict=True)
+            for one, store in zip(seen, first, strict=True)
         )  # scattered rows may have been copied
-        alike = all(one.shape == store.shape for pair in stores for one, store in zip(pair, stores[0], strict=True))
         query = self.calls.query(states.shape[:-1]).transpose(1, 2)
-        if this.flat is not None or not aliased or not alike or mask.shape[1] != 1:
+        if this.flat is not None or not aliased or mask.shape[1] != 1:
             return None
         if not self.first.ops.takes_attention(query, *seen, mask):
             return None

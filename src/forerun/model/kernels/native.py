@@ -575,6 +575,7 @@ class Layers:
         """
         self._parts, self._kind = parts, kind
         self._matrices = [matrix for one in parts for matrix in one.matrices]
+        self._biased = [matrix for matrix in self._matrices if matrix.bias is not None]
         self._norms = [norm for one in parts for norm in one.norms]
         self._layers = (_Layer * len(parts))()
         size = ctypes.sizeof(_Layer)
@@ -583,6 +584,7 @@ class Layers:
         self._pass = _Pass(multiply=multiply)
         self._filled: list[int] = []
         self._room: LayerRoom | None = None
+        self._stores: Stores = []
 
     def begin(
         self, room: LayerRoom, tokens: int, angles: tuple[Tensor, Tensor], places: Tensor, stores: Stores
@@ -591,13 +593,12 @@ class Layers:
         (M,) in `stores`, as in `rope_and_write`.
         """
         now = [matrix.packed.data_ptr() for matrix in self._matrices]
-        now += [matrix.bias.data_ptr() for matrix in self._matrices if matrix.bias is not None]
+        now += [matrix.bias.data_ptr() for matrix in self._biased]  # type: ignore[union-attr]
         now += [norm.weight.data_ptr() for norm in self._norms]
-        now += [store.data_ptr() for pair in stores for store in pair]
-        if self._room is not room or now != self._filled:
+        if self._room is not room or self._stores is not stores or now != self._filled:
             for layer, parts, pair in zip(self._layers, self._parts, stores, strict=True):
                 self._fill(layer, parts, pair, room)
-            self._room, self._filled = room, now
+            self._room, self._stores, self._filled = room, stores, now
         this = self._pass
         this.cosine, this.sine, this.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
         this.slots, this.tokens, this.threads = stores[0][0].shape[:2].numel(), tokens, torch.get_num_threads()
