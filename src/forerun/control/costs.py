@@ -9,12 +9,13 @@ level. The planner reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from statistics import median, median_low
+from functools import lru_cache, partial
+from statistics import median
 from typing import Protocol
 
 from forerun.control.settings import SETTINGS
@@ -143,6 +144,7 @@ def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs:
 
 _CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the next multiple of this, tokens
 _LEAST_MS = 1e-3
+Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,100 +182,82 @@ class Times(dict[int, float]):
         return found
 
 
-class Correction:
-    """Correction factors for predictions: the machine's recent pace, common to all sizes, times
-    each size's own factor.
+class SeenTimes:
+    """Times by size, from the ratios of what steps took to what was predicted.
 
-    The pace is quick, so a size that was not seen for long follows when the machine becomes slower; what a size has of
-    its own is slow. Sizes that are new lean on their neighbours: a nominal cost whose slope is wrong is far off for
-    large passes and little for small ones. They tell nothing of the pace: else one that is dearer than predicted would
-    seem to say that all have become so. Medians, so a garbage collection moves nothing; and an accident among the first
-    figures is believed for a few steps only.
+    What else runs on a machine can only add to a time, often ten times as much: of the latest ratios of a size the
+    lower quartile counts, and a size that is new begins with one as predicted. More nodes never make a pass quicker:
+    whatever a size was seen to take, smaller ones take no more. Between seen sizes times are interpolated along the
+    prediction, above the largest they grow as it does. Of what was seen long ago the quartile stays, as one ratio.
     """
 
     def __init__(self) -> None:
-        self._latest: deque[float] = deque(maxlen=SETTINGS.pace_window)  # The pace by each of the latest figures
-        self._seen: dict[tuple[int, int], deque[tuple[int, float]]] = {}
-        self._own: dict[tuple[int, int], float] = {}  # Median of the ratios kept of a size, the pace taken out
-        self._sizes = defaultdict[int, list[int]](list)  # By rows: 0 (plain), and sizes that are not new; rising
-        self._tried = dict[int, tuple[int, int]]()  # Latest size with nodes by number of rows, and the count then
-        self._family = dict[bool, float]()  # Median of the own ones of plain passes, and of all others
-        self._count = 0
-        self._pace = 1.0
+        self._ratios = dict[Size, deque[float]]()  # The latest of each (nodes, rows)
+        self._low = dict[Size, float]()  # Their lower quartile
+        self._first_step, self._latest_step = dict[Size, int](), dict[Size, int]()  # When each was seen
+        self._sizes = defaultdict[int, list[int]](list)  # Rising, by rows
+        self._latest: Size | None = None
         self.steps = 0  # Decoding steps, whether or not they have a figure
-        self._latest_step = dict[tuple[int, int], int]()  # Step in which each size was last seen
 
-    def add(self, size: tuple[int, int], seen: float, predicted: float) -> None:
-        """Record one measured time."""
-        self._count += 1
-        ratio, (nodes, rows) = max(seen, _LEAST_MS) / max(predicted, _LEAST_MS), size
-        if size in self._seen and not self._fresh(size) and ratio < SETTINGS.quicker * self.factor(size):
-            for old in [one for one in self._seen if one[1] == rows and not self._fresh(one)]:
-                self.forget(old)  # Those times were slow by accident: nothing is quick by accident
-            if not self._seen:
-                self._latest.clear()
-        figures, new = self._seen.setdefault(size, deque(maxlen=SETTINGS.window)), SETTINGS.new
-        if len(figures) >= new or all(len(others) < new for others in self._seen.values()):
-            self._latest.append(ratio / self._own.get(size, 1.0))
-            self._pace = median(self._latest)
-        figures.append((self._count, ratio / self._pace))
-        self._latest_step[size] = self.steps
-        while figures[0][0] < self._count - SETTINGS.stale:
-            figures.popleft()
-        ratios = sorted(ratio for _, ratio in figures)
-        self._own[size] = median_low(ratios if len(ratios) > new else ratios[:-1] or ratios)  # Accidents take longer
-        if nodes:
-            self._tried[rows] = nodes, self._count
-        if nodes == 0 or len(figures) >= new:
-            if nodes not in self._sizes[rows]:
-                insort(self._sizes[rows], nodes)
-            same = [self._own[n, r] for r, sizes in self._sizes.items() for n in sizes if (n == 0) == (nodes == 0)]
-            self._family[nodes == 0] = median(same)
+    def add(self, size: Size, seen: float, predict: Callable[[int], float]) -> None:
+        """Record one measured time, ms; `predict` says what was predicted for so many nodes."""
+        (nodes, rows), ratios = size, self._ratios.get(size)
+        if ratios is None:
+            ratios = deque(maxlen=SETTINGS.window)
+            if self._ratios:
+                ratios.append(self.curve(rows, predict)(nodes) / max(predict(nodes), _LEAST_MS))
+            insort(self._sizes[rows], nodes)
+            self._ratios[size], self._first_step[size] = ratios, self.steps
+        elif not self._fresh(size):
+            ratios.clear()
+            ratios.append(self._low[size])
+        ratios.append(max(seen, _LEAST_MS) / max(predict(nodes), _LEAST_MS))
+        self._low[size] = sorted(ratios)[(len(ratios) - 1) // 4]
+        self._latest, self._latest_step[size] = size, self.steps
 
-    def forget(self, size: tuple[int, int]) -> None:
-        """Forget everything that was seen of this size."""
-        if self._seen.pop(size, None):
-            del self._own[size]
-            self._sizes[size[1]] = [nodes for nodes in self._sizes[size[1]] if nodes != size[0]]
-
-    def known(self, size: tuple[int, int]) -> int:
-        """Return the number of figures of this size that still count."""
-        return sum(count > self._count - SETTINGS.stale for count, _ in self._seen.get(size, ()))
-
-    def factor(self, size: tuple[int, int], *, trial: bool = False) -> float:
-        """Return the factor to multiply a prediction with; in a trial nothing counts that was seen
-        of a size with nodes long ago.
+    def curve(self, rows: int, predict: Callable[[int], float], *, trial: bool = False) -> Callable[[int], float]:
+        """Return the time of a pass of so many rows by its nodes, ms. In a trial nothing counts that was seen of
+        passes with nodes long ago.
         """
-        nodes, rows = size
-        if trial and not self._fresh(size):
-            return self._pace * self._around(nodes, rows, trial=True) if any(map(self._fresh, self._seen)) else 1.0
-        many, around = len(self._seen.get(size, ())), self._around(nodes, rows)
-        if nodes and many < SETTINGS.new and any(self._sizes[rows]):
-            own = min(self._own.get(size, 1.0), SETTINGS.accident * around)
-            around = (many * own + around) / (many + 1)
-        return self._pace * around
+        sizes, times, least = list[int](), list[float](), math.inf
+        for nodes in reversed(self._sizes[rows]):
+            if not (trial and nodes) or self._fresh((nodes, rows)):
+                least = min(least, self._low[nodes, rows] * predict(nodes))
+                sizes.append(nodes)
+                times.append(least)
+        if not sizes:  # Other numbers of rows tell the pace of the machine
+            pace = self._low[self._latest] if self._latest is not None and not trial else 1.0
+            return lambda nodes: pace * predict(nodes)
+        sizes.reverse()
+        times.reverse()
 
-    def _fresh(self, size: tuple[int, int]) -> bool:
-        """Return whether a size was seen recently; plain passes always count as if they were."""
-        return size[0] == 0 or (size in self._seen and self._latest_step[size] > self.steps - SETTINGS.interval)
+        def time(nodes: int) -> float:
+            place = bisect_left(sizes, nodes)
+            if place == len(sizes) or (place == 0 and sizes[0] != nodes):
+                place = min(place, len(sizes) - 1)
+                return times[place] * predict(nodes) / max(predict(sizes[place]), _LEAST_MS)
+            if sizes[place] == nodes:
+                return times[place]
+            low, high = predict(sizes[place - 1]), predict(sizes[place])
+            share = (predict(nodes) - low) / (high - low) if high > low else 1.0
+            return times[place - 1] + share * (times[place] - times[place - 1])
 
-    def _around(self, nodes: int, rows: int, *, trial: bool = False) -> float:
-        """Return a size's own factor, if it is not new; else that of neighbouring sizes of as many
-        rows, in proportion. Beyond the largest of these the factor stays; if there is none, all
-        rows tell, or in a trial none.
+        return time
+
+    def plain_is_due(self, rows: int, predict: Callable[[int], float]) -> bool:
+        """Return whether plain passes of so many rows were not seen for as long as they have been known, or for long
+        although some with nodes are quicker, so that they must have run into something.
         """
-        sizes = [one for one in self._sizes[rows] if self._fresh((one, rows))] if trial else self._sizes[rows]
-        if not any(sizes[-1:]):  # All sizes are new
-            tried, count = self._tried.get(rows, (0, 0))
-            sizes = [*sizes, tried] if tried and count >= self._count - SETTINGS.doubted else sizes
-        if not sizes or (nodes > 0 and sizes[-1] == 0):  # A pass with nodes is to plain ones as predicted
-            return (
-                (not trial and self._family.get(nodes == 0)) or self._own.get((0, rows)) or self._family.get(True, 1.0)
-            )
-        place = min(bisect_left(sizes, nodes), len(sizes) - 1)
-        low, high = sizes[max(0, place - 1)], sizes[place]
-        share = (nodes - low) / (high - low) if low < nodes < high else 1.0
-        return (1 - share) * self._own[low, rows] + share * self._own[high, rows]
+        plain = 0, rows
+        if plain not in self._low:
+            return True
+        known, unseen = self._latest_step[plain] - self._first_step[plain], self.steps - self._latest_step[plain]
+        if unseen > min(SETTINGS.stale, 1 + known):
+            return True
+        return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
+
+    def _fresh(self, size: Size) -> bool:
+        return self._latest_step[size] > self.steps - SETTINGS.interval
 
 
 class StepCosts:
@@ -293,7 +277,7 @@ class StepCosts:
         self._calibrated = lru_cache(maxsize=8192)(
             lambda size, rows, context: passes.pass_ms(1 + shape.nodes(size, rows), rows, context)
         )
-        self._pass, self._draft = Correction(), defaultdict[str, Correction](Correction)
+        self._pass, self._draft = SeenTimes(), defaultdict[str, SeenTimes](SeenTimes)
         self.passes = defaultdict[tuple[int, int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """Latest times of passes, ms, by (context, rows, scored nodes of a row), where each row has
         as many.
@@ -310,21 +294,16 @@ class StepCosts:
         spent whatever is then submitted. In a trial, what was seen long ago of passes with nodes
         does not count.
         """
-        host, factors = self.host_ms(rows), dict[tuple[int, int], float]()
-
-        def time(size: int) -> float:
-            alike = _alike(size, rows)
-            if alike not in factors:
-                factors[alike] = self._pass.factor(alike, trial=trial)
-            return self._predicted(size, rows, context) * factors[alike] + host
-
-        return Times(self.shape.even(rows, nodes), time)
+        host, about = self.host_ms(rows), _about(rows)
+        time = self._pass.curve(about, lambda size: self._predicted(size, rows, context), trial=trial)
+        return Times(self.shape.even(rows, nodes), lambda size: time(size) + host)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
         """Return the time of a proposal down to `depth` by a drafter in a step of `rows` rows whose
         text it knows. In a trial, what was seen long ago does not count.
         """
-        return self._proposal(key, depth, rows) * self._draft[key].factor((depth, rows), trial=trial)
+        predict = partial(self._proposal, key, rows=rows)
+        return self._draft[key].curve(rows, predict, trial=trial)(depth)
 
     def reading_ms(self, key: str, tokens: int) -> float:
         """Return the time of a drafter's first look at so many tokens; 0 while that has never been
@@ -337,18 +316,18 @@ class StepCosts:
         is held against it: an assumed cost that no step ever corrects would continue to justify the
         nodes that keep it from being seen.
         """
-        return min(len(self._seen["host", _about(rows)]), self._pass.known(_alike(0, rows))) < SETTINGS.plain_steps
+        about = _about(rows)
+        never = not self._seen["host", about]
+        return never or self._pass.plain_is_due(about, lambda size: self._predicted(size, rows, 0))
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """Record that a pass of this size over `rows` rows, and its verification, took this long."""
-        plain, nodes = _alike(0, rows), 1 + self.shape.nodes(size, rows)
+        nodes = 1 + self.shape.nodes(size, rows)
         if nodes == int(nodes):
             self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, rows, int(nodes)].append(ms)
-        for correction in (self._pass, *self._draft.values()):
-            correction.steps += 1
-        if size and ms < SETTINGS.quicker * self._predicted(0, rows, context) * self._pass.factor(plain):
-            self._pass.forget(plain)  # Nodes make no pass quicker: the plain ones ran into something
-        self._pass.add(_alike(size, rows), ms, self._predicted(size, rows, context))
+        for seen in (self._pass, *self._draft.values()):
+            seen.steps += 1
+        self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
         """Record that the proposal of one drafter took this long, with `unread` tokens read before
@@ -357,7 +336,7 @@ class StepCosts:
         if unread >= SETTINGS.reading:
             self._seen["reading", key].append(max(0.0, ms - self.draft_ms(key, depth, rows)) / unread)
         else:
-            self._draft[key].add((depth, rows), ms, self._proposal(key, depth, rows))
+            self._draft[key].add((depth, rows), ms, partial(self._proposal, key, rows=rows))
 
     def host_ms(self, rows: int) -> float:
         """Return the host work of a step of so many rows in which no drafter is asked; 0 while that
@@ -395,7 +374,7 @@ class StepCosts:
         return self._calibrated(size, rows, context // _CONTEXT_STEP * _CONTEXT_STEP)
 
 
-def _alike(size: int, rows: int) -> tuple[int, int]:
+def _alike(size: int, rows: int) -> Size:
     """Return the key of passes that are corrected alike: of about as many rows, and of about the
     same size, in steps of an eighth.
     """
