@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from forerun.control.config import MAX_SPECULATIVE_TOKENS
-from forerun.control.costs import DraftCost, PassShape, StepCosts
+from forerun.control.costs import READING, DraftCost, PassShape, StepCosts
 from forerun.control.policy import Arm, Policy
-from forerun.control.settings import SETTINGS
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row
@@ -66,7 +65,7 @@ class Simulated(Drafter):
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             assert self.shown.get(row, 0) == len(tokens) - fresh, "tokens were left out or shown twice"
             self.shown[row] = len(tokens)
-            self.read += fresh if fresh >= SETTINGS.reading else 0
+            self.read += fresh if fresh >= READING else 0
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self.proposals += 1

@@ -17,11 +17,10 @@ from contract.test_greedy import NEUTRAL
 from forerun import LLM, SamplingParams
 from forerun.control import costs, explore
 from forerun.control.config import SpeculativeConfig, arms_of, method_of
-from forerun.control.costs import DraftCost, Nominal, PassShape, StepCosts, Times
+from forerun.control.costs import READING, DraftCost, Nominal, PassShape, StepCosts, Times
 from forerun.control.explore import Survival
 from forerun.control.policy import Bid, Offer, allocate, best_depth, choose, policy_for
 from forerun.control.ranking import Confidence, Ranking
-from forerun.control.settings import SETTINGS
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
@@ -252,19 +251,46 @@ def test_costs_fall_back_on_what_was_seen() -> None:
     assert known.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
 
 
-def test_a_slower_machine_slows_what_was_not_seen_of_late() -> None:
-    """Sizes keep what they have of their own beside each other, the pace is common to all."""
+def test_a_slower_machine_is_found_out_by_plain_passes_that_are_seen_now_and_then() -> None:
+    known, slower = StepCosts(Passes()), False
+    times = {size: Passes().pass_ms(1 + size) * (1.5 if size else 1) for size in (0, 3)}
+    plain = list[int]()
+    for step in range(4000):
+        slower = step >= 2000
+        size = 0 if known.plain_is_due(1) else 3
+        plain += [step] if size == 0 else []
+        known.saw_pass(size, 1, 0, times[size] * (2 if slower else 1))
+        known.saw_host(0.0, 1, lookup_ms=0.0)
+    assert len(plain) < 20
+    seen = known.times(1, 0, 3)
+    assert seen[3] / seen[0] <= 2 * times[3] / times[0], (
+        "one that became slower is thought to be at most so much dearer"
+    )
+    for _ in range(30):
+        known.saw_pass(0, 1, 0, 2 * times[0])
+    seen = known.times(1, 0, 3)
+    assert seen[3] / seen[0] == pytest.approx(times[3] / times[0], rel=0.01)
+
+
+@pytest.mark.parametrize("first", [0, 2, 5], ids=["plain", "two nodes", "five nodes"])
+def test_what_took_long_once_is_not_believed(first: int) -> None:
+    """A process's first passes take many times as long; so does one beside which something else runs."""
     known = StepCosts(Passes())
-    alone, wide = Passes().pass_ms(1), Passes().pass_ms(4)
-    for _ in range(40):
-        known.saw_pass(0, 1, 0, alone)
-        known.saw_pass(3, 1, 0, 1.5 * wide)
-    before = known.times(1, 0, 3)
-    assert before[3] / before[0] == pytest.approx(1.5 * wide / alone, rel=0.15)
-    for _ in range(40):
-        known.saw_pass(3, 1, 0, 2 * 1.5 * wide)
-    after = known.times(1, 0, 3)
-    assert [after[n] / before[n] for n in (0, 3)] == pytest.approx([2, 2], rel=0.1)
+    known.saw_pass(0, 1, 0, 1.0)
+    known.saw_pass(first, 1, 0, 58.0)
+    for size in (0, 0, 1, 17, 0, 1):
+        known.saw_pass(size, 1, 0, Passes().pass_ms(1 + size))
+    seen = known.times(1, 0, 20)
+    assert [seen[n] for n in (0, 2, 5, 17)] == pytest.approx([Passes().pass_ms(1 + n) for n in (0, 2, 5, 17)], rel=0.05)
+
+
+def test_more_nodes_never_make_a_pass_quicker() -> None:
+    known = StepCosts(Passes())
+    for size, ms in [(0, 1.0), (2, 9.0), (5, 9.0), (17, 2.4)] * 30:
+        known.saw_pass(size, 1, 0, ms)
+    seen = known.times(1, 0, 17)
+    rising = [seen[n] for n in range(18)]
+    assert rising == sorted(rising) and rising[2] == pytest.approx(2.4)
 
 
 def test_a_proposal_for_many_rows_is_no_proposal_for_one() -> None:
@@ -296,7 +322,7 @@ def test_reading_a_text_is_told_from_drafting() -> None:
     known.saw_draft("m", 4, 1, 2.0 + 30.0, unread=300)
     assert known.draft_ms("m", 4, 1) == 2.0
     assert known.reading_ms("m", 600) == pytest.approx(60.0)
-    assert known.reading_ms("m", SETTINGS.reading - 1) == 0.0
+    assert known.reading_ms("m", READING - 1) == 0.0
 
 
 def drafting_cost(level_ms: float) -> DraftCost:

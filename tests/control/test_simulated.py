@@ -137,7 +137,7 @@ def test_a_batch_drafts_for_the_rows_that_it_helps(rows: int, shape: PassShape) 
     steps = World(spec, rows=rows, passes=passes, shape=shape).run(300)
     late = steps.depths[200:]
     assert sum(row[1] >= 4 for row in late) > 90
-    assert shape.padded or sum(row[0] == 0 for row in late) > 90
+    assert shape.padded or sum(row[0] == 0 for row in late) > 80
     assert steps.rate(100) > 1.4 * rows / passes.pass_ms(1, rows)
 
 

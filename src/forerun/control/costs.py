@@ -144,6 +144,11 @@ def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs:
 
 _CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the next multiple of this, tokens
 _LEAST_MS = 1e-3
+_STALE = 1024  # Steps after which plain passes are seen once more
+_LOOKUP_OVERHEAD = 2.0  # First guess of what asking copies adds to a step, over the time that they take themselves
+READING = (
+    32  # Tokens from which showing a drafter a row's text is reading it, and timed apart: more than a step commits
+)
 Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
 
 
@@ -252,7 +257,7 @@ class SeenTimes:
         if plain not in self._low:
             return True
         known, unseen = self._latest_step[plain] - self._first_step[plain], self.steps - self._latest_step[plain]
-        if unseen > min(SETTINGS.stale, 1 + known):
+        if unseen > min(_STALE, 1 + known):
             return True
         return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
 
@@ -309,7 +314,7 @@ class StepCosts:
         """Return the time of a drafter's first look at so many tokens; 0 while that has never been
         seen.
         """
-        return tokens * self._latest(("reading", key), 0.0) if tokens >= SETTINGS.reading else 0.0
+        return tokens * self._latest(("reading", key), 0.0) if tokens >= READING else 0.0
 
     def plain_is_due(self, rows: int) -> bool:
         """Return whether plain decoding of about so many rows has been seen too seldom. Everything
@@ -333,7 +338,7 @@ class StepCosts:
         """Record that the proposal of one drafter took this long, with `unread` tokens read before
         it.
         """
-        if unread >= SETTINGS.reading:
+        if unread >= READING:
             self._seen["reading", key].append(max(0.0, ms - self.draft_ms(key, depth, rows)) / unread)
         else:
             self._draft[key].add((depth, rows), ms, partial(self._proposal, key, rows=rows))
@@ -348,7 +353,7 @@ class StepCosts:
         """Return what asking drafters that copy adds to a step if they themselves take `ms` for it:
         the rest is merging, ranking and handing over their trees, and learning from them.
         """
-        return ms * self._latest(("lookup", _about(rows)), SETTINGS.lookup_overhead)
+        return ms * self._latest(("lookup", _about(rows)), _LOOKUP_OVERHEAD)
 
     def saw_host(self, ms: float, rows: int, *, lookup_ms: float) -> None:
         """Record that the host work of a step without a drafter's forward pass took this long.

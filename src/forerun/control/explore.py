@@ -1,9 +1,9 @@
 """The exploration schedule: when something that is off, or was not seen for long, is tried again.
 Sees counts and ratios; no draft, no clock.
 
-One schedule, `TrialSchedule`: after `interval` steps, twice as many after each failure up to a limit, and more where a
-trial is dear; a few rows are tried for all. What is on is doubted, too: estimates fade (`Survival`), and what little
-stands behind a figure is added to it (`optimism`). Nothing here depends on the value of a draft that is not drawn yet.
+One schedule, `TrialSchedule`: after `interval` steps, or later where a trial is dear; a few rows are tried for all.
+What is on is doubted, too: estimates fade (`Survival`), and what little stands behind a figure is added to it
+(`optimism`). Nothing here depends on the value of a draft that is not drawn yet.
 """
 
 from __future__ import annotations
@@ -16,12 +16,17 @@ from statistics import median
 from forerun.control.settings import SETTINGS
 from forerun.core.acceptance import Acceptance
 
+_SHARED_EVIDENCE = 4 * SETTINGS.weight
+"""Most steps of other rows behind a row's figures: with one prior's worth the bound added 0.3 tokens anew for every
+request, and models drafted in 30 % of the steps at 50 ms where copies gave more tokens at 37.
+"""
+
 
 class TrialSchedule:
     """The schedule of trials of one drafter; `first` is the step of the first one."""
 
     def __init__(self, first: int) -> None:
-        self._due, self._wait = first, 1
+        self._due = first
 
     def due(self, step: int) -> bool:
         """Return whether it may be tried in this step."""
@@ -29,13 +34,12 @@ class TrialSchedule:
 
     def wait_after(self, step: int, spent: float = 0.0) -> None:
         """Schedule the next trial after one that ended, which took `spent` plain steps."""
-        self._due = step + self._wait * max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
-        self._wait = min(SETTINGS.longest, 2 * self._wait)
+        self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
 
 
 def few(members: Sequence[int]) -> Sequence[int]:
     """Return some of many rows that represent all of them in a trial."""
-    return members[:: -(-len(members) // SETTINGS.trial_rows)] if members else members
+    return members[:: -(-len(members) // SETTINGS.few)] if members else members
 
 
 class PassTrials(TrialSchedule):
@@ -78,7 +82,7 @@ class ModelTrials(TrialSchedule):
 
     def drafted(self, step: int) -> None:
         """Note that it drafted because its figures are good."""
-        self._due, self._wait = max(self._due, step + SETTINGS.interval), 1
+        self._due = max(self._due, step + SETTINGS.interval)
 
     def tried(self, step: int, *, tokens: float, cost: float, spent: float) -> bool:
         """Record a step of a trial, which added `spent` plain steps; returns whether the trial has
@@ -88,7 +92,7 @@ class ModelTrials(TrialSchedule):
         self._steps, self._spent = self._steps + 1, self._spent + spent
         self._tokens, self._cost = self._tokens + tokens, self._cost + cost
         good = self._tokens >= SETTINGS.pays * self._cost
-        if self._steps < SETTINGS.trial_steps[good]:
+        if self._steps < (SETTINGS.few if good else 2):
             return False
         self._end(step)
         self.off = self.off and not good
@@ -111,22 +115,20 @@ class LookupTrials(TrialSchedule):
 
     def __init__(self) -> None:
         super().__init__(first=0)
-        self._seen = deque[tuple[float, float]](maxlen=SETTINGS.off_after)
+        self._seen = deque[tuple[float, float]](maxlen=SETTINGS.window)
         """Pairs (ms added, ms saved) of the latest steps that it was asked in."""
-        self._needed = SETTINGS.off_after
+        self._needed = SETTINGS.window
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
         """Return the members to ask it for: in a trial a few represent all."""
-        trying = self._needed == SETTINGS.lookup_steps and len(self._seen) <= self._needed
+        trying = self._needed == SETTINGS.few and len(self._seen) <= self._needed
         return few(members) if trying else members
 
-    def looked_up(self, step: int, *, ms: float, gain_ms: float) -> None:
+    def looked_up(self, *, ms: float, gain_ms: float) -> None:
         """Record that it was asked, which added `ms` to the step; what it drafts is expected to
         save `gain_ms` of decoding.
         """
         self._seen.append((ms, gain_ms))
-        if len(self._seen) == SETTINGS.off_after:
-            self._due, self._wait = step, 1
 
     def loss_ms(self, plain_ms: float) -> float:
         """Return what asking takes beyond what it saves, a step; 0 if it is cheap, repays itself or
@@ -139,20 +141,18 @@ class LookupTrials(TrialSchedule):
         return max(0.0, cost - gain) if cost > SETTINGS.cheap * plain_ms else 0.0
 
 
-def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, gain_ms: float, plain_ms: float) -> None:
+def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, plain_ms: float) -> None:
     """Put off the drafter that loses most by being asked; the others are looked at again: they may
     have drafted the same. `asked` holds the trials of each drafter, what asking it added to the
-    step (ms, for all rows), and the tokens that its nodes alone would bring: what all save
-    together, `gain_ms`, is shared by these.
+    step (ms, for all rows), and what is saved by what nobody else drafted (ms).
     """
-    tokens = sum(own for *_, own in asked)
-    for trials, ms, own in asked:
-        trials.looked_up(step, ms=ms, gain_ms=gain_ms * own / tokens if tokens > 0 else 0.0)
+    for trials, ms, gain_ms in asked:
+        trials.looked_up(ms=ms, gain_ms=gain_ms)
     losses = [trials.loss_ms(plain_ms) for trials, *_ in asked]
     if max(losses, default=0.0) > 0.0:
         worst = asked[losses.index(max(losses))][0]
-        worst.wait_after(step)
-        worst._needed = SETTINGS.lookup_steps
+        worst.wait_after(step, SETTINGS.few * max(losses) / plain_ms)
+        worst._needed = SETTINGS.few
         for trials, *_ in asked:
             trials._seen.clear()
 
@@ -183,14 +183,14 @@ class Survival:
 
     def age(self) -> None:
         """Fade what was seen: a step has passed, whoever drafted in it."""
-        lost = 1 - SETTINGS.shared_memory
+        lost = 1 - SETTINGS.memory
         self._all.clear()
         right, tried = self._shared.counts(0)
         self._long.fade(SETTINGS.long_memory)
         self._long.learn(0, lost * right, lost * tried)
-        self._shared.fade(SETTINGS.shared_memory)
+        self._shared.fade(SETTINGS.memory)
         for own in self._rows.values():
-            own.fade(SETTINGS.idle_memory)
+            own.fade(SETTINGS.memory)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Return the probability that depth 1, 2, ... `depth` survives; of all rows together if
@@ -212,7 +212,7 @@ class Survival:
     def evidence(self, row: int) -> float:
         """Return the steps that support a row's curve; those of other rows count up to a limit."""
         own = self._rows[row].counts(0)[1] if row in self._rows else 0.0
-        return 1.0 + own + min(SETTINGS.shared_evidence, self._shared.counts(0)[1])
+        return 1.0 + own + min(_SHARED_EVIDENCE, self._shared.counts(0)[1])
 
     def renew(self) -> None:
         """Fade what was seen before a trial that passed, for it tells little."""

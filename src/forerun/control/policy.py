@@ -50,6 +50,12 @@ from forerun.drafters import entry_named
 from forerun.drafters.guarded import Deferred
 from forerun.types import Budget, StepTrace
 
+_MOST_ARMS = 4  # Most drafters with a forward pass that are weighed in combination, 16 at most; of more one at a time
+_DEAREST_PASS = 8.0  # Most plain passes that a pass may cost for copies of its size to be asked for
+_TRIAL_TOKENS = 100.0  # Added to what a row on trial is offered: more than a draft brings, so a trial is not put off
+_UNKNOWN_LIMIT = 8  # Most tokens on a path of a drafter that does not say
+_LEAST_LEVEL = 0.02  # First guess of a level's price, in plain passes, of a drafter without weights of its own
+
 # --- the sentence -----------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +120,7 @@ def choose(
     """
     best, most = dict[int, Bid](), float("-inf")
     none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in copies.values()]
-    together = len(offers) if len(offers) <= SETTINGS.most_arms else 1
+    together = len(offers) if len(offers) <= _MOST_ARMS else 1
     for chosen in (subset for size in range(together + 1) for subset in combinations(offers, size)):
         ms, better = sum(offer.ms for offer in chosen), dict[int, Bid]()
         for offer in chosen:
@@ -280,13 +286,12 @@ class Policy:
         self.arms, self.costs, self.measure = list(arms), costs, measure
         self.agreement = Confidence()  # Calibration of the merged trees of copying drafters, by who holds a node
         self.steps = 0
-        self._goodput = Acceptance(weight=1.0, memory=SETTINGS.goodput_memory)
+        self._goodput = Acceptance(weight=1.0, memory=SETTINGS.quick_memory)
         """A row's tokens per plain step's time: of all steps, and of those unaided by a drafter's
         forward pass.
         """
         self._most_taken = 0.0  # Nodes that the row took that took most, of late
         self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # Trials by the number of rows in a step
-        self._rests = 0  # The step from which models are asked for their offers again
         self._nodes, self._chains, self._clock = nodes, chains, clock
         self._plan: _StepPlan | None = None
 
@@ -338,11 +343,9 @@ class Policy:
         # Now and then nobody is asked, so that plain decoding, to which everything is compared, is seen.
         if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
             self._ask(plan)
-            models = [index for index, arm in enumerate(self.arms) if not arm.copies and self.steps >= self._rests]
+            models = [index for index, arm in enumerate(self.arms) if not arm.copies]
             plan.offers = [offer for index in models if (offer := self._offer(plan, index)) is not None]
             plan.taken = choose(plan.copies, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
-            if plan.offers and not plan.taken:
-                self._rests = self.steps + SETTINGS.rest
         return [self._group(plan, index) for index in range(len(self.arms))]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
@@ -366,7 +369,7 @@ class Policy:
         assert plan is not None, "admit() comes after plan()"
         plan.counts = counts = [tree.size for tree in trees]
         if not any(counts):
-            self._most_taken *= SETTINGS.taken_memory
+            self._most_taken *= SETTINGS.quick_memory
             return trees
         for row, index in plan.taken.items():
             arm = self.arms[index]
@@ -381,7 +384,7 @@ class Policy:
         best = allocate(worths, self.costs.shape, times=plan.times, goodput=plan.goodput, fixed=fixed)
         pruned = {row: n for row, n in zip(plan.ranked, best, strict=True) if n < counts[row]}
         plan.counts, plan.pruned = [pruned.get(row, count) for row, count in enumerate(counts)], pruned
-        self._most_taken = max(SETTINGS.taken_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
+        self._most_taken = max(SETTINGS.quick_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
         return prune(trees, {row: plan.ranked[row].order[:n] for row, n in pruned.items()}) if pruned else trees
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -403,8 +406,8 @@ class Policy:
         times = plan.times
         if not any(arm.copies for arm in self.arms):
             return
-        sizes = range(1 + min(times.most, 2 * max(SETTINGS.least_taken, int(self._most_taken))))
-        nodes = max(1, bisect_right(sizes, SETTINGS.dearest_pass * times[0], key=times.__getitem__) - 1)
+        sizes = range(1 + min(times.most, 2 * max(SETTINGS.few, int(self._most_taken))))
+        nodes = max(1, bisect_right(sizes, _DEAREST_PASS * times[0], key=times.__getitem__) - 1)
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.copies and not arm.lookup_trials.due(self.steps)
             if arm.copies and not arm.drafter.idle:
@@ -414,7 +417,8 @@ class Policy:
             if own:
                 estimate = self.agreement.of(row.cache_row)
                 ranking = plan.merged[index] = Ranking.merge(own, self._nodes, estimate, chain=self._chains)
-                paying = self._paying(ranking, plan)
+                gains = self._gains(ranking.worth, plan)
+                paying = gains.index(max(gains))
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
         if plan.lookups:
@@ -438,31 +442,26 @@ class Policy:
         ms = 1e3 * (self._clock() - began) if self.measure else 0.0
         plan.lookups.append(_Lookup(index, found, ms, len(drafting) / len(wanted)))
 
-    def _paying(self, ranking: Ranking, plan: _StepPlan) -> int:
-        """Return how many nodes of one row's tree pay if the others have as many: the fixed cost of
-        a pass with nodes is shared by all rows. One row alone never repays it.
+    def _gains(self, worth: Sequence[float], plan: _StepPlan) -> list[float]:
+        """Return, by the number of nodes of one row's tree, the tokens gained if the others have as many: the fixed
+        cost of a pass with nodes is shared by all rows. One row alone never repays it.
         """
         times, even, price = plan.times, self.costs.shape.even, plan.goodput / plan.batch
-        gains = [worth - price * (times[even(plan.batch, n)] - times[0]) for n, worth in enumerate(ranking.worth)]
-        return gains.index(max(gains))
+        return [tokens - price * (times[even(plan.batch, n)] - times[0]) for n, tokens in enumerate(worth)]
 
     def _settle(self, plan: _StepPlan) -> None:
         """Record what asking took and what it saves, so that drafters for which it is not worth it
         are put off.
         """
-        asked = [
-            (
-                self.arms[index].lookup_trials,
-                each * self.costs.lookup_ms(plan.batch, ms),
-                each * sum(plan.merged[row].held(index, plan.copies[row].nodes) for row in found),
-            )
-            for index, found, ms, each in plan.lookups
-        ]
-        each, bids = min(found.stands_for for found in plan.lookups), plan.copies.values()
-        counts = ([bid.nodes for bid in bids] * round(each))[: len(plan.rows)]
-        saved = each * sum(bid.tokens for bid in bids) / plan.goodput
-        added = plan.times[self.costs.shape.size(counts)] - plan.times[0]
-        settle(asked, self.steps, gain_ms=max(0.0, saved - added), plain_ms=plan.times[0])
+        asked, plain = [], plan.times[0]
+        for index, found, ms, each in plan.lookups:
+            cost = gain = each * self.costs.lookup_ms(plan.batch, ms)
+            if cost > SETTINGS.cheap * plain:
+                worths = [(plan.merged[row].worth, plan.merged[row].worth_without(index)) for row in found]
+                lost = sum(max(self._gains(all_, plan)) - max(self._gains(rest, plan)) for all_, rest in worths)
+                gain = each * lost * plan.batch / plan.goodput
+            asked.append((self.arms[index].lookup_trials, cost, gain))
+        settle(asked, self.steps, plain_ms=plain)
 
     # --- drafters that cost a forward pass ----------------------------------------------------------------------------
 
@@ -500,7 +499,7 @@ class Policy:
         nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
         for member, curve in offered.items():
             bonus = optimism(curve[:depth], arm.survival.evidence(plan.rows[member].cache_row), self.steps)
-            bonus += SETTINGS.trial_tokens if member in tried else 0.0
+            bonus += _TRIAL_TOKENS if member in tried else 0.0
             bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
         ms = self.costs.draft_ms(arm.key, depth, plan.batch, trial=plan.trial)
         if not bids:
@@ -511,7 +510,7 @@ class Policy:
         """Return rows for a trial: a few of which little is to be read, together no more than a
         plain step takes.
         """
-        rows = sorted(unread, key=lambda row: unread[row])[: SETTINGS.trial_rows]
+        rows = sorted(unread, key=lambda row: unread[row])[: SETTINGS.few]
         reading = list(accumulate(self.costs.reading_ms(arm.key, unread[row]) for row in rows))
         return [row for row, ms in zip(rows, reading, strict=True) if row == rows[0] or ms <= plan.times[0]]
 
@@ -538,7 +537,7 @@ class Policy:
             accepted: tokens expected of a draft.
             row_ms: what drafting adds to a step for this row.
         """
-        if plan.awaited and len(row.tokens) - row.prompt_length <= SETTINGS.first_tokens:
+        if plan.awaited and len(row.tokens) - row.prompt_length <= SETTINGS.few:
             return False
         unaided = self.goodput("unaided")
         per_ms, steps = unaided / plan.times[0], arm.used * row.tokens_left / max(1.0 + accepted, unaided)
@@ -559,7 +558,7 @@ class Policy:
                 arm.survival.age()
         for offer in plan.offers:
             arm, chosen = self.arms[offer.arm], plan.of(offer.arm)
-            arm.used += SETTINGS.latest * (len(chosen) / len(offer.bids) - arm.used)
+            arm.used += (1 - SETTINGS.quick_memory) * (len(chosen) / len(offer.bids) - arm.used)
             if chosen:
                 self._learn_outcomes(plan, offer, chosen, emitted)
         used, size = plan.used(), self.costs.shape.size(plan.counts)
@@ -591,7 +590,7 @@ class Policy:
             return
         nodes = shape.nodes(shape.size([plan.counts[member] for member in chosen]), len(chosen))
         before = arm.nodes.setdefault(offer.depth, nodes)
-        arm.nodes[offer.depth] = before + SETTINGS.latest * (nodes - before)
+        arm.nodes[offer.depth] = before + (1 - SETTINGS.quick_memory) * (nodes - before)
         tried = list[int]()
         for member in chosen:
             row, step = plan.rows[member], emitted[member]
@@ -669,9 +668,9 @@ def policy_for(
     setup = dataclasses.replace(setup, pass_ms=None)  # the policy itself chooses how much is drafted
     arms = [_arm(own, setup, reproducible=reproducible) for own in configs]
     passes = costs if costs is not None else known_or_nominal(setup.target)
-    guesses = {arm.key: DraftCost(fixed_ms=SETTINGS.copy_ms, level_ms=0.0) for arm in arms}
+    guesses = dict.fromkeys([arm.key for arm in arms], FREE)
     for arm in (arm for arm in arms if not arm.copies):  # a level reads its memory once, as a pass reads the target's
-        share = max(SETTINGS.least_level, arm.drafter.memory_bytes() / max(1, setup.target.memory_bytes()))
+        share = max(_LEAST_LEVEL, arm.drafter.memory_bytes() / max(1, setup.target.memory_bytes()))
         guesses[arm.key] = DraftCost(fixed_ms=0.0, level_ms=min(1.0, share) * passes.pass_ms(1))
     shape = PassShape(padded=setup.target.computes_padding)
     step_costs = StepCosts(passes, {**guesses, **getattr(passes, "drafts", {})}, shape)
@@ -689,6 +688,6 @@ def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) 
         key=config.key,
         drafter=drafter,
         copies=entry.copies,
-        limit=drafter.depth or named or SETTINGS.unknown_limit,
+        limit=drafter.depth or named or _UNKNOWN_LIMIT,
         needs_prediction=entry.needs_prediction and getattr(own, "text", None) is None,
     )

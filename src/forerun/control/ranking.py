@@ -67,6 +67,14 @@ class Ranking:
         """Return how much of the gain of its `nodes` best nodes one of the proposers holds."""
         return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
 
+    def worth_without(self, who: int) -> list[float]:
+        """Return the `worth` of the nodes that not only this proposer holds."""
+        found = [0.0]
+        for node, before, after in zip(self.order, self.worth, self.worth[1:], strict=False):
+            if self.holders[node] != 1 << who:
+                found.append(found[-1] + after - before)
+        return found
+
 
 def _join(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
     """Join trees: returns the tree, the survival of each node, and who proposed it."""
@@ -110,7 +118,7 @@ class Confidence:
     """
 
     def __init__(self) -> None:
-        self._shared = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.node_memory)
+        self._shared = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.long_memory)
         self._rows: dict[int, Acceptance] = {}
 
     def of(self, row: int) -> Estimate:
@@ -128,7 +136,7 @@ class Confidence:
         """Compare a tree with what followed the root, and return how many of these tokens it held."""
         own = self._rows.get(row)
         if own is None:
-            own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_node_memory)
+            own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory)
         tree, deepest = ranking.tree, 0
         for node, right in compare_draft(tree.tokens, tree.parents, committed):
             key = ranking.holders[node], min(int(10 * tree.confidence[node]), 9)
