@@ -418,10 +418,10 @@ FAULTS = [
     ),
     Fault(
         "policy",
-        "a drafter that failed its trials is tried as often as before",
-        "self._wait = min(SETTINGS.longest, 2 * self._wait)",
-        "self._wait = min(SETTINGS.longest, self._wait)",
-        "tests/control",
+        "a dear trial comes as soon as a cheap one",
+        "self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))",
+        "self._due = step + SETTINGS.interval",
+        "tests/control/test_trials.py",
     ),
     Fault(
         "policy",
@@ -439,10 +439,10 @@ FAULTS = [
     ),
     Fault(
         "policy",
-        "one slow pass moves the pace",
-        "self._pace = median(self._latest)",
-        "self._pace = max(self._latest)",
-        "tests/engine/test_cost.py tests/control",
+        "one slow pass is believed",
+        "self._low[size] = sorted(ratios)[(len(ratios) - 1) // 4]",
+        "self._low[size] = sorted(ratios)[-1]",
+        "tests/control/test_parts.py",
     ),
     # --- drafters ---
     Fault(

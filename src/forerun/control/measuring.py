@@ -20,7 +20,6 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from forerun.control.costs import CostModel, Nominal, PassCost, along
-from forerun.control.settings import SETTINGS
 from forerun.devices import processor_name
 from forerun.errors import ArgumentError
 from forerun.writing import cache_root, written
@@ -38,6 +37,7 @@ CONTEXTS = (64, 512, 2048)
 line between them.
 """
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
+_FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown of a row count before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
@@ -114,7 +114,7 @@ def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
     of each further node: the largest ones that were seen often lie on one stair, and a line through
     them would say that nodes beyond cost nothing.
     """
-    often = {point: list(times) for point, times in seen.items() if len(times) >= SETTINGS.new}
+    often = {point: list(times) for point, times in seen.items() if len(times) >= _FEW_TIMES}
     sizes = defaultdict[int, set[int]](set)
     for _, rows, nodes in often:
         sizes[rows].add(nodes)
