@@ -31,7 +31,7 @@ def linear(inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
     """Sums in float32 fall in another order than in MKL; in bf16 some are rounded to the number beside it."""
-    near = {"rtol": 2**-6, "atol": 1e-2} if found.dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    near = {"rtol": 2**-6, "atol": 3e-2} if found.dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
     return torch.allclose(found, expected, **near)
 
 
