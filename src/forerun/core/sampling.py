@@ -137,8 +137,7 @@ def first_of(probs: Tensor, times: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
     block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
     inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
-    token: Tensor = block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
-    return token
+    return block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
 
 
 def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -148,8 +147,7 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
         bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         bits ^= bits >> np.uint64(31)
-    uniforms: NDArray[np.float64] = ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return uniforms
+    return ((bits >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
 
 
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:

@@ -502,7 +502,7 @@ def find_engine(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
     if name not in ENGINES:
         raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
-    return import_named(ENGINES[name])()  # type: ignore[no-any-return]
+    return import_named(ENGINES[name])()
 
 
 def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:

@@ -172,8 +172,7 @@ def drafter_class(name: str) -> type[Drafter]:
     """
     if name in CHOOSERS:
         raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
-    found: type[Drafter] = import_named(entry_named(name).path)
-    return found
+    return import_named(entry_named(name).path)
 
 
 def default_length(name: str) -> int | None:

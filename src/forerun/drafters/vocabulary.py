@@ -81,8 +81,7 @@ def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrained
 
 def _load(source: Any) -> PreTrainedTokenizerBase | None:
     if not isinstance(source, str | Path):
-        tokenizer: PreTrainedTokenizerBase = source
-        return tokenizer
+        return source
     return tokenizer_beside(resolve_shipped(source)) if str(source) else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Protocol, Self
@@ -22,7 +23,7 @@ heads, D). Keys are already rotated.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HeadConfig:
+class HeadConfig(ABC):
     """Configuration of a head; a kind of head adds its own fields."""
 
     FROM_TARGET: ClassVar[frozenset[str]] = frozenset(
@@ -44,9 +45,9 @@ class HeadConfig:
     """
 
     @property
+    @abstractmethod
     def kind(self) -> str:
         """Name of the kind in `drafters.kinds`."""
-        raise NotImplementedError
 
     @property
     def reduced_vocabulary(self) -> bool:
@@ -95,11 +96,11 @@ class HeadConfig:
         return made
 
     @classmethod
+    @abstractmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of this kind: `options`, and what follows from the target's
         configuration.
         """
-        raise NotImplementedError
 
 
 def check_types(made: type, options: Mapping[str, Any], what: str) -> None:
@@ -152,7 +153,7 @@ class Fitted(Protocol):
         """Number of decoder layers."""
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """A draft head; see `SequentialHead`, `RecurrentHead`, `ParallelHead`, `BlockHead` and
     `AdapterHead`.
     """
@@ -175,22 +176,22 @@ class Head(nn.Module):
         head.start_as(model, token_ids)
         return head
 
+    @abstractmethod
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Copy the weights that start as the target's, without gradients. The arguments are those
         of `initial`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Combine the target's states at the boundaries, (B, N, Ht) each, into the feature (B, N,
         H) that the head reads.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def weight(self) -> Tensor:
         """Any weight: it has the head's dtype and device."""
-        raise NotImplementedError
 
     @property
     def feature_size(self) -> int:
@@ -224,30 +225,30 @@ class AttendingHead(Head):
     """A head whose layers keep keys and values of what was committed."""
 
     @property
+    @abstractmethod
     def windows(self) -> tuple[int | None, ...]:
         """Positions that each layer looks back, itself included; None: to the beginning."""
-        raise NotImplementedError
 
     @property
     def unseen(self) -> tuple[int, ...]:
         """Number of first entries of a text that each layer does not see; mostly none."""
         return (0,) * len(self.windows)
 
+    @abstractmethod
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor | None:
         """Embed (..) -> (.., H) with the head's own table, a depth's where each has one; None: it
         reads the target's.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
         """Return raw logits (.., Vd) of (.., H) by the head's own output head, a depth's where each
         has one; None: it uses the target's.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
         """Return cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,11 +288,11 @@ class SequentialHead(AttendingHead):
         """
         return self.advance(embeds, features, angles, attend)
 
+    @abstractmethod
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
         """Run one pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their
         parents' features.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,21 +314,21 @@ class RecurrentHead(AttendingHead):
     def windows(self) -> tuple[int | None, ...]:
         return ()
 
+    @abstractmethod
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Compute what depth 0 reads: features (B, N, H) from `fuse` at `positions` (B, N) -> (B,
         N, H).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
         """Run one depth: embeddings (B, N, E) of the tokens above it beside what the depth before
         left (B, N, M).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def output_head(self, depth: int) -> tuple[Tensor, Tensor | None]:
         """Return weight (V, H) and bias (V,), if any, of the output head of a depth."""
-        raise NotImplementedError
 
 
 class BlockHead(AttendingHead):
@@ -337,28 +338,28 @@ class BlockHead(AttendingHead):
     """
 
     @property
+    @abstractmethod
     def places(self) -> int | None:
         """Tokens of a block, the root's included. None: what is committed runs through the layers
         (`read`), the root's entry predicts the token after it, and a block is a mask for each
         further depth that is asked for.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def first(self) -> int:
         """Index in the block, the root's being 0, of the output that predicts the token after the
         root.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def mask_token(self) -> int:
         """The mask token that stands behind the root."""
-        raise NotImplementedError
 
+    @abstractmethod
     def causal(self, layer: int) -> bool:
         """Return whether a position of the block sees none behind it."""
-        raise NotImplementedError
 
     def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
         """Return what each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and
@@ -373,11 +374,11 @@ class BlockHead(AttendingHead):
         """
         raise NotImplementedError
 
+    @abstractmethod
     def block(self, embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run the layers over a block: (B, N, H) of its tokens -> (B, N, H), what the output head
         reads.
         """
-        raise NotImplementedError
 
     def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
         """Correct the `logits` (B, 1, Vd) of a depth by the tokens above it. The default changes
@@ -393,17 +394,17 @@ class AdapterHead(AttendingHead):
     state to replace.
     """
 
+    @abstractmethod
     def context(self, features: Tensor, angles: Angles) -> Sequence[tuple[Tensor, Tensor]]:
         """Return what each layer keeps of features (B, N, H) from `fuse`: keys, rotated, and
         values, (B, groups, N, D).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def adapt(self, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run one pass over features (B, N, H) from `fuse` -> (B, N, H), what the output head
         reads.
         """
-        raise NotImplementedError
 
 
 class ParallelHead(Head):
@@ -412,12 +413,12 @@ class ParallelHead(Head):
     target's own.
     """
 
+    @abstractmethod
     def states(self, features: Tensor, depths: int) -> Tensor:
         """Compute what the output heads of the first depths read: (.., H) from `fuse` -> (..,
         depths, H).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
         """Return raw logits (.., depths, Vd) of (.., depths, H), each depth by its own output head."""
-        raise NotImplementedError

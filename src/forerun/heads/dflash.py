@@ -44,6 +44,7 @@ from forerun.types import LAST_HIDDEN
 class DFlashConfig(DecoderConfig):
     """Shape of a DFlash head; the defaults are those of z-lab's checkpoints."""
 
+    kind: ClassVar[str] = "dflash"
     FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET - {"boundaries"} | {"hidden_size"}
 
     LEAST: ClassVar[Mapping[str, int]] = {**DecoderConfig.LEAST, "block_size": 2}
@@ -59,10 +60,6 @@ class DFlashConfig(DecoderConfig):
     num_hidden_layers: int = 5
     qk_norm: bool = True
     own_lm_head: bool = False
-
-    @property
-    def kind(self) -> str:
-        return "dflash"
 
     @property
     def max_depth(self) -> int | None:
@@ -129,8 +126,7 @@ class DFlashHead(DecoderHead, BlockHead):
         return self.config.is_causal or (self.config.causal_windows and self.config.window(layer) is not None)
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        fused: Tensor = self.hidden_norm(self.fc(torch.cat(list(features), dim=-1)))
-        return fused
+        return self.hidden_norm(self.fc(torch.cat(list(features), dim=-1)))
 
     def context(self, features: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         return [layer.self_attn.entries(features, angles) for layer in self.layers]  # type: ignore[union-attr, operator]
@@ -139,8 +135,7 @@ class DFlashHead(DecoderHead, BlockHead):
         states = embeds
         for layer in self.layers:
             states = layer(states, angles, attend)
-        output: Tensor = self.norm(states)
-        return output
+        return self.norm(states)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,15 +47,12 @@ BEHIND = 1e4  # How far the logit of a token that is no candidate falls: its pro
 class DFlash2Config(DFlashConfig):
     """Shape of a DFlash 2 head; the defaults are those of the published checkpoints."""
 
+    kind: ClassVar[str] = "dflash2"
     block_size: int = 8
     conv_kernel_size: int = 2  # Places that a convolution reads: its own, and those before it in the block
     conv_group_size: int = 16  # Channels that share what is added to the learned kernel
     selector_rank: int = 256
     selector_top_k: int = 16  # Candidates of a depth
-
-    @property
-    def kind(self) -> str:
-        return "dflash2"
 
     def problem(self) -> str | None:
         if not 1 <= self.conv_kernel_size <= max(1, self.block_size):
@@ -104,12 +101,10 @@ class ConvolvedLayer(DecoderLayer):
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
         def attended(normed: Tensor) -> Tensor:
-            mixed: Tensor = self.self_attn(normed, angles, attend)
-            return mixed
+            return self.self_attn(normed, angles, attend)
 
         states = states + self.attention_conv(self.input_layernorm(states), attended)
-        mixed: Tensor = states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
-        return mixed
+        return states + self.mlp_conv(self.post_attention_layernorm(states), self.mlp)
 
 
 class CandidateSelector(nn.Module):
@@ -130,8 +125,7 @@ class CandidateSelector(nn.Module):
         """
         gate = embedding(tokens, self.predecessor_codebook).to(states.dtype) * self.hidden_projection(states)
         successors = embedding(ids, self.successor_codebook).to(states.dtype)
-        scores: Tensor = logits + (successors @ gate.unsqueeze(-1)).squeeze(-1)
-        return scores
+        return logits + (successors @ gate.unsqueeze(-1)).squeeze(-1)
 
 
 class DFlash2Head(DFlashHead):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,11 @@ from forerun.types import LAST_HIDDEN
 class DominoConfig(DFlashConfig):
     """Shape of a Domino head; the defaults are those of the published checkpoints."""
 
+    kind: ClassVar[str] = "domino"
     sample_from_anchor: bool = True
     emb_dim: int = 256  # Width of the layer between both states and the logits
     gru_hidden_dim: int = 1024  # Size of the recurrent network's state
     pure_draft_prefix_len: int = 1  # First depths that are not corrected
-
-    @property
-    def kind(self) -> str:
-        return "domino"
 
     def problem(self) -> str | None:
         for name in ("emb_dim", "gru_hidden_dim"):
@@ -78,8 +75,7 @@ class DominoHead(FollowingHead):
 
     @property
     def correction(self) -> nn.Linear:
-        found: Any = self.embed_proj[2]
-        return found  # type: ignore[no-any-return]
+        return self.embed_proj[2]  # type: ignore[return-value]
 
 
 class PrefixGru(nn.Module):

@@ -14,6 +14,7 @@ binary cross-entropy to the acceptance that the depth really has: the overlap of
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -43,6 +44,7 @@ GATES = ("vanilla", "gated", "rnn")
 class DSparkConfig(DFlashConfig):
     """Shape of a DSpark head; the defaults are those of DeepSeek's checkpoints."""
 
+    kind: ClassVar[str] = "dspark"
     block_size: int = 7
     sample_from_anchor: bool = True
     markov_rank: int = 256
@@ -52,10 +54,6 @@ class DSparkConfig(DFlashConfig):
     """
     enable_confidence_head: bool = True
     confidence_head_with_markov: bool = True  # It reads the table's row of the token above, too
-
-    @property
-    def kind(self) -> str:
-        return "dspark"
 
     def problem(self) -> str | None:
         if self.markov_rank < 1:
@@ -78,16 +76,16 @@ class FollowingHead(DFlashHead):
     cheap state.
     """
 
+    @abstractmethod
     def correct(self, states: Tensor, above: Above) -> Corrected:
         """Return the correction of the nodes at a depth, whose block outputs are `states` (B, N,
         H), or (B, 1, H) where they are alike.
         """
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def correction(self) -> nn.Linear:
         """Maps (B, N, r) of `correct` to what is added to logits (B, N, Vd)."""
-        raise NotImplementedError
 
     def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
         corrected = self.correct(states, above)
@@ -108,13 +106,11 @@ class DSparkHead(FollowingHead):
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(config.hidden_size + rank, 1)})
 
     def correct(self, states: Tensor, above: Above) -> Corrected:
-        made: Corrected = self.markov_head(states.expand(-1, above.tokens.shape[1], -1), above.tokens, above.memory)
-        return made
+        return self.markov_head(states.expand(-1, above.tokens.shape[1], -1), above.tokens, above.memory)
 
     @property
     def correction(self) -> nn.Linear:
-        found: nn.Linear = self.markov_head.markov_w2
-        return found
+        return self.markov_head.markov_w2
 
     def follow(self, logits: Tensor, states: Tensor, above: Above) -> Followed:
         sure = self.confidence(states, above.tokens)

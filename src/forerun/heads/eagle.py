@@ -185,8 +185,7 @@ class FusedHead(DecoderHead):
         joined = torch.cat(list(features), dim=-1)
         if self.config.norm_before_fc:
             joined = self.input_norm(joined)
-        fused: Tensor = self.fc(joined)
-        return fused
+        return self.fc(joined)
 
     def through(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run all layers: embeddings (B, N, H) beside `states` (B, N, H) -> (B, N, H), the residual
@@ -268,8 +267,7 @@ class HeadLayer(nn.Module):
         else:
             inputs, residual = self.input_layernorm(states), states
         states = residual + self.self_attn(inputs, angles, attend)
-        mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return mixed
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 # What EAGLE-3 learns
@@ -371,8 +369,7 @@ class Eagle3Objective(DecoderObjective):
             return (result.feature, result.output, *own)
 
         flat = [tensor for step in past for tensor in step]
-        found: tuple[Tensor, ...] = run_or_checkpoint(run, features, *flat, again=self.settings.gradient_checkpointing)
-        return found
+        return run_or_checkpoint(run, features, *flat, again=self.settings.gradient_checkpointing)
 
     def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
         """Return the loss of all steps at once, so that the output head has one gradient.

@@ -10,11 +10,13 @@ Command lines of llama.cpp 0.5.0: its converter makes GGUF files of directories
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import SimpleNamespace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
@@ -57,6 +59,26 @@ def _found(severity: Severity, engines: str, what: str, why: str, remedy: str = 
 
 
 ok, check, degrades, fails = (functools.partial(_found, severity) for severity in SEVERITIES)
+
+
+class Trait(NamedTuple):
+    """A property that a head may have, and how engines treat heads that have it."""
+
+    when: Callable[[Any], object]  # Of what `apply_traits` has at hand, parts of which the texts name in braces
+    what: str
+    treated: Sequence[tuple[Severity, str, str]]  # How bad it is, in which engines, and what they do
+    remedy: str = ""
+
+
+def apply_traits(traits: Iterable[Trait], head: HeadCheckpoint, target: TargetFacts, **more: Any) -> Iterator[Finding]:
+    """Yield the findings of those traits that the head has; conditions and texts read the head, its
+    `config`, the boundaries `shown`, the target, and `more`.
+    """
+    at = SimpleNamespace(head=head, config=head.config, shown=list(head.config.boundaries), target=target, **more)
+    for trait in traits:
+        for severity, engines, why in trait.treated if trait.when(at) else ():
+            what, said = trait.what.format_map(vars(at)), why.format_map(vars(at))
+            yield from _found(severity, engines, what, said, trait.remedy)
 
 
 TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft
@@ -118,6 +140,11 @@ def forerun_line(launch: Launch) -> str:
     """Return the command that drafts with the head in forerun."""
     drafter = ["--drafter", launch.head.config.kind, "--drafter-model", str(launch.directory)]
     return shlex.join(["forerun", "generate", launch.target.name_or_path, *drafter, "--prompt", "def "])
+
+
+def vllm_line(target: str, **speculation: Any) -> str:
+    """Return the command that serves `target` with vLLM and this speculative configuration."""
+    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
 
 
 NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")

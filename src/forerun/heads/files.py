@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,7 @@ class StoredFiles:
     tensors: Mapping[str, Tensor]  # Tensors of all shards, under the names on disk
 
 
-class Format:
+class Format(ABC):
     """One public format: where its keys and tensors differ from ours."""
 
     name: ClassVar[str]
@@ -139,9 +140,9 @@ class Format:
     """
     weights: ClassVar[str] = SINGLE
 
+    @abstractmethod
     def recognises(self, config: Config) -> bool:
         """Return whether a ``config.json`` is written in this format."""
-        raise NotImplementedError
 
     def keeps(self, config: Config, name: str) -> bool:
         """Return whether a tensor of the files is read; all are, where they hold nothing but a
@@ -149,17 +150,17 @@ class Format:
         """
         return True
 
+    @abstractmethod
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         """Return the head in a file. Raises CheckpointError if it is incomplete, contradictory or
         none of this kind. `num_layers` of the target is needed where the file names no layers.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         """Return the contents of the files to write. Raises CheckpointError if the format cannot
         express this head.
         """
-        raise NotImplementedError
 
 
 class _Unfilled(TorchFunctionMode):

@@ -56,7 +56,7 @@ def format_named(name: str) -> Format:
     """
     if name not in FORMATS:
         raise ArgumentError(f"unknown format {name!r}.{choices(name, FORMATS)}")
-    return import_named(FORMATS[name].path)()  # type: ignore[no-any-return]
+    return import_named(FORMATS[name].path)()
 
 
 def format_for(kind: str) -> str:

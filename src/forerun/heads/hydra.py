@@ -38,6 +38,7 @@ from forerun.types import LAST_HIDDEN
 class HydraConfig(DecoderConfig):
     """Shape of a Hydra head; the defaults are those of Hydra++."""
 
+    kind: ClassVar[str] = "hydra"
     FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET | {"hidden_size", "own_embedding", "own_lm_head"}
 
     LEAST: ClassVar[Mapping[str, int]] = {**DecoderConfig.LEAST, "num_hidden_layers": 0}
@@ -46,10 +47,6 @@ class HydraConfig(DecoderConfig):
     num_heads: int = 4  # Tokens drafted beyond the target's own, each by an output head of its own
     num_layers: int = 4  # Residual blocks before each output head; those after the first share their weights
     own_lm_head: bool = False
-
-    @property
-    def kind(self) -> str:
-        return "hydra"
 
     @property
     def max_depth(self) -> int | None:
@@ -112,16 +109,14 @@ class HydraHead(DecoderHead, RecurrentHead):
             angles = self.angles(positions, features)
             for layer in self.layers:
                 states = layer(states, angles, attend)
-        output: Tensor = self.norm(states)
-        return output
+        return self.norm(states)
 
     def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
         joined = torch.cat([memory, embeds], -1)
         return Stepped(memory=joined, output=self.heads[depth](joined))
 
     def logits(self, output: Tensor, depth: int = 0) -> Tensor:
-        found: Tensor = self.lm_heads[depth](output)
-        return found
+        return self.lm_heads[depth](output)
 
     def output_head(self, depth: int) -> tuple[Tensor, Tensor | None]:
         lm_head: Any = self.lm_heads[depth]
@@ -165,8 +160,7 @@ class JoiningBlock(nn.Module):
 
     def forward(self, joined: Tensor) -> Tensor:
         """Apply the block: (.., width) -> (.., size)."""
-        narrowed: Tensor = self.res_connection(joined) + silu(self.linear(joined))
-        return narrowed
+        return self.res_connection(joined) + silu(self.linear(joined))
 
 
 class HydraDrafter(HeadDrafter):

@@ -57,16 +57,13 @@ EXIT = 2  # Layers of the target that draft: what the paper takes for Vicuna 7B
 class KangarooConfig(DecoderConfig):
     """Shape of an adapter; ``boundaries`` is the one after the layers that draft, ``(E,)``."""
 
+    kind: ClassVar[str] = "kangaroo"
     FROM_TARGET: ClassVar[frozenset[str]] = HeadConfig.FROM_TARGET - {"boundaries"} | {
         *("hidden_size", "intermediate_size", "num_hidden_layers", "hidden_act", "mlp_bias"),
         *("own_embedding", "own_lm_head"),
     }
 
     own_lm_head: bool = False
-
-    @property
-    def kind(self) -> str:
-        return "kangaroo"
 
     def problem(self) -> str | None:
         if len(self.boundaries) != 1 or self.boundaries[0] < 1:
@@ -112,8 +109,7 @@ class KangarooHead(DecoderHead, AdapterHead):
         return [layer.self_attn.entries(layer.input_layernorm(features), angles)]
 
     def adapt(self, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        output: Tensor = self.norm(self.layers[0](features, angles, attend))
-        return output
+        return self.norm(self.layers[0](features, angles, attend))
 
 
 class AdapterLayer(nn.Module):
@@ -126,8 +122,7 @@ class AdapterLayer(nn.Module):
 
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run the layer: (B, N, H) -> (B, N, H)."""
-        mixed: Tensor = states + self.self_attn(self.input_layernorm(states), angles, attend)
-        return mixed
+        return states + self.self_attn(self.input_layernorm(states), angles, attend)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +222,7 @@ class KangarooObjective(Objective):
 
         states = batch.features[boundary]
         features = self.head.fuse([states.to(working_dtype(states.device, self.head.weight.dtype))])
-        found: Tensor = run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
-        return found
+        return run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the sum over all counted tokens, how often the likeliest token is the target's,

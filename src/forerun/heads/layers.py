@@ -272,8 +272,7 @@ class HeadAttention(nn.Module):
         """Attend: (B, N, width) -> (B, N, H)."""
         query = rotate(self.q_norm(self._split(self.q_proj(states))).transpose(1, 2), angles)
         attended = attend(self.layer, query, *self.entries(states, angles))
-        projected: Tensor = self.o_proj(attended.flatten(2))
-        return projected
+        return self.o_proj(attended.flatten(2))
 
     def entries(self, states: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """Return keys, rotated, and values of (B, N, width), (B, groups, N, D) each."""
@@ -297,10 +296,7 @@ class HeadMLP(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Apply the feed-forward part: (.., H) -> (.., H)."""
-        result: Tensor = self.down_proj(
-            gate_and_multiply(self.activation, self.gate_proj(states), self.up_proj(states))
-        )
-        return result
+        return self.down_proj(gate_and_multiply(self.activation, self.gate_proj(states), self.up_proj(states)))
 
 
 class DecoderLayer(nn.Module):
@@ -316,8 +312,7 @@ class DecoderLayer(nn.Module):
     def forward(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run the layer: (B, N, H) -> (B, N, H), the residual stream after it."""
         states = states + self.self_attn(self.input_layernorm(states), angles, attend)
-        mixed: Tensor = states + self.mlp(self.post_attention_layernorm(states))
-        return mixed
+        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
@@ -335,8 +330,7 @@ class Rotary(LlamaRotaryEmbedding):  # type: ignore[misc]
         super().__init__(LlamaConfig(**size, **heads, max_position_embeddings=longest, rope_parameters=rope))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rotary:
-        moved: Rotary = super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
-        return moved
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
 
 
 # The element-wise parts of a layer keep only their inputs for the backward pass: autograd would keep every value in
@@ -349,16 +343,14 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     `states`.
     """
     if _needs_grad(states, weight):
-        normed: Tensor = _Norm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
-        return normed
+        return _Norm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
     return _normed(states, weight, eps)[0]
 
 
 def gate_and_multiply(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
     """Compute ``activation(gate) * up``."""
     if _needs_grad(gate, up):
-        product: Tensor = _Gated.apply(activation, gate, up)  # type: ignore[no-untyped-call]
-        return product
+        return _Gated.apply(activation, gate, up)  # type: ignore[no-untyped-call]
     return activation(gate) * up
 
 
@@ -370,8 +362,7 @@ def rotate(states: Tensor, angles: Angles) -> Tensor:
     if (turned := cosine.shape[-1]) < states.shape[-1]:
         return torch.cat([rotate(states[..., :turned], angles), states[..., turned:]], dim=-1)
     if _needs_grad(states, cosine, sine):
-        rotated: Tensor = _Rotation.apply(states, cosine, sine)  # type: ignore[no-untyped-call]
-        return rotated
+        return _Rotation.apply(states, cosine, sine)  # type: ignore[no-untyped-call]
     return _rotate(states, cosine, sine)
 
 
@@ -531,8 +522,7 @@ class LatentAttention(nn.Module):
         shared = self._rotate(shared.unsqueeze(1), angles).expand(-1, self.heads, -1, -1)
         key = torch.cat([key, shared], -1)
         attended = attend(self.layer, query, key, pad(value, (0, key.shape[-1] - value.shape[-1])))
-        projected: Tensor = self.o_proj(attended[..., : latent.v_head_dim].flatten(2))
-        return projected
+        return self.o_proj(attended[..., : latent.v_head_dim].flatten(2))
 
     def _split(self, states: Tensor, *sizes: int) -> tuple[Tensor, ...]:
         """Split (B, N, heads * D) -> (B, heads, N, size) for each of the `sizes`."""

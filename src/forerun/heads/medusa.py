@@ -24,9 +24,7 @@ LMDeploy 0.18.
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,10 +42,10 @@ from forerun.heads.engines import (
     Destination,
     Engines,
     Finding,
-    Launch,
     check,
     fails,
     plainly_named,
+    vllm_line,
 )
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
@@ -68,6 +66,7 @@ from forerun.types import LAST_HIDDEN
 class MedusaConfig(HeadConfig):
     """Shape of a Medusa head."""
 
+    kind: ClassVar[str] = "medusa"
     num_heads: int = 5  # Output heads: tokens drafted beyond the target's own
     num_layers: int = 1  # Residual blocks before each
 
@@ -80,10 +79,6 @@ class MedusaConfig(HeadConfig):
                 "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "
                 "draft.vocab_size and boundaries away"
             )
-
-    @property
-    def kind(self) -> str:
-        return "medusa"
 
     @property
     def max_depth(self) -> int | None:
@@ -115,8 +110,7 @@ class MedusaHead(ParallelHead):
 
     def output_weight(self, depth: int) -> Tensor:
         """Return the weight (V, H) of the output head of that depth."""
-        weight: Tensor = self.heads[depth][-1].weight  # type: ignore[index]
-        return weight
+        return self.heads[depth][-1].weight  # type: ignore[index]
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Let each depth predict at first what the target's own output head predicts."""
@@ -196,8 +190,7 @@ class MedusaObjective(Objective):
         features = features.to(working_dtype(features.device, self.head.weight.dtype))
         depths = self.head.config.num_heads
         again = self.settings.gradient_checkpointing
-        found: Tensor = run_or_checkpoint(lambda features: self.head.states(features, depths), features, again=again)
-        return found
+        return run_or_checkpoint(lambda features: self.head.states(features, depths), features, again=again)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the weighted sum over all depths and counted tokens, and how often a chain got to
@@ -291,17 +284,16 @@ class MedusaEngines(Engines):
         yield from check("modelopt", what, why, "train on with forerun")
 
 
-def _vllm(launch: Launch) -> str:
-    depth = launch.head.config.num_heads
-    speculation = {"method": "medusa", "model": str(plainly_named(launch)), "num_speculative_tokens": depth}
-    return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
-
-
 MedusaEngines.destinations = {
     "vllm": Destination(
         title="vLLM",
         engine="vllm",
-        command=_vllm,
+        command=lambda launch: vllm_line(
+            launch.target.name_or_path,
+            method="medusa",
+            model=str(plainly_named(launch)),
+            num_speculative_tokens=launch.head.config.num_heads,
+        ),
         counting="`num_speculative_tokens` counts drafted tokens: at most the head's depths.",
     )
 }

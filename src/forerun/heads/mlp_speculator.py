@@ -15,7 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ EPS = 1e-6  # Epsilon of the norms: no file says another
 class MlpSpeculatorConfig(HeadConfig):
     """Shape of an MLP speculator, named as in its ``config.json``."""
 
+    kind: ClassVar[str] = "mlp_speculator"
     n_predict: int = 3  # Depths: tokens drafted beyond the target's own
     inner_dim: int  # Width of the states; the target's hidden size unless said otherwise
     tie_weights: bool = False  # All depths share their weights, but the first has a projection of its own
@@ -54,10 +55,6 @@ class MlpSpeculatorConfig(HeadConfig):
                 "MLP speculator: it proposes all of the target's tokens and reads its last hidden state; leave "
                 "draft.vocab_size and boundaries away"
             )
-
-    @property
-    def kind(self) -> str:
-        return "mlp_speculator"
 
     @property
     def max_depth(self) -> int | None:
@@ -100,8 +97,7 @@ class MlpSpeculatorHead(RecurrentHead):
 
     @property
     def weight(self) -> Tensor:
-        weight: Tensor = self.emb[0].weight  # type: ignore[assignment]
-        return weight
+        return self.emb[0].weight  # type: ignore[return-value]
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Copy nothing: the states are the speculator's own."""
@@ -115,8 +111,7 @@ class MlpSpeculatorHead(RecurrentHead):
         return rms_norm(features, torch.ones_like(features[0, 0]), EPS).mul(0.5**0.5)
 
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor:
-        found: Tensor = _of(self.emb, depth)(tokens)
-        return found
+        return _of(self.emb, depth)(tokens)
 
     def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
         mixed = self.config.state_weight * _of(self.proj, depth)(memory) + self.config.emb_weight * embeds
@@ -124,8 +119,7 @@ class MlpSpeculatorHead(RecurrentHead):
         return Stepped(memory=state, output=state)
 
     def logits(self, output: Tensor, depth: int = 0) -> Tensor:
-        found: Tensor = _of(self.head, depth)(output)
-        return found
+        return _of(self.head, depth)(output)
 
     def output_head(self, depth: int) -> tuple[Tensor, Tensor | None]:
         return _of(self.head, depth).weight, None

@@ -93,8 +93,7 @@ class MixtureOfExperts(nn.Module):
         """Mix the experts of each token: (.., H) -> (.., H)."""
         flat = states.flatten(0, -2)
         mixed = self.experts(flat, *self.gate(flat)).view_as(states)
-        result: Tensor = mixed + self.shared_experts(states)
-        return result
+        return mixed + self.shared_experts(states)
 
 
 class Router(nn.Module):
@@ -166,8 +165,7 @@ class Experts(nn.Module):
 
     def _gated(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
-        product: Tensor = self.activation(gate) * up
-        return product
+        return self.activation(gate) * up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,14 +174,11 @@ class MtpConfig(DecoderConfig):
     decoder layer.
     """
 
+    kind: ClassVar[str] = "mtp"
     own_lm_head: bool = False
     experts: ExpertsConfig | None = None  # None: a dense feed-forward part
     latent: LatentConfig | None = None  # None: ordinary attention
     partial_rotary_factor: float = 1.0  # Share of a head's dimensions, from the first on, that is rotated
-
-    @property
-    def kind(self) -> str:
-        return "mtp"
 
     @property
     def norm_output(self) -> bool:

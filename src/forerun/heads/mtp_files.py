@@ -13,14 +13,14 @@ is a copy of it. From their loaders' sources; vLLM 0.32 was run with layers of o
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -29,7 +29,17 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads import decoders
-from forerun.heads.engines import Destination, Engines, Finding, Launch, check, fails, plainly_named, start_lines
+from forerun.heads.engines import (
+    Destination,
+    Engines,
+    Finding,
+    Launch,
+    Trait,
+    apply_traits,
+    plainly_named,
+    start_lines,
+    vllm_line,
+)
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
 from forerun.heads.keys import Keys, architectures
 from forerun.heads.mtp import ExpertsConfig, MtpConfig
@@ -326,79 +336,89 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
 TOKENS = 3  # Tokens of a step in the launch lines, for which FastMTP trains
 
 
-class MtpEngines(Engines):
-    """Known facts about engines and MTP layers."""
-
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        if head.config.num_hidden_layers > 1:
-            what = f"{head.config.num_hidden_layers} modules"
-            yield from check("vllm sglang", what, "begins again with the first", "compare its acceptance with ours")
-        if not head.config.norm_output:
-            what, remedy = "several tokens from MiMo's module", "draft one token, or compare its acceptance with ours"
-            yield from check("vllm sglang", what, "hands another state on, or refuses", remedy)
-        elif head.config.latent is None:
-            what, remedy = "several tokens from GLM's module", "draft one token, or compare its acceptance with ours"
-            yield from check("vllm", what, "hands the state on before its norm", remedy)
-        why, remedy = "is not known here to read these layers", "compare its acceptance with ours"
-        yield from check("trtllm lmdeploy modelopt", "MTP layers", why, remedy)
-        if not head.config.norm_output:
-            what, why = "MTP layers of MiMo's kind", "has no converter for their target"
-            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
-        elif head.config.latent is not None:
-            what, why = "MTP layers of DeepSeek's kind", "has a converter that drops them"
-            yield from fails("llama.cpp", what, why, "use vLLM or SGLang")
-        else:
-            remedy = "convert the target with its layers there, and compare its acceptance with ours"
-            yield from check("llama.cpp", "MTP layers", "reads GLM's; they were not tried here", remedy)
+_COMPARE = "compare its acceptance with ours"
+TRAITS = (
+    Trait(
+        lambda at: at.config.num_hidden_layers > 1,
+        "{config.num_hidden_layers} modules",
+        [("check", "vllm sglang", "begins again with the first")],
+        _COMPARE,
+    ),
+    Trait(
+        lambda at: not at.config.norm_output,
+        "several tokens from MiMo's module",
+        [("check", "vllm sglang", "hands another state on, or refuses")],
+        f"draft one token, or {_COMPARE}",
+    ),
+    Trait(
+        lambda at: at.config.norm_output and at.config.latent is None,
+        "several tokens from GLM's module",
+        [("check", "vllm", "hands the state on before its norm")],
+        f"draft one token, or {_COMPARE}",
+    ),
+    Trait(
+        lambda at: True,
+        "MTP layers",
+        [("check", "trtllm lmdeploy modelopt", "is not known here to read these layers")],
+        _COMPARE,
+    ),
+    Trait(
+        lambda at: not at.config.norm_output,
+        "MTP layers of MiMo's kind",
+        [("fails", "llama.cpp", "has no converter for their target")],
+        "use vLLM or SGLang",
+    ),
+    Trait(
+        lambda at: at.config.norm_output and at.config.latent is not None,
+        "MTP layers of DeepSeek's kind",
+        [("fails", "llama.cpp", "has a converter that drops them")],
+        "use vLLM or SGLang",
+    ),
+    Trait(
+        lambda at: at.config.norm_output and at.config.latent is None,
+        "MTP layers",
+        [("check", "llama.cpp", "reads GLM's; they were not tried here")],
+        f"convert the target with its layers there, and {_COMPARE}",
+    ),
+)
 
 
 def _stitch(launch: Launch) -> Path:
     return stitch(launch.head, launch.target.name_or_path, launch.directory)
 
 
-def _stitch_for_vllm(launch: Launch) -> Path:
-    plainly_named(launch)
-    return _stitch(launch)
+class MtpEngines(Engines):
+    """Known facts about engines and MTP layers."""
 
+    destinations: ClassVar[Mapping[str, Destination]] = {
+        "vllm": Destination(
+            title="vLLM",
+            engine="vllm",
+            command=lambda launch: vllm_line(str(launch.directory), method="mtp", num_speculative_tokens=TOKENS),
+            counting="`num_speculative_tokens` counts drafted tokens.",
+            write=lambda launch: _stitch(dataclasses.replace(launch, directory=plainly_named(launch))),
+        ),
+        "sglang": Destination(
+            title="SGLang",
+            engine="sglang",
+            command=lambda launch: (
+                f"python -m sglang.launch_server --model-path {shlex.quote(str(launch.directory))} "
+                f"--speculative-algorithm NEXTN --speculative-num-steps {TOKENS} --speculative-eagle-topk 1 "
+                f"--speculative-num-draft-tokens {TOKENS + 1}"
+            ),
+            counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
+            write=_stitch,
+        ),
+        "llama.cpp": Destination(
+            title="llama.cpp",
+            engine="llama.cpp",
+            command=lambda launch: start_lines(
+                launch.directory, launch.directory.with_name(f"{launch.directory.name}.gguf"), "draft-mtp", TOKENS
+            ),
+            counting="`--spec-draft-n-max` counts drafted tokens.",
+            write=_stitch,
+        ),
+    }
 
-def _vllm(launch: Launch) -> str:
-    speculation = json.dumps({"method": "mtp", "num_speculative_tokens": TOKENS})
-    return shlex.join(["vllm", "serve", str(launch.directory), "--speculative-config", speculation])
-
-
-def _sglang(launch: Launch) -> str:
-    return (
-        f"python -m sglang.launch_server --model-path {shlex.quote(str(launch.directory))} "
-        f"--speculative-algorithm NEXTN --speculative-num-steps {TOKENS} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {TOKENS + 1}"
-    )
-
-
-def _llama_cpp(launch: Launch) -> str:
-    directory = launch.directory
-    return start_lines(directory, directory.with_name(f"{directory.name}.gguf"), "draft-mtp", TOKENS)
-
-
-MtpEngines.destinations = {
-    "vllm": Destination(
-        title="vLLM",
-        engine="vllm",
-        command=_vllm,
-        counting="`num_speculative_tokens` counts drafted tokens.",
-        write=_stitch_for_vllm,
-    ),
-    "sglang": Destination(
-        title="SGLang",
-        engine="sglang",
-        command=_sglang,
-        counting="`--speculative-num-draft-tokens` counts the last committed token, too.",
-        write=_stitch,
-    ),
-    "llama.cpp": Destination(
-        title="llama.cpp",
-        engine="llama.cpp",
-        command=_llama_cpp,
-        counting="`--spec-draft-n-max` counts drafted tokens.",
-        write=_stitch,
-    ),
-}
+    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
+        return apply_traits(TRAITS, head, target)

@@ -18,7 +18,7 @@ from typing import Any
 
 from forerun.drafters.draft_models.pard import KEY
 from forerun.errors import ArgumentError, CheckpointError, choices
-from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok
+from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok, vllm_line
 from forerun.heads.files import TargetFacts
 from forerun.heads.formats import CONFIG, README, folder_of
 from forerun.heads.keys import Keys, architectures
@@ -73,27 +73,15 @@ class PardModel:
             yield from check("vllm trtllm", "a PARD-2 model", why, "without it such a model drafts as PARD does")
 
 
-def _vllm(directory: Path, target: str) -> str:
-    speculation = {
-        "method": "draft_model",
-        "model": str(directory),
-        "num_speculative_tokens": TOKENS,
-        "parallel_drafting": True,
-    }
-    return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
-
-
-def _trtllm(directory: Path, target: str) -> str:
-    return shlex.join(["trtllm-serve", target, "--config", str(directory / YAML)])
-
-
-def _forerun(directory: Path, target: str) -> str:
-    drafter = ["--drafter", "pard", "--drafter-model", str(directory)]
-    return shlex.join(["forerun", "generate", target, *drafter, "--prompt", "def "])
-
-
-COMMANDS: dict[str, Callable[[Path, str], str]] = {"vllm": _vllm, "trtllm": _trtllm, "hf": _forerun}
-"""Command line of each ``--to`` for a directory and a target."""
+COMMANDS: dict[str, Callable[[Path, str], str]] = {
+    "vllm": lambda directory, target: vllm_line(
+        target, method="draft_model", model=str(directory), num_speculative_tokens=TOKENS, parallel_drafting=True
+    ),
+    "trtllm": lambda directory, target: shlex.join(["trtllm-serve", target, "--config", str(directory / YAML)]),
+    "hf": lambda directory, target: shlex.join(
+        ["forerun", "generate", target, "--drafter", "pard", "--drafter-model", str(directory), "--prompt", "def "]
+    ),
+}
 
 
 def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Path, *, force: bool = False) -> Exported:

@@ -27,8 +27,6 @@ loaders of EAGLE-3 heads drop ``mask_hidden`` or stop at it.
 from __future__ import annotations
 
 import dataclasses
-import json
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -45,7 +43,7 @@ from forerun.heads.drafting import BestFirstDrafter
 from forerun.heads.eagle import EagleConfig, FusedHead
 from forerun.heads.eagle_engines import DESTINATIONS, EagleEngines
 from forerun.heads.eagle_files import LLAMA, FlatFormat, read_flat
-from forerun.heads.engines import TOKENS, Destination, Finding, Launch, fails
+from forerun.heads.engines import TOKENS, Finding, fails, vllm_line
 from forerun.heads.files import Config, Format, HeadCheckpoint, StoredFiles, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys, architectures
 from forerun.losses.batch import FeatureBatch, LossReport
@@ -64,15 +62,12 @@ from forerun.types import LAST_HIDDEN
 class PEagleConfig(EagleConfig):
     """Shape and variant of a P-EAGLE head; the defaults are those of AWS's checkpoints."""
 
+    kind: ClassVar[str] = "peagle"
     FROM_TARGET: ClassVar[frozenset[str]] = EagleConfig.FROM_TARGET | {"norm_output"}
 
     mask_token_id: int  # Stands for what is not known yet (``ptd_token_id``); one of the target's tokens
     num_hidden_layers: int = 4
     own_embedding: bool = True  # The embedding is trained, that of the mask with it
-
-    @property
-    def kind(self) -> str:
-        return "peagle"
 
     def problem(self) -> str | None:
         if self.generation != 3:
@@ -119,8 +114,7 @@ class PEagleHead(FusedHead, BlockHead):
         return self.fuse(self.mask_hidden.chunk(len(self.config.boundaries), -1))
 
     def read(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        output: Tensor = self.norm(self.through(embeds, features, angles, attend))
-        return output
+        return self.norm(self.through(embeds, features, angles, attend))
 
     def block(self, embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
         return self.read(embeds, self.masked().to(embeds.dtype).expand_as(embeds), angles, attend)
@@ -279,20 +273,16 @@ class PEagleEngines(EagleEngines):
         return (finding for finding in super().file_findings(stored, head, target) if finding.engine == "vllm")
 
 
-def _vllm(launch: Launch) -> str:
-    speculation = {
-        "method": "eagle3",
-        "model": str(launch.directory),
-        "num_speculative_tokens": TOKENS,
-        "parallel_drafting": True,
-    }
-    return shlex.join(["vllm", "serve", launch.target.name_or_path, "--speculative-config", json.dumps(speculation)])
-
-
-def _destinations() -> dict[str, Destination]:
-    """Return the destinations of EAGLE's heads that draft in parallel."""
-    vllm = dataclasses.replace(DESTINATIONS["vllm"], command=_vllm)
-    return {"vllm": vllm, "speculators": DESTINATIONS["speculators"]}
-
-
-PEagleEngines.destinations = _destinations()
+PEagleEngines.destinations = {
+    "vllm": dataclasses.replace(
+        DESTINATIONS["vllm"],
+        command=lambda launch: vllm_line(
+            launch.target.name_or_path,
+            method="eagle3",
+            model=str(launch.directory),
+            num_speculative_tokens=TOKENS,
+            parallel_drafting=True,
+        ),
+    ),
+    "speculators": DESTINATIONS["speculators"],
+}

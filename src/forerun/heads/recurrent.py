@@ -96,12 +96,11 @@ class RecurrentObjective(Objective):
             return tuple(found)
 
         features = self.head.fuse([state.to(dtype) for state in states])
-        outputs: tuple[Tensor, ...] = run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
-        return outputs
+        return run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
 
     def _embed(self, ids: Tensor, depth: int) -> Tensor:
         own = self.head.embed(ids, depth)
         if own is not None:
             return own
         with torch.no_grad():
-            return self.target.embedding(ids)  # type: ignore[no-any-return]
+            return self.target.embedding(ids)

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -46,7 +47,7 @@ Passed = TypeVar("Passed")
 HiddenStates = Mapping[Boundary, Tensor]
 
 
-class HeadRunner:
+class HeadRunner(ABC):
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees
     behind them of which it runs at most `run` nodes.
     """
@@ -72,11 +73,11 @@ class HeadRunner:
         """Forget all but the first `length` entries of a row."""
         self.lengths[row] = min(self.lengths[row], length)
 
+    @abstractmethod
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         """Append entries: ``tokens[b][i]``, at least one a row, follows the token whose feature is
         ``hidden_states[boundary][b, i]``, (B, F, Ht), left aligned.
         """
-        raise NotImplementedError
 
     def unroll(
         self,
@@ -115,23 +116,23 @@ class HeadRunner:
         self._frontier = None
         return tree if len(rows) == count else first_rows(tree, count)
 
+    @abstractmethod
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         """Make room for the nodes of `unroll`, and return the size that its work depends on besides
         the number of rows.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         """Return logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries
         `lengths` (B,).
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes
         `parents` (B, F) of the level before; (B, 1, V') where they are alike. Only inside `unroll`.
         """
-        raise NotImplementedError
 
 
 class ParallelRunner(HeadRunner):
@@ -231,12 +232,12 @@ class AttendingRunner(HeadRunner):
         for row, piece in zip(rows, pieces, strict=False):
             self.lengths[row] += len(piece)
 
+    @abstractmethod
     def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
         """Read what was committed, in rows of a cache of `width` slots, with the features (B, N, H)
         that stand before its tokens. Doing it twice has the effect of doing it once, so it can be
         recorded.
         """
-        raise NotImplementedError
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         ends = [self.lengths[row] + self._behind(run) for row in rows]

@@ -335,8 +335,7 @@ def _acceptance(student: Tensor, probs: _Probs, cross: Tensor, overlap: Tensor, 
     share = torch.exp(-target.decay * overlap) if fixed is None else torch.full_like(overlap, fixed)
     entropy = torch.special.entr(probs.renormalised).sum(-1)
     student.sub_(probs.renormalised).mul_(share[..., None]).sub_(towards.mul_((1 - share)[..., None]))
-    mixed: Tensor = share * (cross - entropy) + (1 - share) * (1 - overlap)
-    return mixed
+    return share * (cross - entropy) + (1 - share) * (1 - overlap)
 
 
 def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Tensor:
@@ -355,5 +354,4 @@ def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Ten
     student.div_(2)
     # Where the student knows nothing, m is p / 2.
     forward = -torch.special.entr(probs.full).sum(-1) - (probs.full * logs).sum(-1)
-    halves: Tensor = (reverse + forward + (1 - probs.full.sum(-1)) * math.log(2)) / 2
-    return halves
+    return (reverse + forward + (1 - probs.full.sum(-1)) * math.log(2)) / 2

@@ -158,8 +158,7 @@ class DecoderObjective(Objective):
         self.settings = settings or self.Settings()
 
     def parameters_module(self) -> nn.Module:
-        module: nn.Module = self.head
-        return module
+        return self.head
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed token ids by the head's own table, or the target's, which is not trained."""
@@ -167,7 +166,7 @@ class DecoderObjective(Objective):
         if own is not None:
             return own
         with torch.no_grad():
-            return self.target.embedding(ids)  # type: ignore[no-any-return]
+            return self.target.embedding(ids)
 
     def fused(self, batch: FeatureBatch) -> Tensor:
         """Return what the head reads of the target's states, (B, S, H), noisy while the head is in
@@ -179,13 +178,11 @@ class DecoderObjective(Objective):
         if self.head.training and (noise := self.settings.noise):
             draws = [2 * torch.rand_like(state, dtype=torch.float32) - 1 for state in states]
             states = [state + draw.to(state.dtype) * noise for state, draw in zip(states, draws, strict=True)]
-        fused: Tensor = self.head.fuse([state.to(dtype) for state in states])
-        return fused
+        return self.head.fuse([state.to(dtype) for state in states])
 
     def output_head(self) -> Tensor:
         """Return the weight (Vd, H) of what reads the head's outputs."""
-        own: Tensor = self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
-        return own
+        return self.head.lm_head.weight if self.head.config.own_lm_head else self.target.lm_head.detach()
 
     def divergence(
         self, outputs: Tensor, weight: Tensor, shares: Tensor, states: Tensor, paths: DraftPaths | None = None

@@ -62,14 +62,13 @@ class FlexMask:
             near = (query >= place) & (query - place < reach) & (documents[row, query] == documents[row, place])
             return torch.where(key < size, near, query == place)
 
-        made: flex.BlockMask = flex.BlockMask.from_kv_blocks(
+        return flex.BlockMask.from_kv_blocks(
             *_list_blocks(partial),
             *_list_blocks(whole),
             BLOCK_SIZE=BLOCK,
             mask_mod=sees,
             seq_lengths=(size, (steps + 1) * size),
         )
-        return made
 
 
 def flex_attention(
@@ -103,8 +102,7 @@ def kernel(device: torch.device) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex.flex_attention)
-    return compiled
+    return torch.compile(flex.flex_attention)
 
 
 def _list_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:

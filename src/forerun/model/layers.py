@@ -84,7 +84,7 @@ def base_name(model: Any) -> str:
 
 def base_of(model: Any) -> nn.Module:
     """Return the model without its output head."""
-    return model.get_submodule(base_name(model))  # type: ignore[no-any-return]
+    return model.get_submodule(base_name(model))
 
 
 CACHE_ARGUMENTS = ("past_key_values", "cache")  # Until transformers 5.23, and from 5.24 on

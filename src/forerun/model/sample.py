@@ -75,5 +75,4 @@ def draw_tokens(model: Any, count: int) -> list[int]:
         with refusing(model, plainly=True):
             logits = model(input_ids=ids.to(device), use_cache=False).logits[0, :-1, : config.vocab_size]
         ids[0, 1:] = (logits.float().cpu().nan_to_num(nan=0.0) + gumbel).argmax(-1)
-    found: list[int] = ids[0].tolist()
-    return found
+    return ids[0].tolist()

@@ -194,10 +194,9 @@ def _states(model: Any, positions: Tensor, *, hide: bool) -> Tensor:
     mask = torch.full((1, 1, 4, 4), lowest, dtype=model.dtype, device=device).triu(1)
     if hide:
         mask[..., _HIDDEN + 1 :, _HIDDEN] = lowest
-    states: Tensor = base_of(model)(
+    return base_of(model)(
         input_ids=torch.arange(4, device=device).unsqueeze(0) % config.vocab_size,
         position_ids=positions.to(device),
         attention_mask=dict.fromkeys(types, mask) if len(types) > 1 else mask,
         use_cache=False,
     ).last_hidden_state
-    return states

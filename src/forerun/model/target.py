@@ -272,8 +272,7 @@ class Target:
     @torch.inference_mode()
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the embedding table's rows (.., H) of `tokens` (..)."""
-        embedded: Tensor = self._embedding(tokens.to(self.device))
-        return embedded
+        return self._embedding(tokens.to(self.device))
 
     @torch.inference_mode()
     def final_norm(self, states: Tensor) -> Tensor:

@@ -436,6 +436,5 @@ def _from_json(line: str, where: str) -> UserPrompt:
         return text
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         # The last message of an assistant is left out: the target writes it itself.
-        asked: list[dict[str, Any]] = messages[:-1] if messages[-1].get("role") == "assistant" else messages
-        return asked
+        return messages[:-1] if messages[-1].get("role") == "assistant" else messages
     raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")

@@ -89,10 +89,7 @@ class DraftStates:
         return working_dtype(batch.tokens.device, self.model.dtype)
 
     def _run(self, ids: Tensor, positions: Tensor, mask: AttentionMask) -> Tensor:
-        found: Tensor = self._base(
-            input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False
-        ).last_hidden_state
-        return found
+        return self._base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def _check(self) -> None:
@@ -126,8 +123,7 @@ class DraftModelObjective(Objective):
         self.draft = DraftStates(draft, gradient_checkpointing=self.settings.gradient_checkpointing)
 
     def parameters_module(self) -> nn.Module:
-        module: nn.Module = self.draft.model
-        return module
+        return self.draft.model
 
     def distance(
         self, draft: DraftStates, states: Tensor, shares: Tensor, following: Tensor, *, frozen: bool = False

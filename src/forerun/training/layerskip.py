@@ -63,8 +63,7 @@ class LayerSkipObjective(Objective):
         self._layers, self._norm = layers_of(base, count)[1], norm_after_layers(base, count)[1]
 
     def parameters_module(self) -> nn.Module:
-        module: nn.Module = self.reader.model
-        return module
+        return self.reader.model
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the loss, ``agreement_E`` and ``overlap_E``.

@@ -130,14 +130,14 @@ def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
     plain = json.dumps({"objective": {}, **values, "kind": kind}, default=str)
     recipe_of: Any = TrainRecipe
     try:
-        return TypeAdapter(recipe_of[settings]).validate_json(plain)  # type: ignore[no-any-return]
+        return TypeAdapter(recipe_of[settings]).validate_json(plain)
     except ValidationError as error:
         raise ArgumentError("; ".join(_complaint(found, settings) for found in error.errors())) from None
 
 
 def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
     """Return every value, defaults included, as JSON and YAML know them."""
-    return json.loads(json.dumps(dataclasses.asdict(recipe)))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 HOW = ("objective.gradient_checkpointing", "objective.flex_attention")  # the figures are computed, not what they are

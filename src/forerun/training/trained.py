@@ -297,12 +297,11 @@ class TrainedHead(Trained):
                 )
             if draft.start is not None:
                 check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
-            return found.build(torch.float32)  # type: ignore[no-any-return]
+            return found.build(torch.float32)
         config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
         counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
         ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)
-        head: Head = kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
-        return head
+        return kind.head.initial(model, config, ids, seed=self.recipe.training.seed)
 
 
 def head_shapes(head: Head, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:

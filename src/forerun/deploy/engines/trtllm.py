@@ -14,7 +14,7 @@ import yaml
 
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
 from forerun.errors import ArgumentError
-from forerun.heads.eagle_engines import TRTLLM
+from forerun.heads.eagle_findings import TRTLLM
 from forerun.heads.engines import engines_for
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model

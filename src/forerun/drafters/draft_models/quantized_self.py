@@ -103,8 +103,7 @@ def _weight(module: nn.Module) -> Tensor | None:
         weight: Tensor = module.weight  # type: ignore[assignment]
         return weight if weight.is_floating_point() else None
     if type(module) is Conv1D:
-        transposed: Tensor = module.weight.T  # type: ignore[assignment]
-        return transposed
+        return module.weight.T  # type: ignore[return-value]
     return None
 
 
@@ -180,5 +179,4 @@ class Int4Linear(_Rounded):
 
     def product(self, rows: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm_for_cpu
-        product: Tensor = multiply(rows.contiguous(), self.rounded, self.group, self.scales)
-        return product
+        return multiply(rows.contiguous(), self.rounded, self.group, self.scales)

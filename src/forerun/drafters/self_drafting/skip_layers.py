@@ -118,8 +118,7 @@ def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NO
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
     """Return the likeness (n, m) of subsets, in 0..1, 1 for equal ones."""
     share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
-    likeness: Floats = additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
-    return likeness
+    return additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
 
 
 _KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued

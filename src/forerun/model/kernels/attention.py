@@ -61,10 +61,9 @@ def fold_attention(
     if attention_mask is None or attention_mask.shape[1] != 1:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        result: tuple[Tensor, None] = sdpa_attention_forward(
+        return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-        return result
     this = current()
     if this.flat is not None:
         query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
@@ -87,8 +86,7 @@ def attend(
     ops = fused(query.device)
     if ops is not None and not dropout and ops.takes_attention(query, key, value, mask):
         scale = depth**-0.5 if scaling is None else scaling
-        attended: Tensor = ops.attend(query, key, value, mask, scale, this.rows, paths=this.paths)
-        return attended
+        return ops.attend(query, key, value, mask, scale, this.rows, paths=this.paths)
     if this.rows is not None:
         key, value = key.index_select(0, this.rows), value.index_select(0, this.rows)
     if this.exact and this.paths is not None:

@@ -89,8 +89,7 @@ class NormForward(_Forward):
 
     def __call__(self, states: Tensor) -> Tensor:
         takes = self.ops.takes_states(states)
-        result: Tensor = self.ops.rms_norm(states, self.weight, self.epsilon) if takes else self.plain(states)
-        return result
+        return self.ops.rms_norm(states, self.weight, self.epsilon) if takes else self.plain(states)
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
         return [forward((states * scale).contiguous(), **kwargs) for scale in (1.0, SMALL)]
@@ -197,7 +196,7 @@ class AttentionForward(_JointForward):
         module: Any = self.module
         cache: Any = kwargs.get(self.cache_argument)
         if not self.fits(hidden_states, position_embeddings, attention_mask, cache):
-            return self.plain(  # type: ignore[no-any-return]
+            return self.plain(
                 hidden_states=hidden_states,
                 position_embeddings=position_embeddings,
                 attention_mask=attention_mask,

@@ -413,8 +413,7 @@ def largest(logits: Tensor) -> list[list[int]]:
     flat = (logits.float() if logits.dtype is torch.bfloat16 else logits).flatten(0, 1).numpy()
     best = flat.argmax(-1)
     best[np.isnan(flat[np.arange(len(flat)), best])] = -1
-    found: list[list[int]] = best.reshape(logits.shape[:-1]).tolist()
-    return found
+    return best.reshape(logits.shape[:-1]).tolist()
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,7 @@ class PackedWeight:
     def apply(self, states: Tensor) -> Tensor:
         """Multiply (.., in) -> (.., out of all layers); a single row runs as two."""
         if torch.compiler.is_compiling():  # the tracer cannot see oneDNN's tensors
-            traced: Tensor = torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
-            return traced
+            return torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
         rows = states.reshape(-1, self.in_features)
         result = self._product(rows)
         return result.view(*states.shape[:-1], result.shape[-1])
@@ -69,8 +68,7 @@ class PackedWeight:
         return result[:1] if single else result
 
     def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
-        return packed
+        return torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
 
     def matrix(self) -> Tensor:
         """Return (out of all layers, in), unpacked anew at each call."""

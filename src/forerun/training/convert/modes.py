@@ -86,8 +86,7 @@ class Mode:
         ids = None if self.token_ids is None else check_ids(self.token_ids, config)
         if ids is None and config.reduced_vocabulary:
             ids = torch.arange(config.draft_vocab_size)
-        head: Head = kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
-        return head
+        return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
 
     def settings(self, config: HeadConfig) -> dict[str, Any]:
         """Return the settings of the objective for such a head."""
@@ -97,8 +96,7 @@ class Mode:
         """Return the objective that the head is trained with."""
         made = objective_for(kind_named(head.config.kind))
         settings = made.Settings(gradient_checkpointing=checkpointing, **self.settings(head.config))
-        found: Objective = made(head, target, settings)
-        return found
+        return made(head, target, settings)
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
         """Return the head as it is exported."""
@@ -299,8 +297,7 @@ class MtpMode(Mode):
         """
         if not model.name_or_path:
             raise ArgumentError("convert: MTP layers are read from the model's checkpoint; load it by from_pretrained")
-        found: Head = import_named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
-        return found
+        return import_named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
 
     def settings(self, config: HeadConfig) -> dict[str, Any]:
         return {"steps": self.values["mtp_steps"], "decay": float(self.values["mtp_loss_decay_factor"])}
@@ -352,8 +349,7 @@ def _dtype(given: Any) -> torch.dtype:
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:
         raise ArgumentError(f"convert: torch_dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    found: torch.dtype = getattr(torch, name)
-    return found
+    return getattr(torch, name)
 
 
 def _with_rope_scaling(config: Any, scaling: Mapping[str, Any] | None) -> Any:

@@ -101,8 +101,7 @@ def sort_places(text: NDArray[np.uint32], tell: Tell = lambda words: None) -> ND
     # Suffix s of the reversed text begins with the token before place N - s.
     places = len(text) - order[order > 0]
     places = places[(text[places - 1] != layout.SEPARATOR) & (text[places] != layout.SEPARATOR)]
-    found: NDArray[np.uint32] = places.astype(layout.ITEM)
-    return found
+    return places.astype(layout.ITEM)
 
 
 def suffix_order(text: NDArray[np.uint32], depth: int, tell: Tell = lambda words: None) -> NDArray[np.int64]:
@@ -155,5 +154,4 @@ def _ids(record: Record, tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
         if record.pair is None:
             raise DataError(NO_TEMPLATE)
         text = "".join(record.pair)
-    ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

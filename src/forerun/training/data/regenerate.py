@@ -222,8 +222,7 @@ def _next(script: Script, answer: TargetAnswer | None) -> TargetPrompt | dict[st
     try:
         return next(script) if answer is None else script.send(answer)
     except StopIteration as end:
-        line: dict[str, Any] = end.value
-        return line
+        return end.value
 
 
 @contextmanager

@@ -84,8 +84,7 @@ class OnlineFeatures:
         """Return the states (B, S, Ht) after the final norm."""
         sharded = isinstance(self.model, FSDPModule)
         if not sharded:
-            last: Tensor = self._base(**inputs).last_hidden_state
-            return last
+            return self._base(**inputs).last_hidden_state
         # FSDP gathers the embedding in the root's forward; the base alone would see its shards.
         states: list[Tensor] = []
         with self._base.register_forward_hook(lambda *call: states.append(call[-1].last_hidden_state)):

@@ -269,8 +269,7 @@ def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name:
             raise NumericError(f"{name}, boundary {boundary}: NaN or infinite states in {manifest.dtype}; not stored")
         parts.append(stored.view(torch.uint8))
     parts += [scale.view(torch.uint8) for scale in scales]
-    packed: Records = torch.cat(parts, dim=1).numpy()
-    return packed
+    return torch.cat(parts, dim=1).numpy()
 
 
 def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor]:

@@ -66,8 +66,7 @@ class FinalNorm:
     @torch.no_grad()
     def __call__(self, states: Tensor) -> Tensor:
         """Apply the norm, (.., Ht) -> (.., Ht), in the dtype of its weights."""
-        normed: Tensor = self._norm(states.cpu().to(self._dtype))
-        return normed
+        return self._norm(states.cpu().to(self._dtype))
 
 
 ACCELERATOR_CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector"}  # vLLM's own: copies, then writes in threads

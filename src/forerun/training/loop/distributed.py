@@ -107,7 +107,7 @@ class Parallel:
         outcome = self.share(outcome)
         if isinstance(outcome, ForerunError):
             raise outcome
-        return outcome  # type: ignore[no-any-return]
+        return outcome
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite `tensor` with the first process's and return it; same shape and dtype everywhere."""
