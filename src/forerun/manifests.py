@@ -88,8 +88,9 @@ class ManifestKind:
         if version != self.version:
             older = isinstance(version, int) and version < self.version
             why = "an older forerun wrote it, without what this one checks" if older else "another forerun wrote it"
-            differs = f"has format version {version!r}, this forerun reads {self.version}"
-            raise DataError(f"{path} {differs}: {why}; {self.remedy}")
+            raise DataError(
+                f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
+            )
         entries = _unseal(path, found, self.remedy)
         del entries["format"], entries["version"]
         return entries

@@ -157,8 +157,9 @@ class Conversation:
         from forerun.drafters import is_outside, methods
 
         if not argument:
-            known = ", ".join(methods())
-            raise ArgumentError(f"/drafter takes a name ({known}) or a draft model's directory or hub id")
+            raise ArgumentError(
+                f"/drafter takes a name ({', '.join(methods())}) or a draft model's directory or hub id"
+            )
         is_method = argument in methods() or is_outside(argument)
         named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))

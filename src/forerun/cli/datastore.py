@@ -84,8 +84,10 @@ def info(directory: Path, /, *, verify: Flag = False, json: Json = False) -> int
 def _show(folder: Path, manifest: Manifest, *, json: bool, **more: int) -> None:
     size = sum(file.bytes for file in manifest.files.values())
     if not json:
-        what = f"{manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}"
-        console.out().print(f"{folder}: {what}, {size / 2**20:,.1f} MiB")
+        console.out().print(
+            f"{folder}: {manifest.documents:,} documents, {manifest.tokens:,} tokens of {manifest.tokenizer.name}, "
+            f"{size / 2**20:,.1f} MiB"
+        )
         return
     summary = {
         "directory": str(folder),

@@ -166,8 +166,10 @@ def _real_or_shipped() -> str:
             shipped.resolve(REAL)
     except DownloadError as error:
         if shipped.folder_of(SHIPPED) is None:
-            remedy = "name a chat model of yours (forerun demo path/to/model), or install the demo model's package"
-            raise DownloadError(f"{error}. Without it, {remedy}: pip install forerun-demo") from error
+            raise DownloadError(
+                f"{error}. Without it, name a chat model of yours (forerun demo path/to/model), or install the demo "
+                "model's package: pip install forerun-demo"
+            ) from error
         console.warn(f"{error}. What follows is the demo model, of 14 M parameters.")
         return SHIPPED
     return REAL
@@ -225,8 +227,13 @@ def _all(
         console.write_json({**where, "plain_tokens_per_second": speeds, "drafters": lines})
     else:
         out.print(leaderboard.table(plain, board, out.width))
-        said = f"plain {speeds['0']:.1f} tokens/s at T = 0; {llm.target.dtype_name} on {llm.target.device}"
-        out.print(Text(f"{note or 'the model as it ships'}; {said}", "dim"))
+        out.print(
+            Text(
+                f"{note or 'the model as it ships'}; plain {speeds['0']:.1f} tokens/s at T = 0; {llm.target.dtype_name} "
+                f"on {llm.target.device}",
+                "dim",
+            )
+        )
     return 1 if any(entry.unlike for entry in board) else 0
 
 
@@ -369,11 +376,13 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
     out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
     tokens = _tokens(found.runs["plain"][0])
-    details = (
-        f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-        f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.dtype_name} on {llm.target.device}"
+    out.print(
+        Text(
+            f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
+            f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.dtype_name} on {llm.target.device}",
+            "dim",
+        )
     )
-    out.print(Text(details, "dim"))
     if isinstance(setting.question, Edit):
         if _answers(setting.question, found):
             out.print(Text("right: ", "bold green").append("exactly what a script made of the function", "default"))
@@ -439,13 +448,16 @@ def _verdict(setting: _Setting, found: Race) -> Text:
     if found.identical:
         return Text("yes", "bold green").append(", token for token", "default")
     if setting.params.temperature:
-        why = "the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw"
-        return Text("no", "bold yellow").append(f", {why}", "default")
+        return Text("no", "bold yellow").append(
+            ", the distribution is: drafts were sampled (--rule sample_walk keeps the text), or rounding moved a draw",
+            "default",
+        )
     if parted is None:
         return Text("no", "bold yellow").append(", a run did not repeat itself", "default")
     kind = "a numeric tie" if parted.tie else "NOT a numeric tie: please report this"
-    where = f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}"
-    return Text("no", "bold yellow" if parted.tie else "bold red").append(where, "default")
+    return Text("no", "bold yellow" if parted.tie else "bold red").append(
+        f", from token {parted.position} on, where the two best are {parted.gap:.3g} nats apart: {kind}", "default"
+    )
 
 
 def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:

@@ -219,8 +219,9 @@ def _show_trial(trial: EngineTrial) -> None:
     else:
         console.out().print(Text(f"{name} drafts with it as forerun does", "green"))
     if trial.parted:
-        ties = "near ties, unless --dtype float32"
-        console.warn(f"{trial.parted} answers in {trial.engine} are not forerun's plain ones: {ties}")
+        console.warn(
+            f"{trial.parted} answers in {trial.engine} are not forerun's plain ones: near ties, unless --dtype float32"
+        )
 
 
 def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> None:

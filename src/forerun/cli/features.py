@@ -70,8 +70,9 @@ def features(
         Do not ask before writing.
     """
     if asked.shard_gib <= 0 or asked.batch_tokens < 1:
-        given = f"{asked.shard_gib} and {asked.batch_tokens}"
-        raise ArgumentError(f"--shard-gib and --batch-tokens must be above 0, got {given}")
+        raise ArgumentError(
+            f"--shard-gib and --batch-tokens must be above 0, got {asked.shard_gib} and {asked.batch_tokens}"
+        )
     with console.telling("looking at the data and the target"):
         run = _FeatureRun(asked)
     if not _ask_consent(run, yes=yes):
@@ -155,8 +156,10 @@ def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
     read = f"boundaries {ids} and the last state" if ids else "the last state"
     already = f", {format_bytes(present)} of it are there" if present else ""
     size = f"{manifest.documents} documents, {manifest.tokens} tokens x {format_bytes(manifest.record_bytes)}"
-    told = f"{size} ({read}, {manifest.dtype}) = {format_bytes(total)}{already}; {format_bytes(free)} free in {output}"
-    console.log().print(told, markup=False)
+    console.log().print(
+        f"{size} ({read}, {manifest.dtype}) = {format_bytes(total)}{already}; {format_bytes(free)} free in {output}",
+        markup=False,
+    )
     if yes or not (sys.stdin is not None and sys.stdin.isatty() and console.log().is_terminal):
         return True
     console.log().print("Write them? [y/N] ", end="", markup=False)

@@ -191,8 +191,12 @@ def load(
         warn_of_loss(speculative_config)
         llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
     if announce:
-        what = f"{llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s"
-        console.log().print(Text(f"{model}: {what}", "dim"))
+        console.log().print(
+            Text(
+                f"{model}: {llm.target.dtype_name} on {llm.target.device}, ready in {time.perf_counter() - began:.1f} s",
+                "dim",
+            )
+        )
     return llm
 
 
@@ -269,8 +273,11 @@ def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
     config = SpeculativeConfig.parse(speculative_config)
     name = None if config is None else config.rule
     if name is not None and not rules.rule_named(name).lossless:
-        what = "above temperature 0 answers have another distribution than the target's"
-        console.warn(f"the rule {name} is LOSSY: {what}. Leave --rule away for a lossless one.", "bold red")
+        console.warn(
+            f"the rule {name} is LOSSY: above temperature 0 answers have another distribution than the target's. "
+            "Leave --rule away for a lossless one.",
+            "bold red",
+        )
 
 
 def loading_arguments(options: TargetOptions) -> dict[str, Any]:

@@ -56,11 +56,13 @@ class SearchOptions:
             if value is not None and value < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.temperature < 0 or (self.budget_s is not None and self.budget_s <= 0):
-            given = f"{self.temperature} and {self.budget_s}"
-            raise ArgumentError(f"--temperature must be 0 or more and --budget-s above 0, got {given}")
+            raise ArgumentError(
+                f"--temperature must be 0 or more and --budget-s above 0, got {self.temperature} and {self.budget_s}"
+            )
         if self.output.is_dir():
-            file = self.output / "skip.json"
-            raise ArgumentError(f"--output names the directory {self.output}; name a file in it, such as {file}")
+            raise ArgumentError(
+                f"--output names the directory {self.output}; name a file in it, such as {self.output / 'skip.json'}"
+            )
 
 
 @tune.command(name="skip-layers")

@@ -582,8 +582,10 @@ def check_sums(total: float, least: float, outside: float) -> None:
     banned tokens (1, >= 0, 0).
     """
     if not (abs(total - 1) < TOLERANCE and least >= 0 and outside == 0):
-        found = f"they add up to {total}, the least is {least}, banned tokens have {outside}"
-        raise NumericError(f"the probabilities are no distribution: {found}; {_HINT}")
+        raise NumericError(
+            f"the probabilities are no distribution: they add up to {total}, the least is {least}, banned tokens "
+            f"have {outside}; {_HINT}"
+        )
 
 
 def check_raw(highest: float) -> None:

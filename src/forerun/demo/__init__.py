@@ -74,8 +74,9 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
         behind = (ids[len(ids) // 8 + taken * length :][:length] for ids in encoded)
         fresh = [excerpt for excerpt in behind if len(excerpt) == length]
         if not fresh:
-            found = f"the held-out files hold {len(excerpts)} excerpts of {length} tokens"
-            raise ArgumentError(f"{found}, {count} were asked for")
+            raise ArgumentError(
+                f"the held-out files hold {len(excerpts)} excerpts of {length} tokens, {count} were asked for"
+            )
         excerpts += fresh
     return excerpts[:count]
 

@@ -453,8 +453,12 @@ class EngineInfo(ABC):
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return ExaminedFiles()
         if not (is_local(draft.model) and is_local(asked.model)):
-            doctor = f"forerun doctor {draft.model} --target {asked.model}"
-            return ExaminedFiles(notes=(f"the {draft.method} head was not looked at; `{doctor}` does",))
+            return ExaminedFiles(
+                notes=(
+                    f"the {draft.method} head was not looked at; `forerun doctor {draft.model} --target {asked.model}` "
+                    "does",
+                )
+            )
         found, seen = _findings(asked.model, draft)
         found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
         wrong = [one for one in found if one.severity in ("degrades", "fails")]

@@ -200,8 +200,9 @@ def read_options(variable: str) -> dict[str, Any]:
         except ValueError as error:
             raise ArgumentError(f"{variable} is no JSON: {error}") from error
     else:
-        remedy = f"{variable} is neither a JSON object nor a file that holds one"
-        found = read_object(Path(text).expanduser(), remedy, ArgumentError)
+        found = read_object(
+            Path(text).expanduser(), f"{variable} is neither a JSON object nor a file that holds one", ArgumentError
+        )
     return {"method": "suffix", **found}
 
 

@@ -89,8 +89,10 @@ class Shape:
             return cls(PUBLISHED[parents])
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
-                order = "level by level, siblings side by side, parents before their children"
-                raise ArgumentError(f"node {node} of the tree has parent {parent}; number the nodes {order}")
+                raise ArgumentError(
+                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side "
+                    "by side, parents before their children"
+                )
         return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
     @property

@@ -348,8 +348,10 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
     error = None
     if sound.size > most or max(sound.depths) > deepest:
         kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
-        asked = f"{most} nodes and {deepest} tokens on a path"
-        error = InvalidDraftError(f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {asked}")
+        error = InvalidDraftError(
+            f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {most} nodes and {deepest} tokens "
+            "on a path"
+        )
         sound = sound.only(kept)
     for node, confidence in enumerate(sound.confidence):
         if not 0 <= confidence <= 1 + _ROUNDING:
@@ -391,8 +393,9 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
     depths, tokens = tree.depths, tree.tokens[1:]
     for node, parent in enumerate(tree.parents[1:], start=1):
         if not 0 <= parent < node:
-            expected = f"a parent comes before its child (0..{node - 1}), 0 is the root"
-            raise InvalidDraftError(f"node {node} has parent {parent}; {expected}")
+            raise InvalidDraftError(
+                f"node {node} has parent {parent}; a parent comes before its child (0..{node - 1}), 0 is the root"
+            )
         depths.append(depths[parent] + 1)
     if tokens and not 0 <= min(tokens) <= max(tokens) < vocabulary:
         node, token = next(one for one in enumerate(tokens, start=1) if not 0 <= one[1] < vocabulary)

@@ -266,6 +266,8 @@ def objective_for(kind: HeadKind) -> Any:
     """
     found = kind.objective or KINDS.get(kind.stored_as, kind).objective
     if found is None:
-        trained = ", ".join(one.name for one in KINDS.values() if one.objective)
-        raise ArgumentError(f"heads of the kind {kind.name} cannot be trained here; {trained} can")
+        raise ArgumentError(
+            f"heads of the kind {kind.name} cannot be trained here; "
+            f"{', '.join(one.name for one in KINDS.values() if one.objective)} can"
+        )
     return import_named(found)

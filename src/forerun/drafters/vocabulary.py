@@ -56,8 +56,10 @@ def check_tokenizers(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBa
         )
     specials, draft_specials = set(own.all_special_ids), set(theirs.all_special_ids)
     if specials != draft_specials:
-        found = f"target {sorted(specials)} and draft model {sorted(draft_specials)}"
-        raise VocabularyMismatchError(f"the special tokens of {found} differ. {_REMEDY}")
+        raise VocabularyMismatchError(
+            f"the special tokens of target {sorted(specials)} and draft model {sorted(draft_specials)} differ. "
+            f"{_REMEDY}"
+        )
 
 
 def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrainedTokenizerBase]:

@@ -80,8 +80,9 @@ class HeadConfig(ABC):
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
             if name not in known:
-                has = choices(name, known, "It has")
-                raise ArgumentError(f"a head of the kind {kind} has no option {name!r}.{has}")
+                raise ArgumentError(
+                    f"a head of the kind {kind} has no option {name!r}.{choices(name, known, 'It has')}"
+                )
         check_types(cls, given, f"a head of the kind {kind}")
         shape = {
             "target_hidden_size": config.hidden_size,
@@ -91,8 +92,9 @@ class HeadConfig(ABC):
         }
         made = cls(**shape)
         if max(made.boundaries) > config.num_hidden_layers:
-            layers = config.num_hidden_layers
-            raise ArgumentError(f"boundary {max(made.boundaries)} does not exist: the target has {layers} layers")
+            raise ArgumentError(
+                f"boundary {max(made.boundaries)} does not exist: the target has {config.num_hidden_layers} layers"
+            )
         return made
 
     @classmethod

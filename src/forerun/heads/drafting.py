@@ -75,8 +75,9 @@ class HeadDrafter(Drafter):
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
         self.sampled = self._sampled_tree(self.tree)  # Grows for requests above temperature 0; mostly the same
         if self.tree.depth > deepest and self.head.config.max_depth is not None:
-            asked = f"the shape asks for {self.tree.depth}"
-            raise ArgumentError(f"{self.name}: the head drafts {deepest} tokens on one path, {asked}")
+            raise ArgumentError(
+                f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {self.tree.depth}"
+            )
         most = max(self.tree.run, self.sampled.run)
         self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots, most)
         self._vocabulary = None
@@ -251,8 +252,10 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
 
         head = import_named(READ_HEAD)(resolve(head), num_layers=target.num_layers).build(target.dtype)
     if not isinstance(head, Head):
-        expected = f"a directory, a hub id or a head of the kind {kind.stored_as}"
-        raise ArgumentError(f"{kind.name}: model is {expected}, got {type(head).__name__}")
+        raise ArgumentError(
+            f"{kind.name}: model is a directory, a hub id or a head of the kind {kind.stored_as}, got "
+            f"{type(head).__name__}"
+        )
     _check(head, setup, kind)
     if loaded:
         head = head.to(target.device).eval()

@@ -121,9 +121,12 @@ class Engines:
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """Return how engines treat the head if it is written in their format."""
         title = kind_named(head.config.kind).title
-        why = "nothing is known here of how it reads such heads"
-        remedy = "try it there, and compare the acceptance with forerun's"
-        return check(EVERY, f"a {title} head", why, remedy)
+        return check(
+            EVERY,
+            f"a {title} head",
+            "nothing is known here of how it reads such heads",
+            "try it there, and compare the acceptance with forerun's",
+        )
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """Return what would go wrong if an engine were given these files; `head` is what they mean."""

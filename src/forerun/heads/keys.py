@@ -146,10 +146,10 @@ class Keys:
         rest = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
         for name, value in rest.items():
             if name in NEUTRAL and value not in NEUTRAL[name]:
-                same = " or ".join(map(repr, (None, *NEUTRAL[name])))
                 raise CheckpointError(
                     f"{self._where} has {name} {value!r}, which changes what a head computes and is not supported; "
-                    f"expected {same} or no such key. Draft with the engine that the head was made for"
+                    f"expected {' or '.join(map(repr, (None, *NEUTRAL[name])))} or no such key. Draft with the "
+                    "engine that the head was made for"
                 )
         return rest
 

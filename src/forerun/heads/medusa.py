@@ -72,8 +72,10 @@ class MedusaConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0:
-            got = f"{self.num_heads} and {self.num_layers}"
-            raise ArgumentError(f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {got}")
+            raise ArgumentError(
+                f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {self.num_heads} and "
+                f"{self.num_layers}"
+            )
         if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
             raise ArgumentError(
                 "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "

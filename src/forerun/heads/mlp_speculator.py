@@ -46,9 +46,9 @@ class MlpSpeculatorConfig(HeadConfig):
     def __post_init__(self) -> None:
         least = 2 if self.tie_weights else 1
         if self.n_predict < least or self.inner_dim < 1:
-            got = f"{self.n_predict} and {self.inner_dim}"
             raise ArgumentError(
-                f"MLP speculator: n_predict must be at least {least} and inner_dim at least 1, got {got}"
+                f"MLP speculator: n_predict must be at least {least} and inner_dim at least 1, got {self.n_predict} "
+                f"and {self.inner_dim}"
             )
         if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
             raise ArgumentError(

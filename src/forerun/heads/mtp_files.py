@@ -270,8 +270,9 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             found[f"{where}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
         except KeyError as error:
             number, part = error.args[0]
-            lost = f"{where}.{number}.{part}_proj.weight is missing"
-            raise CheckpointError(f"{lost}; the checkpoint is incomplete") from None
+            raise CheckpointError(
+                f"{where}.{number}.{part}_proj.weight is missing; the checkpoint is incomplete"
+            ) from None
         except RuntimeError as error:
             raise CheckpointError(f"the experts of {where} differ in shape: {error}") from error
     return found

@@ -266,8 +266,12 @@ class PEagleEngines(EagleEngines):
         )
         if config.latent is not None or not (config.use_aux_hidden_state or config.qk_norm):
             shape = "one target state" if config.latent is None else "latent attention"
-            why = "has no mask_hidden in such a head, and stops"
-            yield from fails("vllm", f"{what} with {shape}", why, "train it on boundaries, with ordinary attention")
+            yield from fails(
+                "vllm",
+                f"{what} with {shape}",
+                "has no mask_hidden in such a head, and stops",
+                "train it on boundaries, with ordinary attention",
+            )
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         return (finding for finding in super().file_findings(stored, head, target) if finding.engine == "vllm")

@@ -83,8 +83,9 @@ class SpeculatorsFormat(Format):
         """
         config = checkpoint.config
         if isinstance(config, DFlashConfig) and config.kind not in OWN:
-            title = kind_named(config.kind).title
-            raise CheckpointError(f"no {title} heads are written in speculators' format; use dflash")
+            raise CheckpointError(
+                f"no {kind_named(config.kind).title} heads are written in speculators' format; use dflash"
+            )
         if config.kind not in OWN:
             raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
         decoders.to_outputs(config.boundaries)  # refuses what has no id

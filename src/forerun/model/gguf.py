@@ -219,10 +219,9 @@ class _Header:
             raise CheckpointError(f"{self.path} holds no language model but {kind!r}: name a model's GGUF file")
         parts, found = self.metadata.get("split.count", 1), 1 + len(self.more)
         if parts > 1 and (parts != found or self.metadata.get("split.no", 0) != 0):
-            first = f"NAME-{1:05}-of-{parts:05}.gguf"
             raise CheckpointError(
                 f"{self.path} is one of {parts} parts of a model, which are looked for beside it by their names: "
-                f"call the first {first}, and the others likewise"
+                f"call the first NAME-{1:05}-of-{parts:05}.gguf, and the others likewise"
             )
         announced = self.metadata.get("split.tensors.count", len(self.everything))
         if found > 1 and announced != len(self.everything):
@@ -307,8 +306,10 @@ def _read_header(path: Path, reader: _Reader) -> _Header:
     if magic != MAGIC:
         raise CheckpointError(f"{path} is no GGUF file: it does not begin as one; name a model's .gguf file")
     if of_format not in _VERSIONS:
-        known = " and ".join(map(str, _VERSIONS))
-        raise CheckpointError(f"{path} has GGUF version {of_format}; {known} are read, on little-endian machines")
+        raise CheckpointError(
+            f"{path} has GGUF version {of_format}; {' and '.join(map(str, _VERSIONS))} are read, on little-endian "
+            "machines"
+        )
     metadata, short = dict[str, Any](), list[tuple[int, int]]()
     try:
         for _ in range(entries):
@@ -322,8 +323,9 @@ def _read_header(path: Path, reader: _Reader) -> _Header:
             shape = reader.numbers(f"<{dimensions}Q")
             table.append(_Stored(name, shape[::-1], *reader.numbers("<IQ")))
     except (struct.error, ValueError, MemoryError, OverflowError) as error:
-        why = f"its header cannot be read to the end ({error})"
-        raise CheckpointError(f"{path} is cut short or corrupt: {why}; download or copy it again") from error
+        raise CheckpointError(
+            f"{path} is cut short or corrupt: its header cannot be read to the end ({error}); download or copy it again"
+        ) from error
     aligned = metadata.get("general.alignment", 32)
     return _Header(
         path=path,
@@ -358,8 +360,9 @@ def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
     except (ForerunError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{header.path} cannot be converted: {said}") from error
+        raise CheckpointError(
+            f"{header.path} cannot be converted: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error
     try:
         with written_folder(folder) as fresh:
             save_model(model, tokenizer, fresh)
@@ -595,8 +598,9 @@ def _model(header: _Header, settings: dict[str, Any], config: Any, dtype: torch.
     try:
         model.load_state_dict(tensors, strict=False, assign=True)
     except RuntimeError as error:
-        said = str(error).splitlines()[-1].strip()
-        raise CheckpointError(f"{header.path} holds tensors of other shapes than it announces: {said}") from error
+        raise CheckpointError(
+            f"{header.path} holds tensors of other shapes than it announces: {str(error).splitlines()[-1].strip()}"
+        ) from error
     model.tie_weights()
     if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
         raise CheckpointError(f"{header.path} lacks tensors that a {config.model_type} model has: {_some(lacking)}")

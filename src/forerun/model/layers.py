@@ -38,8 +38,10 @@ class LayerRange:
             raise ArgumentError(f"a plan needs 0 <= start < stop <= {layers}, got {self.start} and {self.stop}")
         for layer, part in self.skip:
             if part not in ("attn", "mlp") or not self.start <= layer < self.stop:
-                expected = f"(layer, 'attn' or 'mlp') with a layer in {self.start}..{self.stop - 1}"
-                raise ArgumentError(f"cannot skip {(layer, part)!r}: expected {expected}")
+                raise ArgumentError(
+                    f"cannot skip {(layer, part)!r}: expected (layer, 'attn' or 'mlp') with a layer in "
+                    f"{self.start}..{self.stop - 1}"
+                )
 
 
 def shallow(module: nn.Module) -> nn.Module:
@@ -126,9 +128,10 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     depth = min((name.count(".") for name in lists), default=0)
     nearest = beside or [name for name in lists if name.count(".") == depth]
     if len(nearest) != 1:
-        found = ", ".join(nearest) or "none"
-        kind = type(base).__name__
-        raise UnsupportedModelError(f"{kind}: expected one list of {count} decoder layers, found {found}. {UNSERVED}")
+        raise UnsupportedModelError(
+            f"{type(base).__name__}: expected one list of {count} decoder layers, found "
+            f"{', '.join(nearest) or 'none'}. {UNSERVED}"
+        )
     return nearest[0], lists[nearest[0]]
 
 
@@ -330,8 +333,10 @@ class LayerRanges:
 
     def _copy(self, start: int, stop: int) -> tuple[nn.Module, _Inject, _Tap]:
         if getattr(self._base.config, "hidden_size_per_layer_input", None):
-            why = "feeds every layer an embedding by its place in the list"
-            raise UnsupportedModelError(f"{type(self._base).__name__} {why}: its layers cannot be run in part")
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__} feeds every layer an embedding by its place in the list: its layers "
+                "cannot be run in part"
+            )
         owner = self._name.rpartition(".")[0]
         config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
         types = getattr(config, "layer_types", None)
@@ -370,5 +375,6 @@ class LayerRanges:
         for name in names:
             if isinstance(getattr(module, name, None), nn.Module):
                 return name
-        kind = type(module).__name__
-        raise UnsupportedModelError(f"{kind} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}"
+        )

@@ -68,8 +68,10 @@ def weight_files(directory: Path) -> list[Path]:
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
-    remedy = "Only safetensors are loaded, never pickle; convert with model.save_pretrained(directory) of transformers."
-    raise CheckpointError(f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). {remedy}")
+    raise CheckpointError(
+        f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). Only safetensors are loaded, never pickle; "
+        "convert with model.save_pretrained(directory) of transformers."
+    )
 
 
 def listed_files(directory: Path) -> list[Path]:
@@ -312,8 +314,9 @@ def without_wrapper(model: Any) -> Any:
     if not hasattr(model, "active_peft_config"):
         return model
     if model.active_peft_config.is_prompt_learning:
-        kind = model.active_peft_config.peft_type
-        raise UnsupportedModelError(f"the adapter ({kind}) adds virtual tokens; take one that changes weights")
+        raise UnsupportedModelError(
+            f"the adapter ({model.active_peft_config.peft_type}) adds virtual tokens; take one that changes weights"
+        )
     return model.get_base_model()
 
 

@@ -36,8 +36,10 @@ class MaskStyle:
         try:
             window, chunk = (getattr(config, key, None) for key in WINDOWS.values())
         except RuntimeError as error:  # transformers refuses to name one where layers differ
-            why = "layers of one kind have windows of different sizes; forerun makes one mask for each kind"
-            raise UnsupportedModelError(f"{config.model_type}: {why}. {UNSERVED}") from error
+            raise UnsupportedModelError(
+                f"{config.model_type}: layers of one kind have windows of different sizes; forerun makes one mask "
+                f"for each kind. {UNSERVED}"
+            ) from error
         types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
         odd = [name for name in types if name not in (FULL, *WINDOWS)]
         odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []

@@ -65,8 +65,10 @@ def _only_file(folder: Path) -> Path | None:
 
     models = sorted({parts_of(file)[0] for file in files if _PROJECTOR not in file.name.lower()} or set(files))
     if len(models) > 1:
-        names = ", ".join(file.name for file in models[:8])
-        raise CheckpointError(f"{folder} holds {len(models)} GGUF models ({names}): name one of them")
+        raise CheckpointError(
+            f"{folder} holds {len(models)} GGUF models ({', '.join(file.name for file in models[:8])}): name one of "
+            "them"
+        )
     return models[0]
 
 
@@ -103,8 +105,10 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def _without_tokenizer(name: str | Path, why: str) -> CheckpointError:
-    remedy = "copy the tokenizer's files there, or, in Python, pass tokenizer=DIRECTORY, or False to work on token ids"
-    return CheckpointError(f"no tokenizer could be loaded from {str(name)!r} ({why}); {remedy}")
+    return CheckpointError(
+        f"no tokenizer could be loaded from {str(name)!r} ({why}); copy the tokenizer's files there, or, in Python, "
+        "pass tokenizer=DIRECTORY, or False to work on token ids"
+    )
 
 
 def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
@@ -128,5 +132,6 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
     try:
         return AutoTokenizer.from_pretrained(found)
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _without_tokenizer(source, f"{type(error).__name__}: {said}") from error
+        raise _without_tokenizer(
+            source, f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
+        ) from error

@@ -56,13 +56,16 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     except (ForerunError, torch.OutOfMemoryError):
         raise
     except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
-        said = f"{type(error).__name__}: {error}"
-        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {said}") from error
+        raise UnsupportedModelError(
+            f"{name}: its layers cannot be run in part: {type(error).__name__}: {error}"
+        ) from error
     limit = most_difference(noise)
     if not worst <= limit:
         unit = "of their spread" if noise is None else "nats"
-        differ = f"logits differ from a whole pass by {worst:.2g} {unit}, {limit:.2g} is allowed in {target.dtype}"
-        raise UnsupportedModelError(f"{name}: its layers cannot be run in part: {differ}")
+        raise UnsupportedModelError(
+            f"{name}: its layers cannot be run in part: logits differ from a whole pass by {worst:.2g} {unit}, "
+            f"{limit:.2g} is allowed in {target.dtype}"
+        )
 
 
 @torch.inference_mode()

@@ -137,16 +137,20 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
     if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
-        wrong = "device_map, tp_plan, adapter and revision say how to load, but this model is loaded already"
-        raise ArgumentError(f"{wrong}: load it that way, or pass its directory")
+        raise ArgumentError(
+            "device_map, tp_plan, adapter and revision say how to load, but this model is loaded already: load it "
+            "that way, or pass its directory"
+        )
     model = without_wrapper(model)
     refuse_config(model.config, type(model))
     dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
     place = device_of(model.get_input_embeddings())
     wanted = place if options.device is None else torch.device(options.device)
     if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
-        loaded = f"this model is loaded already, in {model.dtype} on {place}, and is left as it is"
-        raise ArgumentError(f"{loaded}; move or convert it before, or pass its directory")
+        raise ArgumentError(
+            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
+            "before, or pass its directory"
+        )
     device = None if is_spread(model) else place
     return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 

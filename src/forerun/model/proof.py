@@ -229,8 +229,9 @@ def prove_model(
                     _log.warning("%s runs without %s: with that, %s", name_of(model), ", ".join(removed), first)
                     break
         if wrong is not None:
-            told = f"{wrong}. Speculation would not be lossless. {_remedy(cls, model, ids, removed, room)}"
-            raise UnsupportedModelError(told)
+            raise UnsupportedModelError(
+                f"{wrong}. Speculation would not be lossless. {_remedy(cls, model, ids, removed, room)}"
+            )
     least = min((one for one in (limit, found) if one is not None), default=None)
     if least is None and not removed:
         keep(key, name_of(model), accelerate.list_replaced(model))

@@ -234,9 +234,10 @@ def check_embeddings(model: Any) -> None:
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
         sums = weight.detach().sum(-1, dtype=torch.float32)
         if not sums.isfinite().all():
-            token = int((~sums.isfinite()).nonzero()[0, 0])
-            broken = f"the embedding of token {token} is not finite"
-            raise NumericError(f"{name_of(model)}: {broken}. The checkpoint is broken: copy or download it again")
+            raise NumericError(
+                f"{name_of(model)}: the embedding of token {int((~sums.isfinite()).nonzero()[0, 0])} is not finite. "
+                "The checkpoint is broken: copy or download it again"
+            )
 
 
 @torch.inference_mode()
@@ -343,8 +344,7 @@ def _complaint(target: Any, expected: PlainReference, named: str) -> str | None:
                 why = (
                     obstacle(target.model) or "what it computes does not follow the mask and positions that it is given"
                 )
-                allowed = f"{STRUCTURE:g} is allowed in {target.dtype}; {why}"
-                return f"{said} {size:.2g} of the logits' spread, {allowed}"
+                return f"{said} {size:.2g} of the logits' spread, {STRUCTURE:g} is allowed in {target.dtype}; {why}"
             own = f"{FACTOR} times its own noise, {expected.noise:.2g} between token by token and one pass, is allowed"
             missing = obstacle(target.model)
             more = f"; {missing}" if missing else ""

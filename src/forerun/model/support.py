@@ -56,8 +56,10 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
 def refuse_stateful(model_class: Any, kind: str) -> None:
     """Raise UnsupportedModelError for a class that keeps recurrent state."""
     if getattr(model_class, "_is_stateful", False):
-        state = "a recurrent state (state space, linear attention or convolution), which cannot be rolled back"
-        raise UnsupportedModelError(f"{kind} keeps {state}; only attention can be verified losslessly. {UNSERVED}")
+        raise UnsupportedModelError(
+            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
+            f"back; only attention can be verified losslessly. {UNSERVED}"
+        )
 
 
 def named_sizes(config: Any) -> dict[str, int]:
@@ -105,8 +107,13 @@ def context_length(config: Any) -> int:
     """
     announced, limit = _announced(config), most_positions(config)
     if limit < announced:
-        why = f"behind position {limit} its rope, or the scale of its attention, changes for every row of a batch"
-        _log.warning("%s: %s; the context is limited to %d of %d tokens", config.model_type, why, limit, announced)
+        _log.warning(
+            "%s: %s; the context is limited to %d of %d tokens",
+            config.model_type,
+            f"behind position {limit} its rope, or the scale of its attention, changes for every row of a batch",
+            limit,
+            announced,
+        )
     return limit
 
 
@@ -162,8 +169,9 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
         if plainly:
             raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {said}") from error
         needs = "forerun needs 4D attention masks, explicit positions and a KV cache"
-        why = f"{obstacle(model, error) or _CLASH}. {needs}. {UNSERVED}"
-        raise UnsupportedModelError(f"{name_of(model)} cannot score a token tree: {why}") from error
+        raise UnsupportedModelError(
+            f"{name_of(model)} cannot score a token tree: {obstacle(model, error) or _CLASH}. {needs}. {UNSERVED}"
+        ) from error
 
 
 @torch.inference_mode()

@@ -608,11 +608,13 @@ class Target:
         for row, count, reach in zip(rows, slots, positions, strict=True):
             held = self.lengths[row]
             if held + count > self.slots:
-                room = f"its {self.slots} cache slots: raise slots"
-                raise ArgumentError(f"row {row} holds {held} tokens; {count} more do not fit {room}")
+                raise ArgumentError(
+                    f"row {row} holds {held} tokens; {count} more do not fit its {self.slots} cache slots: raise slots"
+                )
             if held + reach > self.max_length:
-                context = f"the context of {self.max_length}"
-                raise ArgumentError(f"row {row} holds {held} tokens; {reach} more exceed {context}")
+                raise ArgumentError(
+                    f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
+                )
 
 
 def _last(values: Tensor, counts: Sequence[int]) -> Tensor:

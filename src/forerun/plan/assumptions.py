@@ -73,11 +73,14 @@ def assume_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
     share = 1 - (1 - HOT) * min(temperature, 1.0)
     tokens = max(1.0, kind.tokens * share)
     alpha = alpha_of(tokens, kind.k)
-    reached = f"{kind.tokens:.2f} tokens per pass with K = {kind.k} on {text} ({kind.source})"
-    notes = [f"acceptance {alpha:.2f}: a trained head reaches {reached}"]
+    notes = [
+        f"acceptance {alpha:.2f}: a trained head reaches {kind.tokens:.2f} tokens per pass with K = {kind.k} on "
+        f"{text} ({kind.source})"
+    ]
     if temperature > 0:
-        source = "LK losses, three models, K = 7: T = 1 over T = 0"
-        notes.append(f"times {share:.2f} at temperature {temperature:g} ({source})")
+        notes.append(
+            f"times {share:.2f} at temperature {temperature:g} (LK losses, three models, K = 7: T = 1 over T = 0)"
+        )
     return alpha, notes
 
 
@@ -121,8 +124,9 @@ def find_device(name: str) -> Device:
     """
     key = _AROUND.sub("", re.sub(r"[-_ ]", "", name.lower()))
     if key not in DEVICES:
-        known = f"{choices(key, DEVICES)} For another one give --tflops and --bandwidth"
-        raise ArgumentError(f"unknown device {name!r}.{known}")
+        raise ArgumentError(
+            f"unknown device {name!r}.{choices(key, DEVICES)} For another one give --tflops and --bandwidth"
+        )
     return DEVICES[key]
 
 
@@ -130,8 +134,9 @@ def parse_dtype(name: str) -> str:
     """Return a key of `BYTES` from one of its usual names, else raise an ArgumentError."""
     key = _ALIASES.get(name.lower(), name.lower())
     if key not in BYTES:
-        near = nearest(key, [*_ALIASES, *BYTES])
-        raise ArgumentError(f"unknown dtype {name!r}.{near} There are bf16, fp16, fp32, fp8, int8, int4.")
+        raise ArgumentError(
+            f"unknown dtype {name!r}.{nearest(key, [*_ALIASES, *BYTES])} There are bf16, fp16, fp32, fp8, int8, int4."
+        )
     return key
 
 
@@ -157,13 +162,16 @@ class Size:
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return
         if not 0 < self.active_params <= self.params or not 1 <= self.experts_per_token < self.experts:
-            allowed = f"in 0..{self.params:g} and experts per token in 1..{self.experts - 1}"
-            got = f"{self.active_params:g} and {self.experts_per_token}"
-            raise ArgumentError(f"active parameters must be {allowed}, got {got}")
+            raise ArgumentError(
+                f"active parameters must be in 0..{self.params:g} and experts per token in 1..{self.experts - 1}, "
+                f"got {self.active_params:g} and {self.experts_per_token}"
+            )
         if self.shared < 0:
             share = self.params * self.experts_per_token / self.experts
-            why = f"{self.experts_per_token} of {self.experts} experts alone hold up to {share:g}"
-            raise ArgumentError(f"{self.active_params:g} active parameters are too few: {why}")
+            raise ArgumentError(
+                f"{self.active_params:g} active parameters are too few: {self.experts_per_token} of {self.experts} "
+                f"experts alone hold up to {share:g}"
+            )
 
     @property
     def active(self) -> float:

@@ -177,13 +177,14 @@ def _why_not(found: Plan, load: PlanLoad) -> list[str]:
 def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
-        head = "a head trained for the target (eagle3) where there is one"
-        return "eagle3", [f"{head}; ngram or suffix where answers repeat their prompt (edits, summaries)"]
+        return "eagle3", [
+            "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat their "
+            "prompt (edits, summaries)"
+        ]
     options = [option for option in (kind.trained, kind.untrained) if option[0] in DRAFTERS]
     name = max(options or [kind.trained], key=lambda option: option[1])[0]
     without, trained = (f"{method} {gain:.2f} x" for method, gain in (kind.untrained, kind.trained))
-    setting = f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0"
-    notes = [f"{setting}: without training {without}, trained {trained}"]
+    notes = [f"Spec-Bench, {text}, Vicuna-7B on an A100, batch 1, T = 0: without training {without}, trained {trained}"]
     if rows > 1:
         notes.append(f"published at batch 1; here the batch is {rows}")
     return name, notes

@@ -161,8 +161,11 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
     """
     found, own = dict[str, Any](), body.chat_template_kwargs or {}
     if reserved := [name for name in _RESERVED if name in own]:
-        message = f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request"
-        raise bad_request(f"{message}; send it beside chat_template_kwargs", "chat_template_kwargs")
+        raise bad_request(
+            f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request; send it "
+            "beside chat_template_kwargs",
+            "chat_template_kwargs",
+        )
     if body.reasoning_effort is not None:
         if not _has_variable(template, "reasoning_effort"):
             raise bad_request("the chat template of this model has no such variable", "reasoning_effort")

@@ -152,8 +152,7 @@ class Guard:
             return ApiError(415, "bodies are read as they are: leave out Content-Encoding")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and not _JSON.fullmatch(kind) and own_path(scope) not in OPEN_PATHS:
-            message = "bodies are JSON: send Content-Type: application/json"
-            return ApiError(415, message, quoted=kind) if kind else None
+            return ApiError(415, "bodies are JSON: send Content-Type: application/json", quoted=kind) if kind else None
         return None
 
 

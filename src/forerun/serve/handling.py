@@ -51,8 +51,11 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     """Return a job for each prompt."""
     prompts, answers = body.prompts, session.settings.most_answers
     if len(prompts) * body.n > answers:
-        asked = f"{len(prompts)} prompts with n = {body.n}"
-        raise bad_request(f"{asked} are more than the {answers} answers that this server takes; send fewer", "prompt")
+        raise bad_request(
+            f"{len(prompts)} prompts with n = {body.n} are more than the {answers} answers that this server takes; "
+            "send fewer",
+            "prompt",
+        )
     most, limit = session.settings.max_tokens, body.max_tokens
     if most is not None and "max_tokens" not in body.model_fields_set:
         limit = min(limit, most)
@@ -71,8 +74,14 @@ def check_model(session: Session, asked: str | None) -> None:
     """Refuse a model that is not served here."""
     names = session.settings.model_names
     if asked is not None and asked not in names:
-        message = "there is no such model here; this server has"
-        raise ApiError(404, message, param="model", code="model_not_found", quoted=asked, listed=names)
+        raise ApiError(
+            404,
+            "there is no such model here; this server has",
+            param="model",
+            code="model_not_found",
+            quoted=asked,
+            listed=names,
+        )
 
 
 async def merge_streams(streams: Sequence[AsyncIterator[StreamChunk]]) -> AsyncGenerator[Tagged]:
@@ -117,8 +126,9 @@ def _job(
     names: Mapping[str, str] | None = None,
 ) -> Job:
     if body.return_speculation_trace and not session.settings.allow_traces:
-        message = "this server gives no traces (it was started without --allow-traces)"
-        raise bad_request(message, "return_speculation_trace")
+        raise bad_request(
+            "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
+        )
     client, longest = CLIENT.get(), session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:

@@ -103,9 +103,10 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or error
-        message = f"cannot listen on {host!r}, port {port}: {why}; choose another --host or --port"
-        raise ArgumentError(message) from error
+        raise ArgumentError(
+            f"cannot listen on {host!r}, port {port}: {getattr(error, 'strerror', None) or error}; choose another "
+            "--host or --port"
+        ) from error
 
 
 def allow_files(count: int) -> None:
@@ -116,8 +117,10 @@ def allow_files(count: int) -> None:
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and count > hard:
-        remedy = f"lower --max-connections by {count - hard}, or raise the limit (ulimit -Hn, LimitNOFILE=)"
-        raise ArgumentError(f"{count} open files are needed and {hard} allowed: {remedy}")
+        raise ArgumentError(
+            f"{count} open files are needed and {hard} allowed: lower --max-connections by {count - hard}, or raise "
+            "the limit (ulimit -Hn, LimitNOFILE=)"
+        )
     if soft != resource.RLIM_INFINITY and soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
@@ -181,8 +184,14 @@ class Connection(H11Protocol):
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=1)  # bytes; with 0 a TLS transport is always full
         if len(self.connections) > self._limits.max_connections:
-            message = f"{self._limits.max_connections} connections are open, which is the limit; try again later"
-            self._refuse(ApiError(503, message, code="too_many_connections", retry_after_s=1))
+            self._refuse(
+                ApiError(
+                    503,
+                    f"{self._limits.max_connections} connections are open, which is the limit; try again later",
+                    code="too_many_connections",
+                    retry_after_s=1,
+                )
+            )
         else:
             self._await_request()
 

@@ -175,8 +175,12 @@ class Session:
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
             own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
-            message = f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later"
-            raise ApiError(429, message, code="queue_full", retry_after_s=1)
+            raise ApiError(
+                429,
+                f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later",
+                code="queue_full",
+                retry_after_s=1,
+            )
         self._held[client] += answers
         try:
             yield
@@ -275,8 +279,10 @@ class Session:
             base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
         length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
-            message = f"num_speculative_tokens is at most {most} for {name!r} here, got {length}"
-            raise bad_request(message, "speculative.num_speculative_tokens")
+            raise bad_request(
+                f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
+                "speculative.num_speculative_tokens",
+            )
         if not base:
             length = length or default_length(name)
         asked = {"num_speculative_tokens": length, "rule": request.rule}
@@ -292,8 +298,11 @@ class Session:
             raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
         config = own if own is not None and name == own.method else SpeculativeConfig(method=name)
         if predicted and not _copies_prediction(config):
-            message = f"drafter {name!r} cannot use a prediction; leave out speculative.drafter to have it copied, "
-            raise bad_request(f"{message}or leave out the prediction", "speculative.drafter")
+            raise bad_request(
+                f"drafter {name!r} cannot use a prediction; leave out speculative.drafter to have it copied, or "
+                "leave out the prediction",
+                "speculative.drafter",
+            )
 
     def longest(self, name: str) -> int:
         """Return the tokens that a request may have a drafter draft in a step: never more than it

@@ -99,8 +99,7 @@ def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
     known = ("layers", *WIDTHS)
     for name in options:
         if name not in known:
-            hint = choices(name, known, "draft.options has")
-            raise ArgumentError(f"a target cannot be shrunk by {name!r}.{hint}")
+            raise ArgumentError(f"a target cannot be shrunk by {name!r}.{choices(name, known, 'draft.options has')}")
     most = {"layers": config.num_hidden_layers} | {name: getattr(config, name) for name in WIDTHS}
     chosen = options.get("layers", config.num_hidden_layers)
     listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)
@@ -112,8 +111,10 @@ def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
     if not listed:
         return space_evenly(chosen, config.num_hidden_layers)
     if not chosen or list(chosen) != sorted(set(chosen) & set(range(config.num_hidden_layers))):
-        last = config.num_hidden_layers - 1
-        raise ArgumentError(f"draft.options.layers must be layers of the target, 0 to {last}, rising; got {chosen}")
+        raise ArgumentError(
+            f"draft.options.layers must be layers of the target, 0 to {config.num_hidden_layers - 1}, rising; got "
+            f"{chosen}"
+        )
     return list(chosen)
 
 

@@ -61,8 +61,10 @@ class InLlamaCpp(InstalledEngine):
         """
         way = LlamaCpp.ways.get(drafting.kind)
         if way is None or drafting.kind == "ngram":
-            have = ", ".join(kind for kind in LlamaCpp.ways if kind != "ngram")
-            raise ArgumentError(f"llama.cpp does not draft with a {drafting.kind} head; it does with {have}")
+            raise ArgumentError(
+                f"llama.cpp does not draft with a {drafting.kind} head; it does with "
+                f"{', '.join(kind for kind in LlamaCpp.ways if kind != 'ngram')}"
+            )
         refuse_apart(drafting, LlamaCpp())
         if sources is None or not (sources / SCRIPT).is_file():
             raise ArgumentError(

@@ -67,8 +67,9 @@ class TliDrafter(DraftModelDrafter):
         require(shared, self.config.min_shared, target, draft)
         widest = max(self._tree.shape.widths)
         if len(shared) < widest:
-            common = f"{target!r} and {draft!r} have {len(shared)}"
-            raise VocabularyMismatchError(f"tli: {widest} children a node need as many common tokens; {common}")
+            raise VocabularyMismatchError(
+                f"tli: {widest} children a node need as many common tokens; {target!r} and {draft!r} have {len(shared)}"
+            )
         dictionary, device = Dictionary(target, SpanEncoder(draft), self.model.vocab_size), self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
         target_ids, self._draft_ids = shared.T.contiguous().to(device)

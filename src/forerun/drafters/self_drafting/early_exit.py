@@ -67,8 +67,10 @@ class EarlyExitDrafter(SelfDrafter):
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
         if not 1 <= config.exit_layer < layers:
-            expected = f"in 1..{layers - 1} for a target of {layers} layers"
-            raise ArgumentError(f"early_exit: exit_layer must be {expected}, got {config.exit_layer}")
+            raise ArgumentError(
+                f"early_exit: exit_layer must be in 1..{layers - 1} for a target of {layers} layers, got "
+                f"{config.exit_layer}"
+            )
         prove(setup.target, config.exit_layer)
         self.config = config
         self._head = None if config.head is None else ExitHead(Path(config.head), setup.target)
@@ -130,8 +132,10 @@ class ExitHead:
         shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}
         expected = {_HEAD: (target.vocab_size, target.hidden_size), _NORM: (target.hidden_size,)}
         if _HEAD not in shapes or not shapes.items() <= expected.items():
-            wanted = f"must hold {_HEAD} {expected[_HEAD]}, may hold {_NORM} {expected[_NORM]}, nothing else"
-            raise CheckpointError(f"early_exit: {path} {wanted}; it holds {shapes}")
+            raise CheckpointError(
+                f"early_exit: {path} must hold {_HEAD} {expected[_HEAD]}, may hold {_NORM} {expected[_NORM]}, "
+                f"nothing else; it holds {shapes}"
+            )
         tensors = load_file(path)
         self._weight = tensors[_HEAD].to(target.device, target.dtype)
         _, self._norm = norm_after_layers(base_of(target.model), target.num_layers)

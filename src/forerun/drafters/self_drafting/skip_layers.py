@@ -66,8 +66,9 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
     for name in chosen:
         if name not in known:
             every_name = f"0.attn, 0.mlp, ..., {layers - 1}.attn, {layers - 1}.mlp"
-            hint = nearest(str(name), known)
-            raise ArgumentError(f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{hint}")
+            raise ArgumentError(
+                f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{nearest(str(name), known)}"
+            )
     skip = frozenset(known[name] for name in chosen)
     if not skip:
         raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
@@ -254,8 +255,10 @@ class SkipFile:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
         if found.num_layers != target.num_layers:
-            tuned = f"{path} was tuned on {found.model} with {found.num_layers} layers"
-            raise ArgumentError(f"{tuned}; this model has {target.num_layers}. {remedy}")
+            raise ArgumentError(
+                f"{path} was tuned on {found.model} with {found.num_layers} layers; this model has "
+                f"{target.num_layers}. {remedy}"
+            )
         if found.structure != structure_hash(target):
             raise ArgumentError(f"{path} was tuned on {found.model}, which is built differently. {remedy}")
         return found
@@ -295,8 +298,10 @@ class SkipLayersConfig(TreeOptions):
     def __post_init__(self) -> None:
         self.check_tree("skip_layers")
         if (self.skip is None) == (self.search is None):
-            given = "a list such as ['3.attn', '3.mlp'] or the file that forerun tune skip-layers wrote"
-            raise ArgumentError(f"skip_layers needs either skip, {given}, or search='swift'")
+            raise ArgumentError(
+                "skip_layers needs either skip, a list such as ['3.attn', '3.mlp'] or the file that forerun tune "
+                "skip-layers wrote, or search='swift'"
+            )
         if self.search is not None:
             check_choice("skip_layers", self, "search", SEARCHES)
         for name in ("skip_ratio", "stop_below", "target_acceptance"):
@@ -406,8 +411,10 @@ class OnlineSearch:
         allowed = tuple(sublayer for sublayer in every(layers) if 0 < sublayer[0] < layers - 1)
         ratio, size = config.skip_ratio, round(config.skip_ratio * 2 * layers)
         if not 1 <= size < len(allowed):
-            fitting = f"1 to {len(allowed) - 1} of {2 * layers}: SWIFT keeps the first and the last layer"
-            raise ArgumentError(f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected {fitting}")
+            raise ArgumentError(
+                f"skip_layers: skip_ratio {ratio:g} skips {size} sub-layers, expected 1 to {len(allowed) - 1} of "
+                f"{2 * layers}: SWIFT keeps the first and the last layer"
+            )
         self.space = Space(allowed=allowed, size=size)
         self.candidates = 0  # Judged so far
         self._window, self._patience = config.search_window, config.search_patience

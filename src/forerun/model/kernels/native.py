@@ -367,8 +367,10 @@ def rms_norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     """
     size = states.shape[-1]
     if weight.shape != (size,) or weight.dtype is not states.dtype or size % LANES:
-        got = f"got {tuple(weight.shape)} of {weight.dtype}"
-        raise ArgumentError(f"a norm of {size} values needs as many weights of their dtype, in {LANES}s; {got}")
+        raise ArgumentError(
+            f"a norm of {size} values needs as many weights of their dtype, in {LANES}s; got {tuple(weight.shape)} "
+            f"of {weight.dtype}"
+        )
     result = torch.empty_like(states)
     _library(states).forerun_norm(
         *(tensor.data_ptr() for tensor in (states, weight, result)),

@@ -374,8 +374,9 @@ def token_batch(
     named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
     for name, values in named.items():
         if values is not None and values.shape != input_ids.shape:
-            shapes = f"input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
-            raise ArgumentError(f"{name} must be shaped like {shapes}")
+            raise ArgumentError(
+                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
+            )
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
     counts = real if loss_mask is None else real & loss_mask.bool()
     counts = counts if labels is None else counts & (labels != IGNORED)

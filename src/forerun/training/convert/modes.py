@@ -254,8 +254,10 @@ class DFlashMode(Mode):
         text = model.config.get_text_config()
         for name in ("hidden_size", "vocab_size"):
             if self.architecture.get(name) not in (None, getattr(text, name)):
-                told = f"the base model's {getattr(text, name)}, got {self.architecture[name]}"
-                raise ArgumentError(f"{self.ARCHITECTURE}.{name} must be {told}")
+                raise ArgumentError(
+                    f"{self.ARCHITECTURE}.{name} must be the base model's {getattr(text, name)}, got "
+                    f"{self.architecture[name]}"
+                )
         names = (*SAME_NAME, "max_position_embeddings")
         options = {name: value for name, value in self.architecture.items() if name in names and value is not None}
         if self.architecture.keys() & {"rope_theta", "rope_scaling"}:

@@ -372,8 +372,10 @@ class Director:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.params.max_tokens:
-            given = f"{self.prompt_tokens} and {self.params.max_tokens}"
-            raise ArgumentError(f"prompt_tokens and max_tokens must be at least 1, got {given}")
+            raise ArgumentError(
+                f"prompt_tokens and max_tokens must be at least 1, got {self.prompt_tokens} and "
+                f"{self.params.max_tokens}"
+            )
         if self.tokenizer is not None:
             check_variables(self.tokenizer, self.variables)
 

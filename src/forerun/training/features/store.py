@@ -244,8 +244,9 @@ class Shard:
         actual = self.path.stat().st_size if self.path.exists() else 0
         expected = sum(self.lengths) * manifest.record_bytes
         if actual != expected:
-            state = f"is cut short or was changed: {actual} bytes, expected {expected}"
-            raise DataError(f"{self.path} {state}; {_remedy(self.path)}")
+            raise DataError(
+                f"{self.path} is cut short or was changed: {actual} bytes, expected {expected}; {_remedy(self.path)}"
+            )
 
 
 def encode(features: Mapping[Boundary, Tensor], manifest: FeatureManifest, name: str) -> Records:

@@ -165,8 +165,9 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
         if parameter is None:
             raise CheckpointError(f"{path / OPTIMIZER} holds {name}, but no such parameter is trained.")
         if value.ndim and value.shape != parameter.shape:
-            shapes = f"{tuple(value.shape)}, the parameter {tuple(parameter.shape)}"
-            raise CheckpointError(f"{path / OPTIMIZER}: {name} has shape {shapes}.")
+            raise CheckpointError(
+                f"{path / OPTIMIZER}: {name} has shape {tuple(value.shape)}, the parameter {tuple(parameter.shape)}."
+            )
         by_parameter.setdefault(id(parameter), {})[kind] = shard_like(value, parameter) if value.ndim else value
     for optimizer in optimizers:
         owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]

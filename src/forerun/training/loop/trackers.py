@@ -124,8 +124,9 @@ def tracker(name: str, output: Path, config: Mapping[str, Any]) -> Tracker:
     package is not installed.
     """
     if name not in PACKAGES:
-        hint = nearest(name, PACKAGES)
-        raise ArgumentError(f"tracker {name!r} is unknown; expected one of {', '.join(PACKAGES)}.{hint}")
+        raise ArgumentError(
+            f"tracker {name!r} is unknown; expected one of {', '.join(PACKAGES)}.{nearest(name, PACKAGES)}"
+        )
     try:
         module: Any = importlib.import_module(PACKAGES[name])
     except ImportError as error:
