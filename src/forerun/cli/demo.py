@@ -229,8 +229,8 @@ def _all(
         out.print(leaderboard.table(plain, board, out.width))
         out.print(
             Text(
-                f"{note or 'the model as it ships'}; plain {speeds['0']:.1f} tokens/s at T = 0; {llm.target.dtype_name} "
-                f"on {llm.target.device}",
+                f"{note or 'the model as it ships'}; plain {speeds['0']:.1f} tokens/s at T = 0; "
+                f"{llm.target.dtype_name} on {llm.target.device}",
                 "dim",
             )
         )

@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.drafters.vocabulary import spare_token
-from forerun.errors import ArgumentError
 from forerun.heads.base import Angles, Attend, BlockHead, HeadConfig
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
@@ -32,6 +32,8 @@ from forerun.losses.chunked_loss import DraftPaths, VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    Natural,
+    Share,
     chain_metrics,
     mark_counted,
     order_evenly,
@@ -159,27 +161,19 @@ class DFlashDrafter(BestFirstDrafter):
 class DFlashSettings(DecoderSettings):
     """`DFlashSettings` are anchors, weights and divergence of the objective."""
 
-    anchors: int = 64
+    anchors: Natural = 64
     """Blocks in a row of tokens, at most."""
-    smoothing: float = 0.5
+    smoothing: Share = 0.5
     """Smoothing of the weights by which each depth weighs what it brings (D-PACE, arXiv
     2605.18810).
 
     They follow the acceptance that the head has: an acceptance q counts (1 - smoothing) q +
     smoothing.
     """
-    gamma: float | None = None
+    gamma: Annotated[float, Field(gt=0, allow_inf_nan=True)] | None = None
     """With gamma, depth k weighs exp(-k / gamma) instead, whatever the head does. The paper: 4 for
     blocks of 8, 7 for 16.
     """
-
-    def __post_init__(self) -> None:
-        if self.anchors < 1:
-            raise ArgumentError(f"objective: anchors must be at least 1, got {self.anchors}")
-        if self.gamma is not None and not self.gamma > 0:
-            raise ArgumentError(f"objective: gamma must be positive, got {self.gamma}")
-        if not 0 <= self.smoothing <= 1:
-            raise ArgumentError(f"objective: smoothing must be in [0, 1], got {self.smoothing}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
-from forerun.errors import ArgumentError
 from forerun.heads.base import Above, Angles, Attend, Followed
 from forerun.heads.dflash import (
     BlockDrafterConfig,
@@ -38,6 +37,7 @@ from forerun.heads.drafting import HeadDrafter
 from forerun.heads.layers import DecoderLayer
 from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import VocabularyLoss, chunk_elements
+from forerun.losses.objective import NotNegative
 from forerun.types import LAST_HIDDEN
 
 BEHIND = 1e4  # How far the logit of a token that is no candidate falls: its probability is 0, and finite it stays
@@ -167,13 +167,8 @@ class DFlash2Settings(DFlashSettings):
     selector.
     """
 
-    selector_weight: float = 1.0
+    selector_weight: NotNegative = 1.0
     """Weight of the selector's loss."""
-
-    def __post_init__(self) -> None:
-        DFlashSettings.__post_init__(self)
-        if self.selector_weight < 0:
-            raise ArgumentError(f"objective: selector_weight must not be negative, got {self.selector_weight}")
 
 
 class DFlash2Objective(DFlashObjective):

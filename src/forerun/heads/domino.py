@@ -21,13 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from forerun.errors import ArgumentError
 from forerun.heads.base import Above
 from forerun.heads.dflash import BlockDrafterConfig, BlockOutputs, DFlashConfig, DFlashSettings
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.dspark import Corrected, FollowingHead, FollowingObjective
 from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import VocabularyLoss
+from forerun.losses.objective import Fraction, Share
 from forerun.types import LAST_HIDDEN
 
 
@@ -116,18 +116,11 @@ class DominoSettings(DFlashSettings):
     block's own loss counts.
     """
 
-    base_start: float = 1.0
+    base_start: Share = 1.0
     """Share of the block's own loss in the first batch, in [0, 1]."""
-    base_until: float = 0.5
+    base_until: Fraction = 0.5
     """Share of the run after which the block's share is 0, in (0, 1]; until then it falls linearly.
     """
-
-    def __post_init__(self) -> None:
-        DFlashSettings.__post_init__(self)
-        if not 0 <= self.base_start <= 1:
-            raise ArgumentError(f"objective: base_start must be in [0, 1], got {self.base_start}")
-        if not 0 < self.base_until <= 1:
-            raise ArgumentError(f"objective: base_until must be in (0, 1], got {self.base_until}")
 
 
 class DominoObjective(FollowingObjective):

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from forerun.errors import ArgumentError
 from forerun.heads.base import Above, Followed
 from forerun.heads.dflash import (
     BlockDrafterConfig,
@@ -35,6 +34,7 @@ from forerun.heads.dflash import (
 from forerun.heads.drafting import HeadDrafter
 from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import Divergence, VocabularyLoss
+from forerun.losses.objective import NotNegative
 from forerun.types import LAST_HIDDEN
 
 GATES = ("vanilla", "gated", "rnn")
@@ -176,13 +176,8 @@ class DSparkSettings(DFlashSettings):
     """
 
     divergence: Divergence = Divergence.MIXED
-    confidence_weight: float = 1.0
+    confidence_weight: NotNegative = 1.0
     """Weight of the confidence head's loss."""
-
-    def __post_init__(self) -> None:
-        DFlashSettings.__post_init__(self)
-        if self.confidence_weight < 0:
-            raise ArgumentError(f"objective: confidence_weight must not be negative, got {self.confidence_weight}")
 
 
 class FollowingObjective(DFlashObjective):

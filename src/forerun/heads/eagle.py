@@ -39,9 +39,11 @@ from forerun.losses.chunked_loss import VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    Fraction,
     FrozenTarget,
+    Natural,
+    NotNegative,
     chain_metrics,
-    check_unrolling,
     mark_counted,
     run_or_checkpoint,
     shift_left,
@@ -275,15 +277,12 @@ class HeadLayer(nn.Module):
 class Eagle3Settings(DecoderSettings):
     """`Eagle3Settings` are steps, weights and divergence of the objective."""
 
-    steps: int = 7
+    steps: Natural = 7
     """T, the number of times that the head is unrolled."""
-    decay: float = 0.8
+    decay: Fraction = 0.8
     """Base of the steps' weights: step t weighs decay^t, normalised to sum 1."""
     flex_attention: bool = False
     """On CUDA: FlexAttention, which makes no mask of queries times keys; the figures are the same."""
-
-    def __post_init__(self) -> None:
-        check_unrolling(self.steps, self.decay)
 
     @property
     def weights(self) -> list[float]:
@@ -392,19 +391,17 @@ class Eagle3Objective(DecoderObjective):
 class EagleSettings(Eagle3Settings):
     """`EagleSettings` are steps, weights and noise of the objective; the defaults are the paper's."""
 
-    steps: int = 1
+    steps: Natural = 1
     """Times that the head is unrolled; beyond the first on its own features."""
-    regression_weight: float = 1.0
+    regression_weight: NotNegative = 1.0
     """Weight of the distance to the target's features."""
-    token_weight: float = 0.1
+    token_weight: NotNegative = 0.1
     """Weight of the cross-entropy, or of what `divergence` says."""
-    noise: float = 0.1
+    noise: NotNegative = 0.1
     """Uniform noise on the target's states, see `DecoderSettings`."""
 
     def __post_init__(self) -> None:
         Eagle3Settings.__post_init__(self)
-        if min(self.regression_weight, self.token_weight, self.noise) < 0:
-            raise ArgumentError("objective: regression_weight, token_weight and noise must not be negative")
         if not self.regression_weight + self.token_weight:
             raise ArgumentError("objective: one of regression_weight and token_weight must be positive")
 

@@ -52,6 +52,7 @@ from forerun.heads.keys import Keys
 from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
+    Fraction,
     FrozenTarget,
     ObjectiveSettings,
     chain_metrics,
@@ -165,12 +166,8 @@ class MedusaDrafter(BestFirstDrafter):
 class MedusaSettings(ObjectiveSettings):
     """`MedusaSettings` are the weights of the objective."""
 
-    decay: float = 0.8
+    decay: Fraction = 0.8
     """Base of the depths' weights: depth k weighs decay^k."""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ArgumentError(f"objective: decay must be in (0, 1], got {self.decay}")
 
 
 class MedusaObjective(Objective):

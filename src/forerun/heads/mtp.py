@@ -26,10 +26,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
@@ -42,10 +41,12 @@ from forerun.heads.layers import LATENT_EPS, DecoderConfig, DecoderHead, HeadMLP
 from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
+    Fraction,
     FrozenTarget,
+    Natural,
+    NotNegative,
     ObjectiveSettings,
     chain_metrics,
-    check_unrolling,
     shift_left,
     unrolled_weights,
 )
@@ -308,17 +309,14 @@ class MtpDrafter(HeadDrafter):
 class MtpSettings(ObjectiveSettings):
     """`MtpSettings` are depths and their weights; the defaults are the paper's."""
 
-    steps: int = 3
+    steps: Natural = 3
     """K, the number of times that the module is unrolled."""
-    decay: float = 0.6
+    decay: Fraction = 0.6
     """Base of the depths' weights, beta: depth k weighs beta^k, normalised to sum 1."""
     flex_attention: bool = False
     """On CUDA: FlexAttention, see `Eagle3Settings`."""
-    noise: Annotated[float, Field(ge=0)] = 0.0
+    noise: NotNegative = 0.0
     """Uniform noise on the target's states, see `DecoderSettings`."""
-
-    def __post_init__(self) -> None:
-        check_unrolling(self.steps, self.decay)
 
     @property
     def weights(self) -> list[float]:

@@ -50,8 +50,10 @@ from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    Fraction,
     Masked,
-    check_drop,
+    Natural,
+    Share,
     run_or_checkpoint,
     shift_left,
 )
@@ -139,15 +141,12 @@ class PEagleDrafter(BestFirstDrafter):
 class PEagleSettings(DecoderSettings):
     """`PEagleSettings` are depths, conditional drop and divergence of the objective."""
 
-    depths: int = 8
+    depths: Natural = 8
     """Tokens that an entry learns to predict, at most."""
-    keep: float = 0.8
+    keep: Fraction = 0.8
     """Share of the entries at a depth that goes on to the next one."""
-    floor: float = 0.2
+    floor: Share = 0.2
     """Least share of a row's entries at any depth."""
-
-    def __post_init__(self) -> None:
-        check_drop(self)
 
 
 class PEagleObjective(DecoderObjective):

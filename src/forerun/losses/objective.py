@@ -15,20 +15,53 @@ Every prediction weighs the same, so that early depths count more.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import Field
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, nearest
 from forerun.losses.batch import FeatureBatch, Objective, TokenBatch, working_dtype
 from forerun.losses.chunked_loss import Divergence, DraftPaths, Teacher, VocabularyLoss, chunk_elements, soft_loss
+
+Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Natural = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+@cache
+def _adapters(settings: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+    hints = typing.get_type_hints(settings, include_extras=True)
+    return {name: (hint, TypeAdapter(hint, config=STRICT)) for name, hint in hints.items()}
+
+
+def check_fields(settings: object, where: str = "") -> None:
+    """Raise ArgumentError for a field of another type or range than it is declared with."""
+    for name, (hint, adapter) in _adapters(type(settings)).items():
+        try:
+            adapter.validate_python(getattr(settings, name))
+        except ValidationError as error:
+            raise ArgumentError(where + complaint(error.errors()[0], name, hint)) from None
+
+
+def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
+    """Return what one error of pydantic says of a setting, with the nearest of its choices."""
+    value, choices = found["input"], found.get("ctx", {}).get("expected", "").split("'")[1::2]
+    wanted = found["msg"].replace("Input should be", "must be").replace("Field required", "lacks a value")
+    none = ", or none" if type(None) in typing.get_args(hint) else ""
+    return f"{key} {wanted}{none}, got {value!r}.{nearest(str(value), choices)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,19 +74,22 @@ class ObjectiveSettings:
     """Writer of the answers: `data` leaves them; the `target` writes other ones while it is drafted
     for; a `draft` model writes alone.
     """
-    written: Annotated[float, Field(ge=0, le=1)] = 1.0
+    written: Share = 1.0
     """Share of the documents that `writer` writes anew; the others stay as they are."""
-    reuse: Annotated[int, Field(ge=1)] = 1
+    reuse: Natural = 1
     """Times that a written batch is trained on before the next ones are written."""
-    at_once: Annotated[int, Field(ge=1)] = 16
+    at_once: Natural = 16
     """Windows, of all processes, that are written together: a pass over many answers costs little more than one over
     few, and the memory of so many."""
-    accepted: Annotated[float, Field(ge=0, le=1)] = 1.0
+    accepted: Share = 1.0
     """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: NotNegative = 1.0
     """Temperature at which `writer` draws; 0 takes the likeliest tokens."""
-    prompt_tokens: Annotated[int, Field(ge=1)] = 16
+    prompt_tokens: Natural = 16
     """Fewest tokens of a document that `writer` leaves as its prompt: plain text has no other one."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "objective: ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,8 +161,8 @@ class DistanceSettings(ObjectiveSettings):
     """`DistanceSettings` say how the distance of a head from the target's distribution is measured."""
 
     divergence: Divergence = Divergence.CROSS_ENTROPY
-    lk_decay: Annotated[float, Field(ge=0)] = 3.0
-    mix: Annotated[float, Field(ge=0, le=1)] = 0.1
+    lk_decay: NotNegative = 3.0
+    mix: Share = 0.1
     """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
 
 
@@ -136,7 +172,7 @@ class DecoderSettings(DistanceSettings):
 
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
-    noise: Annotated[float, Field(ge=0)] = 0.0
+    noise: NotNegative = 0.0
     """Uniform noise on the target's states that the head reads while it trains, at most so much to
     either side.
     """
@@ -227,14 +263,6 @@ def chain_metrics(counts: Tensor, agrees: Tensor, overlap: Tensor | None = None)
     return metrics
 
 
-def check_unrolling(steps: int, decay: float) -> None:
-    """Raise ArgumentError for steps or a decay that no head can be unrolled with."""
-    if steps < 1:
-        raise ArgumentError(f"objective: steps must be at least 1, got {steps}")
-    if not 0 < decay <= 1:
-        raise ArgumentError(f"objective: decay must be in (0, 1], got {decay}")
-
-
 def unrolled_weights(steps: int, decay: float) -> list[float]:
     """Return the weights (steps,) of the unrolled steps: step t weighs decay^t, normalised to sum
     1.
@@ -302,16 +330,6 @@ class DropSettings(Protocol):
     @property
     def floor(self) -> float:
         """Return the least share of a row's entries at any depth."""
-
-
-def check_drop(settings: DropSettings) -> None:
-    """Raise ArgumentError unless the settings make sense."""
-    if settings.depths < 1:
-        raise ArgumentError(f"objective: depths must be at least 1, got {settings.depths}")
-    if not 0 < settings.keep <= 1 or not 0 <= settings.floor <= 1:
-        raise ArgumentError(
-            f"objective: keep must be in (0, 1] and floor in [0, 1], got {settings.keep} and {settings.floor}"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

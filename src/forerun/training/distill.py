@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.errors import UnsupportedModelError
 from forerun.losses.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
 from forerun.losses.chunked_loss import VocabularyLoss, hard_loss, soft_loss
-from forerun.losses.objective import DistanceSettings, FrozenTarget, Masked, mark_counted
+from forerun.losses.objective import DistanceSettings, Fraction, FrozenTarget, Masked, mark_counted
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import AttentionMask, MaskStyle
@@ -34,7 +33,7 @@ class DistillSettings(DistanceSettings):
 
     reference: str | None = None
     """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
-    keep: Annotated[float, Field(gt=0, le=1)] = 0.4
+    keep: Fraction = 0.4
     """Share of each window's tokens that count with a `reference`."""
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from forerun.losses.batch import FeatureBatch, LossReport, Objective
 from forerun.losses.chunked_loss import VocabularyLoss
-from forerun.losses.objective import FrozenTarget, ObjectiveSettings, mark_counted
+from forerun.losses.objective import FrozenTarget, Natural, NotNegative, ObjectiveSettings, mark_counted
 from forerun.model.layers import base_of, capture_states, layers_of, norm_after_layers
 from forerun.model.support import text_config
 from forerun.training.distill import DraftStates
@@ -37,13 +37,13 @@ class LayerSkipSettings(ObjectiveSettings):
     """Chance that a window does without the last layer; earlier ones are dropped exponentially less
     often.
     """
-    exit_scale: Annotated[float, Field(ge=0)] = 0.2
+    exit_scale: NotNegative = 0.2
     """Weight of the exits beside the last layer; a later one weighs more than an earlier one."""
     curriculum: Literal["rotational", "gradual", "all"] = "rotational"
     """Exits that learn in a batch: every `every`-th, one further in the next batch; or from the last to the first one,
     all from batch number `gradual_batches` on; or all of them."""
-    every: Annotated[int, Field(ge=1)] = 4
-    gradual_batches: Annotated[int, Field(ge=1)] = 1000
+    every: Natural = 4
+    gradual_batches: Natural = 1000
 
 
 class LayerSkipObjective(Objective):

@@ -12,19 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from forerun.heads.medusa import MedusaHead, MedusaObjective, MedusaSettings
 from forerun.losses.batch import FeatureBatch, LossReport, Objective
-from forerun.losses.objective import FrozenTarget, mark_counted
+from forerun.losses.objective import FrozenTarget, Positive, Share, mark_counted
 from forerun.training.distill import DraftStates
 from forerun.types import LAST_HIDDEN
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,9 +36,9 @@ class Medusa2Settings(MedusaSettings):
     """Share of the run in which the heads learn alone; 0 with a `draft.start` that has learnt already."""
     warmup: Share = 0.1
     """Share of the run, after that, in which the target's learning rate and the heads' weight rise from 0."""
-    head_weight: Annotated[float, Field(gt=0)] = 0.2
+    head_weight: Positive = 0.2
     """Weight of the heads' loss beside the target's own."""
-    head_rate: Annotated[float, Field(gt=0)] = 4.0
+    head_rate: Positive = 4.0
     """Learning rate of the heads, as a multiple of the target's (`training.learning_rate`)."""
 
 

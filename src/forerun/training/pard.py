@@ -13,17 +13,16 @@ tokens): what stands behind an unlikely token is hardly ever reached. Its states
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from forerun.drafters.draft_models.pard import mask_token
 from forerun.errors import ArgumentError
 from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.chunked_loss import hard_loss
-from forerun.losses.objective import DistanceSettings, Masked, check_drop, shift_left
+from forerun.losses.objective import Count, DistanceSettings, Fraction, Masked, Natural, NotNegative, Share, shift_left
 from forerun.training.distill import DraftModelObjective
 from forerun.types import LAST_HIDDEN
 
@@ -34,25 +33,25 @@ class PardSettings(DistanceSettings):
     AMD's recipe for PARD.
     """
 
-    depths: int = 8
+    depths: Natural = 8
     """Tokens that an entry learns to predict, at most."""
-    keep: float = 0.7
+    keep: Fraction = 0.7
     """Share of the entries at a depth that goes on to the next one."""
-    floor: float = 0.2
+    floor: Share = 0.2
     """Least share of a row's entries at any depth."""
-    data_weight: Annotated[float, Field(ge=0)] = 1.0
+    data_weight: NotNegative = 1.0
     """Weight of the cross-entropy of the data's tokens in the loss; PARD-2: 0.1."""
-    target_weight: Annotated[float, Field(ge=0)] = 0.0
+    target_weight: NotNegative = 0.0
     """Weight of the `divergence` from the target's distributions; PARD-2: 1."""
     confidence: bool = False
     """Confidence-adaptive tokens of PARD-2: a prediction weighs the target's probability of the
     data's tokens up to itself.
     """
-    mask_token: Annotated[int, Field(ge=0)] | None = None
+    mask_token: Count | None = None
     """Id that a mask reads; None: the model's own, or the first that the tokenizer does not use (`pard.mark`)."""
 
     def __post_init__(self) -> None:
-        check_drop(self)
+        DistanceSettings.__post_init__(self)
         if not self.data_weight and not self.target_weight:
             raise ArgumentError("objective: data_weight and target_weight are both 0; there is nothing to learn")
 

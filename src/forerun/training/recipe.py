@@ -18,7 +18,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, choices
-from forerun.training.loop.settings import STRICT, Count, Natural, TrainSettings, complaint
+from forerun.losses.objective import STRICT, Count, Natural, complaint
+from forerun.training.loop.settings import TrainSettings
 
 Settings = TypeVar("Settings")
 

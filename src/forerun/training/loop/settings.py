@@ -5,25 +5,17 @@
 from __future__ import annotations
 
 import math
-import typing
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field
 
 from forerun.devices import multiplies
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError
+from forerun.losses.objective import Count, Natural, NotNegative, Positive, Share, check_fields
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Natural = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-
 MAY_CHANGE = frozenset({
     "max_seconds", "gradient_checkpointing", "save_every_s", "save_every_steps", "eval_every_steps", "keep_checkpoints",
     "log_every_steps",
@@ -67,11 +59,7 @@ class TrainSettings:
     log_every_steps: Natural = 10  # Optimizer steps between log lines; each averages over the steps since the last
 
     def __post_init__(self) -> None:
-        for name, hint in typing.get_type_hints(TrainSettings, include_extras=True).items():
-            try:
-                TypeAdapter(hint, config=STRICT).validate_python(getattr(self, name))
-            except ValidationError as error:
-                raise ArgumentError(complaint(error.errors()[0], name, hint)) from None
+        check_fields(self)
         if self.steps is not None and self.seconds is not None:
             raise ArgumentError("steps and seconds both say when training ends: leave one of them away")
 
@@ -97,13 +85,3 @@ class TrainSettings:
     def fixed(self) -> dict[str, Any]:
         """Return the settings that a resumed run must keep, as ``training.<field>`` -> value."""
         return {f"training.{name}": value for name, value in asdict(self).items() if name not in MAY_CHANGE}
-
-
-def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
-    """Put one of pydantic's errors (``ValidationError.errors()``) about the value `key` of type
-    `hint` into words.
-    """
-    value, choices = found["input"], found.get("ctx", {}).get("expected", "").split("'")[1::2]
-    wanted = found["msg"].replace("Input should be", "must be").replace("Field required", "lacks a value")
-    none = ", or none" if type(None) in typing.get_args(hint) else ""
-    return f"{key} {wanted}{none}, got {value!r}.{nearest(str(value), choices)}"
