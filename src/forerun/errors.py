@@ -125,6 +125,20 @@ class Isolation:
         return True
 
 
+def find_problem(*cases: tuple[object, str]) -> str | None:
+    """Return the message of the first case that applies, None where none does.
+
+    A case is a condition and what is wrong where it holds.
+    """
+    return next((message for applies, message in cases if applies), None)
+
+
+def refuse(*cases: tuple[object, str], error: type[Exception] = ArgumentError) -> None:
+    """Raise `error` with the message of the first case that applies, see `find_problem`."""
+    if (message := find_problem(*cases)) is not None:
+        raise error(message)
+
+
 def choices(name: str, known: Iterable[str], are: str = "There are") -> str:
     """Return the hint that follows an unknown name: ``" Did you mean 'x'? There are x, y, z."``
 

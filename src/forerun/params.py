@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -192,15 +192,26 @@ def _check_sampling(params: SamplingParams) -> None:
         if value is not None and not least <= value <= most:
             raise ArgumentError(f"{name} must be {words}, got {value}")
     kept, modes = params.truncate_prompt_tokens, ("raw_logprobs", "processed_logprobs")
-    if params.max_tokens is not None and params.min_tokens > params.max_tokens:
-        raise ArgumentError("min_tokens must not exceed max_tokens")
-    if kept is not None and kept < 1 and kept != -1:
-        raise ArgumentError(f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {kept}")
-    if params.stop is not None and not all(params.stop_strings):
-        raise ArgumentError("stop strings must not be empty")
-    if params.allowed_token_ids is not None and not len(params.allowed_token_ids):
-        raise ArgumentError("allowed_token_ids must not be empty")
-    if not all(bias < math.inf for bias in (params.logit_bias or {}).values()):
-        raise ArgumentError("logit_bias must hold finite numbers, or -inf for a ban")
-    if params.logprobs_mode not in modes:
-        raise ArgumentError(f"logprobs_mode must be {modes[0]!r} or {modes[1]!r}, got {params.logprobs_mode!r}")
+    refuse(
+        (
+            params.max_tokens is not None and params.min_tokens > params.max_tokens,
+            "min_tokens must not exceed max_tokens",
+        ),
+        (
+            kept is not None and kept < 1 and kept != -1,
+            f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {kept}",
+        ),
+        (params.stop is not None and not all(params.stop_strings), "stop strings must not be empty"),
+        (
+            params.allowed_token_ids is not None and not len(params.allowed_token_ids),
+            "allowed_token_ids must not be empty",
+        ),
+        (
+            not all(bias < math.inf for bias in (params.logit_bias or {}).values()),
+            "logit_bias must hold finite numbers, or -inf for a ban",
+        ),
+        (
+            params.logprobs_mode not in modes,
+            f"logprobs_mode must be {modes[0]!r} or {modes[1]!r}, got {params.logprobs_mode!r}",
+        ),
+    )

@@ -88,8 +88,9 @@ class Server:
         if api_key is not None and not api_key.isascii():
             raise ArgumentError("--api-key goes into a header, which has ASCII characters alone")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=30.0)
+        self._client = httpx.AsyncClient(
+            headers=headers, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None), timeout=30.0
+        )
 
     async def __aenter__(self) -> Server:
         """Ask which models there are.

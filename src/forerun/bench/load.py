@@ -25,7 +25,7 @@ import numpy as np
 from forerun.bench.client import BenchAnswer, RequestOptions, Server, ServerError
 from forerun.bench.counters import SpeculationCounts, diff_counts, sum_counts
 from forerun.bench.workloads import Task
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, nearest, refuse
 from forerun.plots import COLOURS, pyplot, save
 from forerun.training.data.records import Message
 from forerun.writing import written
@@ -47,16 +47,22 @@ class BenchLoad:
     """
 
     def __post_init__(self) -> None:
-        if (self.concurrency is None) == (self.rate is None):
-            raise ArgumentError("a load is either --concurrency or --request-rate")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
-        if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise ArgumentError(f"--request-rate must be above 0 requests per second, got {self.rate}")
-        if not 0 < self.burstiness < float("inf"):
-            raise ArgumentError(f"--burstiness must be a number above 0, got {self.burstiness}")
-        if self.rate is None and self.burstiness != 1:
-            raise ArgumentError("--burstiness is of arrivals, which --request-rate has: leave it out, or give a rate")
+        refuse(
+            ((self.concurrency is None) == (self.rate is None), "a load is either --concurrency or --request-rate"),
+            (
+                self.concurrency is not None and self.concurrency < 1,
+                f"--concurrency must be at least 1, got {self.concurrency}",
+            ),
+            (
+                self.rate is not None and not 0 < self.rate < float("inf"),
+                f"--request-rate must be above 0 requests per second, got {self.rate}",
+            ),
+            (not 0 < self.burstiness < float("inf"), f"--burstiness must be a number above 0, got {self.burstiness}"),
+            (
+                self.rate is None and self.burstiness != 1,
+                "--burstiness is of arrivals, which --request-rate has: leave it out, or give a rate",
+            ),
+        )
 
     @property
     def label(self) -> str:

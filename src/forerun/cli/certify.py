@@ -16,7 +16,7 @@ from rich.text import Text
 from forerun.certify.plan import CertifyPlan
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, Json, Model, SpeculationOptions, TargetOptions, read_text
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import DataError, refuse
 
 if TYPE_CHECKING:
     from forerun.certify.checks import Check, Report
@@ -58,12 +58,11 @@ def certify(
         number of answers follows from it: half of it takes four times as many.
     """
     config = speculation.config()
-    if config is None:
-        raise ArgumentError("certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)")
-    if prompts < 1 or max_tokens < 1:
-        raise ArgumentError("--prompts and --max-tokens must be at least 1")
-    if not 0 < detect < 1:
-        raise ArgumentError(f"--detect is a total variation between 0 and 1, got {detect:g}")
+    refuse(
+        (config is None, "certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)"),
+        (prompts < 1 or max_tokens < 1, "--prompts and --max-tokens must be at least 1"),
+        (not 0 < detect < 1, f"--detect is a total variation between 0 and 1, got {detect:g}"),
+    )
     texts = _texts(prompt_file)
     from forerun.cli import session
 

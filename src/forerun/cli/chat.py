@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, SamplingOptions, SpeculationOptions, TargetOptions
-from forerun.errors import ArgumentError, ForerunError, choices
+from forerun.errors import ArgumentError, ForerunError, choices, refuse
 from forerun.shipped import REAL
 from forerun.types import SamplingParams, SpeculationStats
 
@@ -145,10 +145,10 @@ class Conversation:
         )
 
     def _spec(self, argument: str) -> None:
-        if argument not in ("on", "off"):
-            raise ArgumentError(f"/spec takes on or off, got {argument!r}")
-        if argument == "on" and self.config is None:
-            raise ArgumentError("no drafter yet; name one with /drafter")
+        refuse(
+            (argument not in ("on", "off"), f"/spec takes on or off, got {argument!r}"),
+            (argument == "on" and self.config is None, "no drafter yet; name one with /drafter"),
+        )
         self.speculating = argument == "on"
         console.log().print(Text(f"speculation {argument}", "dim"))
 

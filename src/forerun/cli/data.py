@@ -21,7 +21,7 @@ from forerun.cli.options import (
     TargetOptions,
     json_object,
 )
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 
 if TYPE_CHECKING:
     from forerun.training.data.regenerate import AnswerRun
@@ -178,12 +178,17 @@ class RegenerateOptions:
     skip_bad: SkipBad = False
 
     def __post_init__(self) -> None:
-        if self.target is None and self.endpoint is None:
-            raise ArgumentError("who shall answer? give --target MODEL, or --endpoint URL with --model NAME")
-        if (self.endpoint is None) != (self.model is None):
-            raise ArgumentError("--endpoint URL and --model NAME belong together")
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ArgumentError(f"--concurrency must be at least 1, got {self.concurrency}")
+        refuse(
+            (
+                self.target is None and self.endpoint is None,
+                "who shall answer? give --target MODEL, or --endpoint URL with --model NAME",
+            ),
+            ((self.endpoint is None) != (self.model is None), "--endpoint URL and --model NAME belong together"),
+            (
+                self.concurrency is not None and self.concurrency < 1,
+                f"--concurrency must be at least 1, got {self.concurrency}",
+            ),
+        )
 
 
 def _variables(given: str | None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from forerun import shipped
 from forerun.cli import console
 from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
-from forerun.errors import ArgumentError, DownloadError, choices
+from forerun.errors import ArgumentError, DownloadError, choices, refuse
 from forerun.shipped import REAL
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ def demo(
         raise ArgumentError(f"--offline takes the demo model, and {model} was named; leave one of both out")
     if everything:
         return _all(model or SHIPPED, scale, max_tokens or 64, heads, loading, json=json)
-    if heads is not None:
-        raise ArgumentError("--heads goes with --all; for one head give --drafter and --drafter-model")
-    if repeats < 1:
-        raise ArgumentError(f"--repeats must be at least 1, got {repeats}")
+    refuse(
+        (heads is not None, "--heads goes with --all; for one head give --drafter and --drafter-model"),
+        (repeats < 1, f"--repeats must be at least 1, got {repeats}"),
+    )
     names = {one.name for one in QUESTIONS}
     if model is None:
         shipped_alone = offline or scale is not None or prompt_name not in (None, *names)

@@ -17,7 +17,7 @@ from rich.text import Text
 from forerun.cli import console
 from forerun.cli.options import SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.cli.plan import FORECAST, ForecastOptions, PlanOptions, on_paper
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 from forerun.writing import written
 
 if TYPE_CHECKING:
@@ -108,8 +108,11 @@ def deploy(
     if out is not None:
         _write(made, out)
     if json:
-        commands = [{**dataclasses.asdict(one), "line": one.line} for one in made.commands]
-        record = {**dataclasses.asdict(made), "commands": commands, "schedule": [list(one) for one in made.schedule]}
+        record = {
+            **dataclasses.asdict(made),
+            "commands": [{**dataclasses.asdict(one), "line": one.line} for one in made.commands],
+            "schedule": [list(one) for one in made.schedule],
+        }
         console.write_json({"engine": engine, "version": version, **record})
     else:
         _show(made, written=out is not None)
@@ -135,8 +138,9 @@ def _forecast(
     if asked.load.params is None or asked.device is None:
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
-    loading = TargetOptions(device=asked.device, dtype=asked.dtype)
-    planned = PlanOptions(tp=tp, loading=loading, speculation=limit, **given)
+    planned = PlanOptions(
+        tp=tp, loading=TargetOptions(device=asked.device, dtype=asked.dtype), speculation=limit, **given
+    )
     planned.check(None)
     shown = on_paper(planned)
     notes += [f"predicted: {note}" for note in shown.notes if note not in shown.verdict.notes]
@@ -202,10 +206,10 @@ def _start(made: Deployment, title: str, out: Path | None) -> int:
     """Run the servers until the last one ends; ArgumentError if they cannot be started here."""
     serving = [command for command in made.commands if command.role == "serve"]
     before = [command.line for command in made.commands if command.role == "before"]
-    if not serving:
-        raise ArgumentError("--run starts one machine's server; start each command on its machine")
-    if before:
-        raise ArgumentError(f"first, once: {'; '.join(before)}; then deploy what that writes")
+    refuse(
+        (not serving, "--run starts one machine's server; start each command on its machine"),
+        (before, f"first, once: {'; '.join(before)}; then deploy what that writes"),
+    )
     read = [name for name in made.files if any(name in command.words for command in serving)]
     if read and out is None:
         raise ArgumentError(f"{title} reads {', '.join(read)}: name a directory for it, --out DIR, beside --run")

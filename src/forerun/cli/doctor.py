@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Flag, Json
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import ArgumentError, CheckpointError, choices, refuse
 
 if TYPE_CHECKING:
     from forerun.deploy.trials.trial import EngineTrial, HeadDrafting
@@ -90,13 +90,17 @@ def doctor(
     """
     if head is not None:
         chosen = engine or ((RUNS[0],) if run else ())
-        if run and (len(chosen) > 1 or chosen[0] not in RUNS):
-            raise ArgumentError(
+        refuse(
+            (
+                run and (len(chosen) > 1 or chosen[0] not in RUNS),
                 f"--run runs a head in {' or '.join(RUNS)}, not in {', '.join(chosen)}; say --engine {RUNS[0]}, or "
-                "nothing"
-            )
-        if not run and trial != TRIAL:
-            raise ArgumentError("--python, --llama-cpp, --prompts, -k, --max-tokens and --dtype say how to --run it")
+                "nothing",
+            ),
+            (
+                not run and trial != TRIAL,
+                "--python, --llama-cpp, --prompts, -k, --max-tokens and --dtype say how to --run it",
+            ),
+        )
         return _examine_head(head, target, chosen, trial if run else None, json)
     if target is not None or engine or run:
         raise ArgumentError(
@@ -154,8 +158,12 @@ def _examine_head(
             chosen[0], HeadDrafting(head=head, kind=kind, target=str(shipped.resolve(target)), k=k), asked
         )
     if json:
-        findings = [asdict(finding) for finding in found]
-        report = {"head": head, "engines": verdicts, "findings": findings, "notes": list(notes)}
+        report = {
+            "head": head,
+            "engines": verdicts,
+            "findings": [asdict(finding) for finding in found],
+            "notes": list(notes),
+        }
         console.write_json(report if trial is None else {**report, "run": trial.as_json()})
     else:
         _show_verdicts(verdicts, found)

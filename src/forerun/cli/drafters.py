@@ -57,8 +57,15 @@ def check(
         found = check_drafter(config, tell)
     failed = sum(not one.passed for one in found)
     if json:
-        checks = [{"name": one.name, "passed": one.passed, "summary": one.summary, **one.figures} for one in found]
-        console.write_json({"drafter": drafter, "passed": not failed, "checks": checks})
+        console.write_json(
+            {
+                "drafter": drafter,
+                "passed": not failed,
+                "checks": [
+                    {"name": one.name, "passed": one.passed, "summary": one.summary, **one.figures} for one in found
+                ],
+            }
+        )
     else:
         show_checks(found)
         if failed:

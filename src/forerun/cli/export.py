@@ -41,8 +41,13 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
         )
     if json:
         written = {"directory": str(done.directory), "format": done.format_name, "command": done.command}
-        findings = [dataclasses.asdict(finding) for finding in done.findings]
-        console.write_json({**written, "findings": findings, "notes": list(done.notes)})
+        console.write_json(
+            {
+                **written,
+                "findings": [dataclasses.asdict(finding) for finding in done.findings],
+                "notes": list(done.notes),
+            }
+        )
         return 0
     for finding in done.findings:
         if finding.severity != "ok":

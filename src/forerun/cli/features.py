@@ -82,8 +82,14 @@ def features(
 
     store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
-        probe = None if checks is None else [vars(check) for check in checks]
-        console.write_json({"directory": str(asked.output), "bytes": size, **asdict(run.manifest), "probe": probe})
+        console.write_json(
+            {
+                "directory": str(asked.output),
+                "bytes": size,
+                **asdict(run.manifest),
+                "probe": None if checks is None else [vars(check) for check in checks],
+            }
+        )
         return 0
     for check in checks or ():
         console.log().print(check.summary, markup=False)

@@ -26,7 +26,7 @@ from forerun.cli.options import (
     numbers,
 )
 from forerun.control.costs import FREE, DraftCost, PassCost
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
 from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, decide, draw_plan, plan_tree
@@ -132,31 +132,48 @@ class PlanOptions(ForecastOptions):
         """Raise ArgumentError where options contradict each other, or something is missing."""
         if self.text is not None:
             assumptions.find_text(self.text)
-        if self.k is not None and self.k < 1:
-            raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {self.k}")
-        if self.temperature is not None and self.temperature < 0:
-            raise ArgumentError(f"temperature must be 0 (greedy) or more, got {self.temperature}")
-        if self.alpha is not None and self.acceptance is not None:
-            raise ArgumentError("give --alpha or --acceptance, not both")
-        if model is not None and self.params is not None:
-            raise ArgumentError("a MODEL is measured here and --params describes one that is not: give one of them")
+        refuse(
+            (
+                self.k is not None and self.k < 1,
+                f"at least one token must be drafted: -k must be 1 or more, got {self.k}",
+            ),
+            (
+                self.temperature is not None and self.temperature < 0,
+                f"temperature must be 0 (greedy) or more, got {self.temperature}",
+            ),
+            (self.alpha is not None and self.acceptance is not None, "give --alpha or --acceptance, not both"),
+            (
+                model is not None and self.params is not None,
+                "a MODEL is measured here and --params describes one that is not: give one of them",
+            ),
+        )
         wants_model = self.prompts is not None or self.choose_draft or self.speculation.drafter is not None
-        if model is None and wants_model:
-            raise ArgumentError("--prompts, --drafter and --choose-draft measure, for which a MODEL is needed")
-        if model is None and not self.given and self.text is None:
-            raise ArgumentError(
+        refuse(
+            (
+                model is None and wants_model,
+                "--prompts, --drafter and --choose-draft measure, for which a MODEL is needed",
+            ),
+            (
+                model is None and not self.given and self.text is None,
                 "what is accepted? Give --alpha 0.7, --acceptance 0.8,0.7,0.6, --text chat (published figures), or "
-                "measure it: forerun plan MODEL --drafter NAME --prompts FILE"
-            )
-        if self.given and (self.prompts is not None or self.choose_draft):
-            raise ArgumentError("acceptance is given (--alpha ...) or measured (--prompts ...), not both")
+                "measure it: forerun plan MODEL --drafter NAME --prompts FILE",
+            ),
+            (
+                self.given and (self.prompts is not None or self.choose_draft),
+                "acceptance is given (--alpha ...) or measured (--prompts ...), not both",
+            ),
+        )
         self._check_effect(model)
-        if self.measuring and self.prompts is None:
-            raise ArgumentError(
-                "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without"
-            )
-        if self.measuring and not self.choose_draft and not self.speculation.config():
-            raise ArgumentError("whose acceptance? Give --drafter NAME or --choose-draft MODEL ... (forerun drafters)")
+        refuse(
+            (
+                self.measuring and self.prompts is None,
+                "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without",
+            ),
+            (
+                self.measuring and not self.choose_draft and not self.speculation.config(),
+                "whose acceptance? Give --drafter NAME or --choose-draft MODEL ... (forerun drafters)",
+            ),
+        )
 
     def _check_effect(self, model: str | None) -> None:
         """Raise ArgumentError for an option that would change nothing."""
@@ -284,8 +301,9 @@ def _roofline(asked: PlanOptions, size: Size) -> Roofline:
         kv = KeyValues(**shape, heads=asked.heads)
     elif asked.heads is not None or any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
-    dtype = assumptions.parse_dtype(asked.loading.dtype)
-    return Roofline(device=_device(asked), size=size, dtype=dtype, tp=asked.tp, kv=kv)
+    return Roofline(
+        device=_device(asked), size=size, dtype=assumptions.parse_dtype(asked.loading.dtype), tp=asked.tp, kv=kv
+    )
 
 
 def _device(asked: PlanOptions) -> Device:
@@ -294,10 +312,10 @@ def _device(asked: PlanOptions) -> Device:
         if not (tflops > 0 and bandwidth > 0):
             raise ArgumentError("--tflops and --bandwidth must be positive")
         return Device(name=name or "your device", tflops=tflops, bandwidth=bandwidth / 1000, memory=None)
-    if tflops is not None or bandwidth is not None:
-        raise ArgumentError("a device of your own needs --tflops and --bandwidth")
-    if name is None:
-        raise ArgumentError(f"on which device? Give --device: {', '.join(DEVICES)}")
+    refuse(
+        (tflops is not None or bandwidth is not None, "a device of your own needs --tflops and --bandwidth"),
+        (name is None, f"on which device? Give --device: {', '.join(DEVICES)}"),
+    )
     return assumptions.find_device(name)
 
 
@@ -339,8 +357,13 @@ def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown
     ranking: list[tuple[MeasuredDrafter, PlanLine]] = []
     refused: dict[str, str] = {}
     if asked.choose_draft:
-        options = {} if asked.k is None else {"num_speculative_tokens": asked.k}
-        able, refused = measured.rank_models(llm, asked.choose_draft, answers, tell, options=options)
+        able, refused = measured.rank_models(
+            llm,
+            asked.choose_draft,
+            answers,
+            tell,
+            options={} if asked.k is None else {"num_speculative_tokens": asked.k},
+        )
         if not able:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
@@ -391,8 +414,9 @@ class Shown:
             ranks, depth = measured.trial.rank_acceptance, measured.deepest
         self.load, self.measured, self.ranking = load, measured, ranking
         self.plan = make_plan(load, k=asked.k)
-        drafter = measured.name if measured else None
-        self.verdict = decide(self.plan, load, drafter=drafter, text=asked.text, uncosted=uncosted)
+        self.verdict = decide(
+            self.plan, load, drafter=measured.name if measured else None, text=asked.text, uncosted=uncosted
+        )
         self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
         self.batches = "verifying" not in uncosted  # True where the cost of a batch is known
         self.asked_k = asked.k

@@ -44,8 +44,12 @@ class ArmRun:
     def of(cls, output: RequestOutput) -> ArmRun:
         """Return the run of a finished request."""
         answer, stats = output.outputs[0], output.outputs[0].speculation
-        seconds = (output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0)
-        return cls(token_ids=answer.token_ids, text=answer.text, seconds=seconds, passes=stats.num_passes)
+        return cls(
+            token_ids=answer.token_ids,
+            text=answer.text,
+            seconds=(output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0),
+            passes=stats.num_passes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,8 +144,12 @@ def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) ->
             runs[arm] = ArmRun.of(output)
             picture.done(arm, runs[arm])
     plain, speculative = (runs[arm].token_ids for arm in ARMS)
-    parted = difference(llm, prompt["prompt_token_ids"], (plain, speculative), 0)
-    return AnsweredPair(question=question, temperature=temperature, parted=parted, **runs)
+    return AnsweredPair(
+        question=question,
+        temperature=temperature,
+        parted=difference(llm, prompt["prompt_token_ids"], (plain, speculative), 0),
+        **runs,
+    )
 
 
 class _Picture:

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from forerun.cli import INTERRUPTED, OK, console
 from forerun.cli.options import LOADING, Json, Model, TargetOptions
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, DataError, refuse
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -55,14 +55,16 @@ class SearchOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.temperature < 0 or (self.budget_s is not None and self.budget_s <= 0):
-            raise ArgumentError(
-                f"--temperature must be 0 or more and --budget-s above 0, got {self.temperature} and {self.budget_s}"
-            )
-        if self.output.is_dir():
-            raise ArgumentError(
-                f"--output names the directory {self.output}; name a file in it, such as {self.output / 'skip.json'}"
-            )
+        refuse(
+            (
+                self.temperature < 0 or (self.budget_s is not None and self.budget_s <= 0),
+                f"--temperature must be 0 or more and --budget-s above 0, got {self.temperature} and {self.budget_s}",
+            ),
+            (
+                self.output.is_dir(),
+                f"--output names the directory {self.output}; name a file in it, such as {self.output / 'skip.json'}",
+            ),
+        )
 
 
 @tune.command(name="skip-layers")

@@ -238,8 +238,12 @@ class Sampler:
         if self.neutral:
             return None
         self._check_ids(vocabulary)
-        banned = [(node, token) for node, path in enumerate(paths) for token in self._word_ends([*output, *path])]
-        return Edits(sampler=self, output=output, paths=paths, banned=banned)
+        return Edits(
+            sampler=self,
+            output=output,
+            paths=paths,
+            banned=[(node, token) for node, path in enumerate(paths) for token in self._word_ends([*output, *path])],
+        )
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """Apply everything that comes before the temperature: (V,) float32 (float64 stays) from raw

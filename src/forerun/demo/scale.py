@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import HeadConfig
 from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes
 from forerun.heads.formats import format_of, parse, read_files, write_head
@@ -296,8 +296,13 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     """
     wide = scale_config(head.config, scaled)
     shapes = expected_shapes(wide)
-    tensors = {name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()}
-    return HeadCheckpoint(config=wide, tensors=tensors, notes=head.notes)
+    return HeadCheckpoint(
+        config=wide,
+        tensors={
+            name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()
+        },
+        notes=head.notes,
+    )
 
 
 def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
@@ -317,13 +322,14 @@ def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
 
 def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
     """Return the shape of the enlarged head; errors as in `scale_head`."""
-    if config.kind not in ENLARGED:
-        raise ArgumentError(f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}")
-    if getattr(config, "scale_input", False):
-        raise ArgumentError(
+    refuse(
+        (config.kind not in ENLARGED, f"heads of the kind {config.kind} are not enlarged, only {', '.join(ENLARGED)}"),
+        (
+            getattr(config, "scale_input", False),
             "an MLP speculator with scale_input is not enlarged: the epsilon of its input's norm is fixed, so that a "
-            "wider state would be normed otherwise; train one without scale_input"
-        )
+            "wider state would be normed otherwise; train one without scale_input",
+        ),
+    )
     plan, own = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
     growth = {
         "hidden_size": plan.hidden_factor,

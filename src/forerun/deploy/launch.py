@@ -22,7 +22,7 @@ from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import ArgumentError, CheckpointError, choices, refuse
 from forerun.manifests import read_object
 from forerun.plan import theory
 from forerun.plan.planner import PlanLoad, plan_tree
@@ -192,19 +192,26 @@ class DeployRequest:
     force: bool = False
 
     def __post_init__(self) -> None:
-        if self.nodes == 1 and self.head_address is not None:
-            raise ArgumentError("--head-address is of the first of several machines: give --nodes, or leave it out")
-        if self.config is None and self.forecast is not None:
-            raise ArgumentError("what is accepted says how much to draft: name a --drafter, or leave that out")
-        if not 1 <= self.port <= 65535:
-            raise ArgumentError(f"--port is a number from 1 to 65535, got {self.port}")
-        if min(self.tp, self.pp, self.nodes) < 1:
-            raise ArgumentError(f"--tp, --pp and --nodes are at least 1, got {self.tp}, {self.pp}, {self.nodes}")
-        if self.tp * self.pp % self.nodes:
-            raise ArgumentError(
+        refuse(
+            (
+                self.nodes == 1 and self.head_address is not None,
+                "--head-address is of the first of several machines: give --nodes, or leave it out",
+            ),
+            (
+                self.config is None and self.forecast is not None,
+                "what is accepted says how much to draft: name a --drafter, or leave that out",
+            ),
+            (not 1 <= self.port <= 65535, f"--port is a number from 1 to 65535, got {self.port}"),
+            (
+                min(self.tp, self.pp, self.nodes) < 1,
+                f"--tp, --pp and --nodes are at least 1, got {self.tp}, {self.pp}, {self.nodes}",
+            ),
+            (
+                self.nodes and self.tp * self.pp % self.nodes,
                 f"{self.tp} x {self.pp} devices (--tp x --pp) cannot be shared out evenly to {self.nodes} machines "
-                "(--nodes)"
-            )
+                "(--nodes)",
+            ),
+        )
 
     @property
     def devices(self) -> int:
@@ -563,8 +570,9 @@ def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFil
     if head.config.kind != KINDS[draft.method].stored_as:
         raise ArgumentError(f"{directory} holds a {head.config.kind} head: --drafter {head.config.kind}")
     found = diagnose(head, facts) + diagnose_files(stored, head, facts)
-    launch = Launch(head=head, target=facts, directory=directory)
-    return found, ExaminedFiles(launch=launch, depth=head.config.max_depth)
+    return found, ExaminedFiles(
+        launch=Launch(head=head, target=facts, directory=directory), depth=head.config.max_depth
+    )
 
 
 def _export(engine: EngineInfo, asked: DeployRequest, draft: DraftSpec) -> str:
@@ -605,5 +613,9 @@ def _draft(config: SpeculativeConfig) -> DraftSpec:
     check_options(config.method, config.drafter_options)
     k = config.num_speculative_tokens or default_length(config.method) or 1
     given = config.options.get("model")
-    model = None if given is None else str(resolve(str(given)))
-    return DraftSpec(method=config.method, k=k, model=model, options=config.drafter_options)
+    return DraftSpec(
+        method=config.method,
+        k=k,
+        model=None if given is None else str(resolve(str(given))),
+        options=config.drafter_options,
+    )

@@ -15,7 +15,7 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from forerun.deploy.engines.sglang import ALGORITHM, PLUGGED_NODES, VARIABLE
 from forerun.deploy.sequences import read_fixed_config
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 
 ROWS = 48
 """At most this many requests run where ``--max-running-requests`` does not say, as with SGLang's
@@ -63,13 +63,17 @@ class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         read_fixed_config(VARIABLE, nodes - 1)
         width = server_args.speculative_eagle_topk = server_args.speculative_eagle_topk or PLUGGED_NODES
         server_args.speculative_num_steps = nodes - 1
-        if width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer":
-            raise ArgumentError(
+        refuse(
+            (
+                width > 1 and (server_args.page_size or 1) > 1 and server_args.attention_backend != "flashinfer",
                 f"SGLang's attention verifies trees on pages of one token, or with flashinfer; pages have "
-                f"{server_args.page_size} here. Give --speculative-eagle-topk 1 (chains), or --page-size 1"
-            )
-        if getattr(server_args, "enable_dp_attention", False):
-            raise ArgumentError(f"SGLang's NGRAM, and {ALGORITHM} with it, does not run with --enable-dp-attention")
+                f"{server_args.page_size} here. Give --speculative-eagle-topk 1 (chains), or --page-size 1",
+            ),
+            (
+                getattr(server_args, "enable_dp_attention", False),
+                f"SGLang's NGRAM, and {ALGORITHM} with it, does not run with --enable-dp-attention",
+            ),
+        )
         if server_args.device == "cpu":
             server_args.disable_overlap_schedule = True
 

@@ -39,11 +39,10 @@ class ForerunProposer:
                                 "--no-async-scheduling")  # fmt: skip
         room = int(speculative.num_speculative_tokens)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
-        rows = int(vllm_config.scheduler_config.max_num_seqs)
         self.sequences = Sequences(
             {TOKENS: room, "adaptive": given["method"] == AUTO, **given},
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
-            rows=rows,
+            rows=int(vllm_config.scheduler_config.max_num_seqs),
             slots=self.max_model_len,
             nodes=room,
             tokenizer=_tokenizer(vllm_config.model_config),

@@ -239,8 +239,13 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
     drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
-    tokens = best.indices if vocabulary is None else vocabulary.token_ids[best.indices]
-    return Children(tokens=tokens, drawn=drawn, confidence=confidence, valid=None, probs=None)
+    return Children(
+        tokens=best.indices if vocabulary is None else vocabulary.token_ids[best.indices],
+        drawn=drawn,
+        confidence=confidence,
+        valid=None,
+        probs=None,
+    )
 
 
 Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), which children) -> tokens drawn (B, F, n)
@@ -434,8 +439,11 @@ class Draws:
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
         """Return the same draws with other numbers."""
         count = len(self.numbers)
-        processing = None if self.processing is None else self.processing.with_tensors(tensors[count:])
-        return replace(self, numbers=tensors[:count], processing=processing)
+        return replace(
+            self,
+            numbers=tensors[:count],
+            processing=None if self.processing is None else self.processing.with_tensors(tensors[count:]),
+        )
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
         """Draw the children of every node at `depth`, as many as any has there, from raw logits (B,

@@ -153,8 +153,9 @@ class Guarded(Drafter):
         part = context.of(places)
         if part.hidden_states.keys() <= self.requires:
             return part
-        hidden_states = {key: states for key, states in part.hidden_states.items() if key in self.requires}
-        return replace(part, hidden_states=hidden_states)
+        return replace(
+            part, hidden_states={key: states for key, states in part.hidden_states.items() if key in self.requires}
+        )
 
     @contextmanager
     def _guarding(self, rows: Sequence[int], task: str) -> Iterator[None]:

@@ -140,8 +140,12 @@ class FixedTree:
         sampler = context.samplers[index]
         if self.temperature is not None and not sampler.greedy:
             sampler = with_params(sampler, temperature=self.temperature)
-        output = () if sampler.neutral else context.tokens[index][context.prompt_lengths[index] :]
-        return Grower(draw=self._draw(sampler), sampler=sampler, rng=context.rng[index], output=output)
+        return Grower(
+            draw=self._draw(sampler),
+            sampler=sampler,
+            rng=context.rng[index],
+            output=() if sampler.neutral else context.tokens[index][context.prompt_lengths[index] :],
+        )
 
     def _draw(self, sampler: Sampler) -> Draw:
         return resolve(self.draw, greedy=sampler.greedy, chain=self.shape.chain)
@@ -253,8 +257,11 @@ class TreeOptions:
     def fixed_tree(self) -> FixedTree:
         """Return the fixed tree that the options describe."""
         regular = self.shape or (1,) * self.num_speculative_tokens
-        shape = Shape.regular(regular) if self.tree is None else Shape.of(self.tree)
-        return FixedTree(shape=shape, draw=Draw(self.draw), temperature=self.temperature)
+        return FixedTree(
+            shape=Shape.regular(regular) if self.tree is None else Shape.of(self.tree),
+            draw=Draw(self.draw),
+            temperature=self.temperature,
+        )
 
 
 def check_drawing(method: str, options: Any) -> None:

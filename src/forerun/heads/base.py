@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ArgumentError, VocabularyMismatchError, choices
+from forerun.errors import ArgumentError, VocabularyMismatchError, choices, refuse
 from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
@@ -133,10 +133,13 @@ def check_fits(config: HeadConfig, target: Fitted, what: str) -> None:
     if config.vocab_size != target.vocab_size:
         sizes = f"{config.vocab_size} tokens, the target has {target.vocab_size}"
         raise VocabularyMismatchError(f"{what}: the head's vocabulary has {sizes}; it is another model's")
-    if config.obstacle is not None:
-        raise ArgumentError(f"{what}: {config.obstacle}")
-    if (deepest := max(config.boundaries)) > target.num_layers:
-        raise ArgumentError(f"{what}: the head reads boundary {deepest}, the target has {target.num_layers} layers")
+    refuse(
+        (config.obstacle is not None, f"{what}: {config.obstacle}"),
+        (
+            (deepest := max(config.boundaries)) > target.num_layers,
+            f"{what}: the head reads boundary {deepest}, the target has {target.num_layers} layers",
+        ),
+    )
 
 
 class Fitted(Protocol):
@@ -248,9 +251,9 @@ class AttendingHead(Head):
         has one; None: it uses the target's.
         """
 
-    @abstractmethod
     def angles(self, positions: Tensor, like: Tensor) -> Angles:
         """Return cosines and sines (B, N, D) of `positions` (B, N), in the dtype of `like`."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

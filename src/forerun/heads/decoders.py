@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.activations import ACT2FN
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.eagle import default_boundaries
 from forerun.heads.files import HeadCheckpoint, target_mask, with_vocabulary
 from forerun.heads.keys import Keys
@@ -182,10 +182,14 @@ def read_layers(keys: Keys) -> dict[str, Any]:
     key is missing or wrong.
     """
     size, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
-    if heads < 1:
-        raise CheckpointError(f"num_attention_heads must be at least 1, got {heads}")
-    if keys.get("quantization_config"):
-        raise CheckpointError("config.json has a quantization_config; only heads in floating point are supported")
+    refuse(
+        (heads < 1, f"num_attention_heads must be at least 1, got {heads}"),
+        (
+            keys.get("quantization_config"),
+            "config.json has a quantization_config; only heads in floating point are supported",
+        ),
+        error=CheckpointError,
+    )
     for name in ("model_type", "torch_dtype", "dtype"):
         keys.get(name)  # said again when written, from what the head is
     layers = keys.integer("num_hidden_layers", 1)
@@ -281,8 +285,7 @@ def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
             f"layer_types has {SLIDING}, but sliding_window is {stated!r} and use_sliding_window {switched!r}; name "
             "the window that the head was trained with, or make its layers full_attention"
         )
-    full_layers = tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)
-    return {"sliding_window": window, "full_layers": full_layers}
+    return {"sliding_window": window, "full_layers": tuple(layer for layer, kind in enumerate(kinds) if kind == FULL)}
 
 
 def _read_rope(keys: Keys) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.drafters.vocabulary import spare_token
+from forerun.errors import find_problem
 from forerun.heads.base import Angles, Attend, BlockHead, HeadConfig
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
@@ -68,11 +69,16 @@ class DFlashConfig(DecoderConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def problem(self) -> str | None:
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            return f"mask_token_id must be one of the target's {self.vocab_size} tokens, got {self.mask_token_id}"
-        if any(boundary < 0 for boundary in self.boundaries):
-            return f"boundaries count layers from 0, got {self.boundaries}"
-        return DecoderConfig.problem(self)
+        return find_problem(
+            (
+                not 0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id must be one of the target's {self.vocab_size} tokens, got {self.mask_token_id}",
+            ),
+            (
+                any(boundary < 0 for boundary in self.boundaries),
+                f"boundaries count layers from 0, got {self.boundaries}",
+            ),
+        ) or DecoderConfig.problem(self)
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,8 +208,11 @@ class DFlashObjective(DecoderObjective):
         weights = torch.tensor([math.exp(-depth / gamma) for depth in range(depths)], device=blocks.output.device)
         found = self._loss(blocks, blocks.counted * weights, batch)
         agrees, overlap = (part.view(blocks.counted.shape).movedim(-1, 0) for part in (found.agrees, found.overlap))
-        metrics = chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap)
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss,
+            weight=found.weights.sum(),
+            metrics=chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap),
+        )
 
     def blocks(self, batch: FeatureBatch) -> BlockOutputs:
         """Return the head's outputs behind the anchors."""

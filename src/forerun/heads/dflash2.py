@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from torch.utils.checkpoint import checkpoint
 
+from forerun.errors import find_problem
 from forerun.heads.base import Above, Angles, Attend, Followed
 from forerun.heads.dflash import (
     BlockDrafterConfig,
@@ -55,15 +56,24 @@ class DFlash2Config(DFlashConfig):
     selector_top_k: int = 16  # Candidates of a depth
 
     def problem(self) -> str | None:
-        if not 1 <= self.conv_kernel_size <= max(1, self.block_size):
-            return f"conv_kernel_size must be in 1..{self.block_size}, the block's places; got {self.conv_kernel_size}"
-        if self.conv_group_size < 1 or self.hidden_size % self.conv_group_size:
-            return f"conv_group_size must divide the hidden size {self.hidden_size}, got {self.conv_group_size}"
-        if self.selector_rank < 1:
-            return f"selector_rank must be at least 1, got {self.selector_rank}; without a selector it is a DFlash head"
-        if not 1 <= self.selector_top_k <= self.draft_vocab_size:
-            return f"selector_top_k must be in 1..{self.draft_vocab_size}, got {self.selector_top_k}"
-        return DFlashConfig.problem(self)
+        return find_problem(
+            (
+                not 1 <= self.conv_kernel_size <= max(1, self.block_size),
+                f"conv_kernel_size must be in 1..{self.block_size}, the block's places; got {self.conv_kernel_size}",
+            ),
+            (
+                self.conv_group_size < 1 or self.hidden_size % self.conv_group_size,
+                f"conv_group_size must divide the hidden size {self.hidden_size}, got {self.conv_group_size}",
+            ),
+            (
+                self.selector_rank < 1,
+                f"selector_rank must be at least 1, got {self.selector_rank}; without a selector it is a DFlash head",
+            ),
+            (
+                not 1 <= self.selector_top_k <= self.draft_vocab_size,
+                f"selector_top_k must be in 1..{self.draft_vocab_size}, got {self.selector_top_k}",
+            ),
+        ) or DFlashConfig.problem(self)
 
 
 class BlockConvolution(nn.Module):
@@ -183,8 +193,12 @@ class DFlash2Objective(DFlashObjective):
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         found = super()._loss(blocks, weights, batch)
         losses, agrees, overlap = self._selected(blocks, found.weights, batch)
-        loss = found.loss + self.settings.selector_weight * (losses * found.weights).sum()
-        return dataclasses.replace(found, loss=loss, agrees=agrees, overlap=overlap)
+        return dataclasses.replace(
+            found,
+            loss=found.loss + self.settings.selector_weight * (losses * found.weights).sum(),
+            agrees=agrees,
+            overlap=overlap,
+        )
 
     def _selected(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return, (R,) each, the selector's cross-entropy, whether its likeliest token is the

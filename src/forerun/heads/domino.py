@@ -139,8 +139,11 @@ class DominoObjective(FollowingObjective):
         if not share:
             return found
         base = self._of_blocks(blocks.output, self.output_head(), weights, blocks, last)
-        loss = (1 - share) * found.loss + share * base.loss
-        return dataclasses.replace(found, loss=loss, weights=(1 - share) * found.weights + share * base.weights)
+        return dataclasses.replace(
+            found,
+            loss=(1 - share) * found.loss + share * base.loss,
+            weights=(1 - share) * found.weights + share * base.weights,
+        )
 
     def share(self, done: float) -> float:
         """Return the share of the block's own loss where the share `done` of the run is over."""

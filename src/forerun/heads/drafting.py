@@ -157,8 +157,7 @@ class HeadDrafter(Drafter):
             return tree.grow(logits, self.runner.descend, self._vocabulary, deepest)
 
         rows = [context.rows[index] for index in active]
-        key = None if tree.stop_below else deepest
-        grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=key)
+        grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=None if tree.stop_below else deepest)
         for index, made, drafted in tree.cuts(context, active, grown, budget):
             trees[index], self._rows[context.rows[index]].submitted = made, drafted
 
@@ -193,8 +192,7 @@ class HeadDrafter(Drafter):
 
         rows = [context.rows[index] for index in active]
         key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
-        levels = tree.shape.depths[max(within)]
-        grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=levels, key=key)
+        grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=tree.shape.depths[max(within)], key=key)
         cuts = tree.cut(context, active, grown, limits.nodes)
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut

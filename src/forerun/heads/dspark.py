@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from forerun.errors import find_problem
 from forerun.heads.base import Above, Followed
 from forerun.heads.dflash import (
     BlockDrafterConfig,
@@ -56,11 +57,16 @@ class DSparkConfig(DFlashConfig):
     confidence_head_with_markov: bool = True  # It reads the table's row of the token above, too
 
     def problem(self) -> str | None:
-        if self.markov_rank < 1:
-            return f"markov_rank must be at least 1, got {self.markov_rank}; without a table it is a DFlash head"
-        if self.markov_head_type not in GATES:
-            return f"markov_head_type must be one of {', '.join(GATES)}, got {self.markov_head_type!r}"
-        return DFlashConfig.problem(self)
+        return find_problem(
+            (
+                self.markov_rank < 1,
+                f"markov_rank must be at least 1, got {self.markov_rank}; without a table it is a DFlash head",
+            ),
+            (
+                self.markov_head_type not in GATES,
+                f"markov_head_type must be one of {', '.join(GATES)}, got {self.markov_head_type!r}",
+            ),
+        ) or DFlashConfig.problem(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,5 +222,6 @@ class DSparkObjective(FollowingObjective):
         if said is None:
             return found
         errors = binary_cross_entropy_with_logits(said.float().flatten(), found.overlap, reduction="none")
-        loss = found.loss + self.settings.confidence_weight * (errors * found.weights).sum()
-        return dataclasses.replace(found, loss=loss)
+        return dataclasses.replace(
+            found, loss=found.loss + self.settings.confidence_weight * (errors * found.weights).sum()
+        )

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, find_problem
 from forerun.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
@@ -99,10 +99,14 @@ class EagleConfig(DecoderConfig):
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     def problem(self) -> str | None:
-        if self.generation not in (1, 3):
-            return f"generation is 1 or 3, got {self.generation}"
-        if self.kind != "eagle3" and (self.latent is not None or not self.next_layer_regular):
-            return f"a head of the kind {self.kind} has ordinary attention, and reads the embedding in its first layer"
+        if wrong := find_problem(
+            (self.generation not in (1, 3), f"generation is 1 or 3, got {self.generation}"),
+            (
+                self.kind != "eagle3" and (self.latent is not None or not self.next_layer_regular),
+                f"a head of the kind {self.kind} has ordinary attention, and reads the embedding in its first layer",
+            ),
+        ):
+            return wrong
         if self.latent is not None and (wrong := self.latent.problem(self)):
             return wrong
         if self.generation == 1 and self.boundaries != (LAST_HIDDEN,):
@@ -112,11 +116,16 @@ class EagleConfig(DecoderConfig):
             fuses = self.generation == 1 or self.norm_before_fc or self.fc_norm or self.fc_bias
             if fuses or self.boundaries != (LAST_HIDDEN,) or self.hidden_size != self.target_hidden_size:
                 return f"an EAGLE-3 head without use_aux_hidden_state {wants}; got boundaries {self.boundaries}"
-        if any(boundary < 0 and boundary != LAST_HIDDEN for boundary in self.boundaries):
-            return f"boundaries count layers from 0, got {self.boundaries}"
-        if self.generation == 3 and not self.own_lm_head and self.hidden_size != self.target_hidden_size:
-            return "a head of another hidden size than the target's needs its own lm_head"
-        return DecoderConfig.problem(self)
+        return find_problem(
+            (
+                any(boundary < 0 and boundary != LAST_HIDDEN for boundary in self.boundaries),
+                f"boundaries count layers from 0, got {self.boundaries}",
+            ),
+            (
+                self.generation == 3 and not self.own_lm_head and self.hidden_size != self.target_hidden_size,
+                "a head of another hidden size than the target's needs its own lm_head",
+            ),
+        ) or DecoderConfig.problem(self)
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -319,8 +328,9 @@ class Eagle3Objective(DecoderObjective):
         shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
         counts = torch.stack([step.counted for step in steps])
         found = self._loss(steps, counts * shares, last)
-        metrics = chain_metrics(counts, found.agrees, found.overlap)
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees, found.overlap)
+        )
 
     def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
         """Yield the head's outputs, step by step."""

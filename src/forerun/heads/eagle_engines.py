@@ -365,8 +365,11 @@ class EagleEngines(Engines):
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         for finding in _as_stored(stored, head, target):
-            remedy = f"forerun export --to {finding.engine if finding.engine in DESTINATIONS else 'hf'}"
-            yield dataclasses.replace(finding, what=f"{finding.what} (as the files are)", remedy=remedy)
+            yield dataclasses.replace(
+                finding,
+                what=f"{finding.what} (as the files are)",
+                remedy=f"forerun export --to {finding.engine if finding.engine in DESTINATIONS else 'hf'}",
+            )
 
 
 def _as_stored(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:

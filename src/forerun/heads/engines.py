@@ -256,8 +256,14 @@ def export_head(
     if destination.write is not None:
         destination.write(launch)
     else:
-        texts = {README: _readme(launch, destination), **destination.files(launch)}
-        write_head(head, directory, format_name, target, overrides=overrides, texts=texts)
+        write_head(
+            head,
+            directory,
+            format_name,
+            target,
+            overrides=overrides,
+            texts={README: _readme(launch, destination), **destination.files(launch)},
+        )
         # Read back without a layer count, for the files must say themselves what the head reads.
         lost = differences(head, parse(read_files(directory)))
         if lost:

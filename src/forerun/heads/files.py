@@ -45,8 +45,10 @@ class HeadCheckpoint:
     @classmethod
     def of(cls, head: Head) -> HeadCheckpoint:
         """Copy a head's weights as they are now."""
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()}
-        return cls(config=head.config, tensors=tensors)
+        return cls(
+            config=head.config,
+            tensors={name: tensor.detach().cpu().clone() for name, tensor in head.state_dict().items()},
+        )
 
     @property
     def unknown(self) -> list[str]:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import ArgumentError, CheckpointError, choices, refuse
 from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
 from forerun.manifests import read_object
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
@@ -194,14 +194,19 @@ def read_files(path: str | Path) -> StoredFiles:
         raise locate_error(directory, error) from error
     weights = chosen.weights
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
-    if pickles and not any((directory / name).is_file() for name in (weights, INDEX)):
-        raise CheckpointError(
+    refuse(
+        (
+            pickles and not any((directory / name).is_file() for name in (weights, INDEX)),
             f"{directory} holds {', '.join(pickles)}: a pickle can run any code when it is opened, so forerun never "
             f"does. Convert it to {weights} where you trust it: tensors = torch.load(file, weights_only=True); "
-            f"safetensors.torch.save_file({{name: tensor.clone() for name, tensor in tensors.items()}}, '{weights}')"
-        )
-    if weights != SINGLE and not (directory / weights).is_file():
-        raise CheckpointError(f"{directory} holds no {weights}, where its config.json says that the weights are")
+            f"safetensors.torch.save_file({{name: tensor.clone() for name, tensor in tensors.items()}}, '{weights}')",
+        ),
+        (
+            weights != SINGLE and not (directory / weights).is_file(),
+            f"{directory} holds no {weights}, where its config.json says that the weights are",
+        ),
+        error=CheckpointError,
+    )
     tensors: dict[str, Tensor] = {}
     for file in weight_files(directory) if weights == SINGLE else [directory / weights]:
         twice = sorted(tensors.keys() & read_header(file).keys())

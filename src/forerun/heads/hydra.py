@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, find_problem, refuse
 from forerun.heads import decoders
 from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
 from forerun.heads.drafting import HeadDrafter
@@ -53,16 +53,23 @@ class HydraConfig(DecoderConfig):
         return self.num_heads
 
     def problem(self) -> str | None:
-        if self.num_heads < 1 or self.num_layers < 1:
-            return f"num_heads and num_layers must be at least 1, got {self.num_heads} and {self.num_layers}"
-        if self.num_hidden_layers not in (0, 1):
-            return f"num_hidden_layers is 1 (Hydra++) or 0 (Hydra), got {self.num_hidden_layers}"
-        if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,) or self.hidden_size != self.target_hidden_size:
-            return (
+        return find_problem(
+            (
+                self.num_heads < 1 or self.num_layers < 1,
+                f"num_heads and num_layers must be at least 1, got {self.num_heads} and {self.num_layers}",
+            ),
+            (
+                self.num_hidden_layers not in (0, 1),
+                f"num_hidden_layers is 1 (Hydra++) or 0 (Hydra), got {self.num_hidden_layers}",
+            ),
+            (
+                self.reduced_vocabulary
+                or self.boundaries != (LAST_HIDDEN,)
+                or self.hidden_size != self.target_hidden_size,
                 "it proposes all of the target's tokens and reads its last hidden state and its embeddings; leave "
-                "draft.vocab_size, boundaries and hidden_size away"
-            )
-        return DecoderConfig.problem(self)
+                "draft.vocab_size, boundaries and hidden_size away",
+            ),
+        ) or DecoderConfig.problem(self)
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,19 +202,24 @@ class HydraFormat(Format):
         keys = Keys(config)
         heads, layers, kind = keys.integer(HEADS), keys.integer(LAYERS, 1), keys.text(ARCHITECTURE, MLP)
         target = keys.get(TARGET)  # said again when written
-        if kind not in (MLP, PREFIX_MLP):
-            raise CheckpointError(f"{ARCHITECTURE} is {kind!r}; heads of the kinds {MLP} and {PREFIX_MLP} are read")
-        if not keys.flag("grounded_heads") or keys.integer("hidden_state_offset", 0):
-            raise CheckpointError(
+        refuse(
+            (
+                kind not in (MLP, PREFIX_MLP),
+                f"{ARCHITECTURE} is {kind!r}; heads of the kinds {MLP} and {PREFIX_MLP} are read",
+            ),
+            (
+                not keys.flag("grounded_heads") or keys.integer("hidden_state_offset", 0),
                 "grounded_heads must be true and hidden_state_offset 0: other heads read no drafted tokens, or another "
-                f"state than the last; got {config.get('grounded_heads')!r}, {config.get('hidden_state_offset')!r}"
-            )
-        if kind == PREFIX_MLP and config.get("num_attention_heads") is None:
-            raise CheckpointError(
+                f"state than the last; got {config.get('grounded_heads')!r}, {config.get('hidden_state_offset')!r}",
+            ),
+            (
+                kind == PREFIX_MLP and config.get("num_attention_heads") is None,
                 "config.json does not say the shape of the prefix layer, which is that of a layer of the target: copy "
                 "num_attention_heads, num_key_value_heads, rms_norm_eps, rope_theta, rope_scaling and "
-                f"max_position_embeddings into it from the config.json of {target}"
-            )
+                f"max_position_embeddings into it from the config.json of {target}",
+            ),
+            error=CheckpointError,
+        )
         found = _canonical(tensors, kind)
         output, gate = found.get("lm_heads.0.weight"), found.get("layers.0.mlp.gate_proj.weight")
         if output is None or output.dim() != 2:

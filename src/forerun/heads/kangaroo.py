@@ -34,7 +34,7 @@ from forerun.decode.drafter import DraftContext, DrafterSetup
 from forerun.drafters.drawing import Children
 from forerun.drafters.self_drafting.early_exit import leave
 from forerun.drafters.trees import FixedTree
-from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, find_problem
 from forerun.heads import decoders
 from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
@@ -66,16 +66,18 @@ class KangarooConfig(DecoderConfig):
     own_lm_head: bool = False
 
     def problem(self) -> str | None:
-        if len(self.boundaries) != 1 or self.boundaries[0] < 1:
-            return f"boundaries is the one after the layers that draft, such as ({EXIT},); got {self.boundaries}"
-        if self.num_hidden_layers != 1:
-            return f"an adapter has one layer, got num_hidden_layers {self.num_hidden_layers}"
-        if self.reduced_vocabulary or self.hidden_size != self.target_hidden_size or self.own_lm_head:
-            return (
+        return find_problem(
+            (
+                len(self.boundaries) != 1 or self.boundaries[0] < 1,
+                f"boundaries is the one after the layers that draft, such as ({EXIT},); got {self.boundaries}",
+            ),
+            (self.num_hidden_layers != 1, f"an adapter has one layer, got num_hidden_layers {self.num_hidden_layers}"),
+            (
+                self.reduced_vocabulary or self.hidden_size != self.target_hidden_size or self.own_lm_head,
                 "it proposes all of the target's tokens through the target's output head; leave draft.vocab_size and "
-                "hidden_size away"
-            )
-        return DecoderConfig.problem(self)
+                "hidden_size away",
+            ),
+        ) or DecoderConfig.problem(self)
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -236,8 +238,11 @@ class KangarooObjective(Objective):
             hidden, weight.detach(), shares, teacher, settings.divergence, settings.lk_decay, mix=settings.mix
         )
         seen = counts.sum().float()
-        metrics = {"acceptance_0": (found.agrees.sum(), seen), "overlap_0": (found.overlap.sum(), seen)}
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss,
+            weight=found.weights.sum(),
+            metrics={"acceptance_0": (found.agrees.sum(), seen), "overlap_0": (found.overlap.sum(), seen)},
+        )
 
 
 # Its files

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, find_problem
 from forerun.heads.base import Angles, Attend, AttendingHead, HeadConfig, check_types
 from forerun.model.layers import base_of
 
@@ -96,40 +96,54 @@ class DecoderConfig(HeadConfig):
         """Describe what contradicts itself; None: nothing."""
         if wrong := self._unknown():
             return wrong
-        if not 1 <= self.draft_vocab_size <= self.vocab_size:
-            return f"draft_vocab_size must be in 1..{self.vocab_size}, the target's; got {self.draft_vocab_size}"
-        if self.num_attention_heads % self.num_key_value_heads:
-            return f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key-value heads"
-        if not self.boundaries or len(set(self.boundaries)) != len(self.boundaries):
-            return f"boundaries must be distinct and at least one, got {self.boundaries}"
-        if self.sliding_window is not None and self.sliding_window < 1:
-            return f"sliding_window must be at least 1 position, got {self.sliding_window}"
-        layers = self.num_hidden_layers
-        if self.full_layers and not (
-            self.sliding_window is not None
-            and list(self.full_layers) == sorted(set(self.full_layers) & set(range(layers)))
-            and len(self.full_layers) < layers
+        if wrong := find_problem(
+            (
+                not 1 <= self.draft_vocab_size <= self.vocab_size,
+                f"draft_vocab_size must be in 1..{self.vocab_size}, the target's; got {self.draft_vocab_size}",
+            ),
+            (
+                self.num_attention_heads % self.num_key_value_heads,
+                f"{self.num_attention_heads} query heads cannot share {self.num_key_value_heads} key-value heads",
+            ),
+            (
+                not self.boundaries or len(set(self.boundaries)) != len(self.boundaries),
+                f"boundaries must be distinct and at least one, got {self.boundaries}",
+            ),
+            (
+                self.sliding_window is not None and self.sliding_window < 1,
+                f"sliding_window must be at least 1 position, got {self.sliding_window}",
+            ),
         ):
-            return (
+            return wrong
+        layers = self.num_hidden_layers
+        return find_problem(
+            (
+                self.full_layers
+                and not (
+                    self.sliding_window is not None
+                    and list(self.full_layers) == sorted(set(self.full_layers) & set(range(layers)))
+                    and len(self.full_layers) < layers
+                ),
                 f"full_layers are some, not all, of the {layers} layers of a head with a sliding_window, in order and "
-                f"counted from 0; got {self.full_layers} with the window {self.sliding_window}"
-            )
-        if not self.own_lm_head and self.reduced_vocabulary:
-            return "a reduced draft vocabulary needs its own lm_head"
-        return None
+                f"counted from 0; got {self.full_layers} with the window {self.sliding_window}",
+            ),
+            (not self.own_lm_head and self.reduced_vocabulary, "a reduced draft vocabulary needs its own lm_head"),
+        )
 
     def _unknown(self) -> str | None:
         """Describe an activation or a position embedding that nothing can compute; None: all is
         known.
         """
-        if not self.rope_theta > 0:
-            return f"rope_theta must be above 0, got {self.rope_theta}"
-        if self.rotary_dim % 2:
-            return f"head_dim must be even, pairs of its dimensions are rotated; got {self.rotary_dim}"
-        if self.hidden_act not in ACT2FN:
-            return f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}"
-        if self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_KINDS:
-            return f"rope_scaling must have a rope_type of {', '.join(ROPE_KINDS)}, got {dict(self.rope_scaling)}"
+        if wrong := find_problem(
+            (not self.rope_theta > 0, f"rope_theta must be above 0, got {self.rope_theta}"),
+            (self.rotary_dim % 2, f"head_dim must be even, pairs of its dimensions are rotated; got {self.rotary_dim}"),
+            (self.hidden_act not in ACT2FN, f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}"),
+            (
+                self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_KINDS,
+                f"rope_scaling must have a rope_type of {', '.join(ROPE_KINDS)}, got {dict(self.rope_scaling)}",
+            ),
+        ):
+            return wrong
         try:
             Rotary(self)
         except (KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -465,10 +479,17 @@ class LatentConfig:
 
     def problem(self, config: DecoderConfig) -> str | None:
         """Describe which setting of the layers does not go with it; None: all do."""
-        if min(self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) < 1 or self.qk_rope_head_dim < 2:
-            return f"latent attention has positive sizes; got {self}"
-        if self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim:
-            return f"values of latent attention are at most as wide as keys; got {self}"
+        if wrong := find_problem(
+            (
+                min(self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim) < 1 or self.qk_rope_head_dim < 2,
+                f"latent attention has positive sizes; got {self}",
+            ),
+            (
+                self.v_head_dim > self.qk_nope_head_dim + self.qk_rope_head_dim,
+                f"values of latent attention are at most as wide as keys; got {self}",
+            ),
+        ):
+            return wrong
         if config.num_key_value_heads != config.num_attention_heads:
             heads = f"{config.num_attention_heads} heads and {config.num_key_value_heads} key-value heads"
             return f"latent attention has keys for every head; got {heads}"

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import HeadConfig, ParallelHead
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.engines import (
@@ -72,16 +72,18 @@ class MedusaConfig(HeadConfig):
     num_layers: int = 1  # Residual blocks before each
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 0:
-            raise ArgumentError(
+        refuse(
+            (
+                self.num_heads < 1 or self.num_layers < 0,
                 f"Medusa head: num_heads must be at least 1 and num_layers at least 0, got {self.num_heads} and "
-                f"{self.num_layers}"
-            )
-        if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
-            raise ArgumentError(
+                f"{self.num_layers}",
+            ),
+            (
+                self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,),
                 "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "
-                "draft.vocab_size and boundaries away"
-            )
+                "draft.vocab_size and boundaries away",
+            ),
+        )
 
     @property
     def max_depth(self) -> int | None:
@@ -188,8 +190,9 @@ class MedusaObjective(Objective):
         features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
         features = features.to(working_dtype(features.device, self.head.weight.dtype))
         depths = self.head.config.num_heads
-        again = self.settings.gradient_checkpointing
-        return run_or_checkpoint(lambda features: self.head.states(features, depths), features, again=again)
+        return run_or_checkpoint(
+            lambda features: self.head.states(features, depths), features, again=self.settings.gradient_checkpointing
+        )
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the weighted sum over all depths and counted tokens, and how often a chain got to
@@ -212,8 +215,11 @@ class MedusaObjective(Objective):
             losses.append(found.loss)
             weights.append(found.weights.sum())
             agrees.append(found.agrees.view_as(shares))
-        metrics = chain_metrics(torch.stack(counts), torch.stack(agrees))
-        return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
+        return LossReport(
+            loss=torch.stack(losses).sum(),
+            weight=torch.stack(weights).sum(),
+            metrics=chain_metrics(torch.stack(counts), torch.stack(agrees)),
+        )
 
 
 # Its files

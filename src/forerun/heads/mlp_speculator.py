@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Finding, fails
@@ -45,16 +45,18 @@ class MlpSpeculatorConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         least = 2 if self.tie_weights else 1
-        if self.n_predict < least or self.inner_dim < 1:
-            raise ArgumentError(
+        refuse(
+            (
+                self.n_predict < least or self.inner_dim < 1,
                 f"MLP speculator: n_predict must be at least {least} and inner_dim at least 1, got {self.n_predict} "
-                f"and {self.inner_dim}"
-            )
-        if self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,):
-            raise ArgumentError(
+                f"and {self.inner_dim}",
+            ),
+            (
+                self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,),
                 "MLP speculator: it proposes all of the target's tokens and reads its last hidden state; leave "
-                "draft.vocab_size and boundaries away"
-            )
+                "draft.vocab_size and boundaries away",
+            ),
+        )
 
     @property
     def max_depth(self) -> int | None:

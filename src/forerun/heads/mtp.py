@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.activations import ACT2FN
 
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, find_problem, refuse
 from forerun.heads.base import Advanced, Angles, Attend, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.eagle import Eagle3Objective
@@ -73,11 +73,16 @@ class ExpertsConfig:
         if min(self.n_routed_experts, self.num_experts_per_tok, self.n_group, self.topk_group) < 1:
             return "experts, experts a token and groups must be at least 1"
         inside = self.n_routed_experts // self.n_group
-        if self.n_routed_experts % self.n_group or inside < 2 or self.topk_group > self.n_group:
-            return f"{self.n_routed_experts} experts in {self.n_group} groups, of which {self.topk_group} are taken"
-        if self.num_experts_per_tok > self.topk_group * inside:
-            return f"{self.num_experts_per_tok} experts a token from {self.topk_group} groups of {inside}"
-        return None
+        return find_problem(
+            (
+                self.n_routed_experts % self.n_group or inside < 2 or self.topk_group > self.n_group,
+                f"{self.n_routed_experts} experts in {self.n_group} groups, of which {self.topk_group} are taken",
+            ),
+            (
+                self.num_experts_per_tok > self.topk_group * inside,
+                f"{self.num_experts_per_tok} experts a token from {self.topk_group} groups of {inside}",
+            ),
+        )
 
 
 class MixtureOfExperts(nn.Module):
@@ -199,10 +204,14 @@ class MtpConfig(DecoderConfig):
         return False
 
     def problem(self) -> str | None:
-        if len(self.boundaries) != 1 or self.hidden_size != self.target_hidden_size:
-            return f"it reads one state of the target, as wide as itself; got boundaries {self.boundaries}"
-        if self.num_hidden_layers < 1:
-            return "the target has no MTP layers"
+        if wrong := find_problem(
+            (
+                len(self.boundaries) != 1 or self.hidden_size != self.target_hidden_size,
+                f"it reads one state of the target, as wide as itself; got boundaries {self.boundaries}",
+            ),
+            (self.num_hidden_layers < 1, "the target has no MTP layers"),
+        ):
+            return wrong
         if self.experts is not None and (wrong := self.experts.problem()):
             return wrong
         if self.latent is not None and (wrong := self.latent.problem(self)):
@@ -333,13 +342,17 @@ class MtpObjective(Eagle3Objective):
 
     def __init__(self, head: Any, target: FrozenTarget, settings: MtpSettings | None = None) -> None:
         super().__init__(head, target, settings)  # type: ignore[arg-type]
-        if (count := head.config.num_hidden_layers) > 1:
-            raise ArgumentError(
+        refuse(
+            (
+                (count := head.config.num_hidden_layers) > 1,
                 f"one MTP module is trained to draft several tokens, this target brings {count}, one for each; keep "
-                "them as they are, or start from a checkpoint with num_nextn_predict_layers 1"
-            )
-        if target.softcap is not None or target.scale != 1.0 or target.bias is not None:
-            raise ArgumentError("the target scales, caps or shifts its logits, which this objective does not")
+                "them as they are, or start from a checkpoint with num_nextn_predict_layers 1",
+            ),
+            (
+                target.softcap is not None or target.scale != 1.0 or target.bias is not None,
+                "the target scales, caps or shifts its logits, which this objective does not",
+            ),
+        )
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the weighted sum over all depths and counted tokens, and how often a chain got to
@@ -357,5 +370,6 @@ class MtpObjective(Eagle3Objective):
             wanted.flatten(),
             temperature=self.target.temperature,
         )
-        metrics = chain_metrics(counts, found.agrees.view_as(shares))
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees.view_as(shares))
+        )

@@ -309,8 +309,14 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
     }
     keys.get("use_qk_norm")  # told by the tensors
-    extra = {name: value for name, value in keys.rest().items() if name not in MEANINGLESS}
-    return decoders.make_head(MtpConfig, tensors, {}, **read, qk_norm=False, extra=extra)
+    return decoders.make_head(
+        MtpConfig,
+        tensors,
+        {},
+        **read,
+        qk_norm=False,
+        extra={name: value for name, value in keys.rest().items() if name not in MEANINGLESS},
+    )
 
 
 def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.drafters.draft_models.pard import KEY
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import CheckpointError, choices, refuse
 from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok, vllm_line
 from forerun.heads.files import TargetFacts
 from forerun.heads.formats import CONFIG, README, folder_of
@@ -92,10 +92,13 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
     it and not `force`, or the copy is not what was to be written.
     """
     directory = Path(output).expanduser().absolute()
-    if to not in COMMANDS:
-        raise ArgumentError(f"cannot export to {to!r}.{choices(to, COMMANDS, 'PARD draft models go to')}")
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ArgumentError(f"{directory} holds something, which would be deleted; name a new or empty directory")
+    refuse(
+        (to not in COMMANDS, f"cannot export to {to!r}.{choices(to, COMMANDS, 'PARD draft models go to')}"),
+        (
+            directory.exists() and (not directory.is_dir() or any(directory.iterdir())),
+            f"{directory} holds something, which would be deleted; name a new or empty directory",
+        ),
+    )
     found = [finding for finding in model.findings(target) if finding.engine == to]
     wrong = [f"{one.what}: {to} {one.why} ({one.remedy})" for one in found if one.severity in ("degrades", "fails")]
     if wrong and not force:

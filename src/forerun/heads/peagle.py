@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from forerun.drafters.vocabulary import spare_token
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, find_problem, refuse
 from forerun.heads.base import Angles, Attend, BlockHead
 from forerun.heads.dflash import BlockDrafterConfig
 from forerun.heads.drafting import BestFirstDrafter
@@ -72,11 +72,13 @@ class PEagleConfig(EagleConfig):
     own_embedding: bool = True  # The embedding is trained, that of the mask with it
 
     def problem(self) -> str | None:
-        if self.generation != 3:
-            return f"its layers are EAGLE-3's; got generation {self.generation}"
-        if not 0 <= self.mask_token_id < self.vocab_size:
-            return f"mask_token_id must be one of the target's {self.vocab_size} tokens, got {self.mask_token_id}"
-        return EagleConfig.problem(self)
+        return find_problem(
+            (self.generation != 3, f"its layers are EAGLE-3's; got generation {self.generation}"),
+            (
+                not 0 <= self.mask_token_id < self.vocab_size,
+                f"mask_token_id must be one of the target's {self.vocab_size} tokens, got {self.mask_token_id}",
+            ),
+        ) or EagleConfig.problem(self)
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +164,9 @@ class PEagleObjective(DecoderObjective):
         states = masked.following(batch.features[LAST_HIDDEN])
         found = self.divergence(output.flatten(0, 1), self.output_head(), masked.counted.flatten().float(), states)
         agrees, overlap = (part.view(masked.counted.shape) for part in (found.agrees, found.overlap))
-        metrics = masked.metrics(agrees, overlap, self.settings)
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss, weight=found.weights.sum(), metrics=masked.metrics(agrees, overlap, self.settings)
+        )
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
         """Return what is computed, and the head's outputs (B, N, H), which the output head reads."""
@@ -218,10 +221,14 @@ class PEagleFormat(Format):
             raise CheckpointError(
                 f"config.json contradicts itself about the mask token: {listed}; remove the wrong one"
             )
-        if not said:
-            raise CheckpointError(f"config.json has no {TOKEN}; a P-EAGLE head's configuration needs it")
-        if not keys.flag("parallel_drafting", True):
-            raise CheckpointError(f"config.json contradicts itself: {MASK} is stored, but parallel_drafting is false")
+        refuse(
+            (not said, f"config.json has no {TOKEN}; a P-EAGLE head's configuration needs it"),
+            (
+                not keys.flag("parallel_drafting", True),
+                f"config.json contradicts itself: {MASK} is stored, but parallel_drafting is false",
+            ),
+            error=CheckpointError,
+        )
         plain = {name: value for name, value in config.items() if name not in (*MASK_TOKENS, "parallel_drafting")}
         if "PEagle" in _names(config):
             plain["architectures"] = [LLAMA]

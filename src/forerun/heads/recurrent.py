@@ -70,8 +70,11 @@ class RecurrentObjective(Objective):
             counts.append(seen)
             agrees.append(found.agrees.view_as(seen))
             overlap.append(found.overlap.view_as(seen))
-        metrics = chain_metrics(torch.stack(counts), torch.stack(agrees), torch.stack(overlap))
-        return LossReport(loss=torch.stack(losses).sum(), weight=torch.stack(weights).sum(), metrics=metrics)
+        return LossReport(
+            loss=torch.stack(losses).sum(),
+            weight=torch.stack(weights).sum(),
+            metrics=chain_metrics(torch.stack(counts), torch.stack(agrees), torch.stack(overlap)),
+        )
 
     def outputs(self, batch: FeatureBatch) -> tuple[Tensor, ...]:
         """Return what the output head reads by depth, (B, S, H) each; entry i predicts token i + 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.drafters.kinds import kind_named
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, refuse
 from forerun.heads import block_files, decoders, peagle
 from forerun.heads.dflash import DFlashConfig
 from forerun.heads.dspark import DSparkConfig
@@ -82,17 +82,26 @@ class SpeculatorsFormat(Format):
         here.
         """
         config = checkpoint.config
-        if isinstance(config, DFlashConfig) and config.kind not in OWN:
-            raise CheckpointError(
-                f"no {kind_named(config.kind).title} heads are written in speculators' format; use dflash"
-            )
-        if config.kind not in OWN:
-            raise CheckpointError("engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2")
+        refuse(
+            (
+                isinstance(config, DFlashConfig) and config.kind not in OWN,
+                f"no {kind_named(config.kind).title} heads are written in speculators' format; use dflash",
+            ),
+            (
+                config.kind not in OWN,
+                "engines read only EAGLE-3 heads of this format; use flat for EAGLE-1 and EAGLE-2",
+            ),
+            error=CheckpointError,
+        )
         decoders.to_outputs(config.boundaries)  # refuses what has no id
-        if getattr(config, "latent", None) is not None:
-            raise CheckpointError("vLLM reads no latent attention in this format; use flat")
-        if not getattr(config, "next_layer_regular", True):
-            raise CheckpointError("in this format the first layer alone reads the embedding; use flat")
+        refuse(
+            (getattr(config, "latent", None) is not None, "vLLM reads no latent attention in this format; use flat"),
+            (
+                not getattr(config, "next_layer_regular", True),
+                "in this format the first layer alone reads the embedding; use flat",
+            ),
+            error=CheckpointError,
+        )
         extra = {name: value for name, value in config.extra.items() if name != SPECULATORS}
         top = {name: extra.pop(name) for name in AT_THE_TOP if name in extra}
         stated = config.extra.get(SPECULATORS, {})
@@ -131,16 +140,25 @@ def _eagle3(keys: Keys, layers: Keys, num_layers: int | None) -> Own:
     """Return what EAGLE-3 adds to the layers."""
     count = layers.get("num_aux_hidden_states")
     ids = decoders.LayerIds(decoders.IDS, keys.integers(decoders.IDS), outputs=False)
-    boundaries = decoders.agree_boundaries(ids, count=count, num_layers=num_layers)
-    fields = {"boundaries": boundaries, **{flag: keys.flag(flag) for flag in decoders.FLAGS}}
+    fields = {
+        "boundaries": decoders.agree_boundaries(ids, count=count, num_layers=num_layers),
+        **{flag: keys.flag(flag) for flag in decoders.FLAGS},
+    }
     return EagleConfig, fields, {RESIDUAL_NOTE: keys.get("norm_before_residual") is None}
 
 
 def _of_eagle3(config: EagleConfig) -> dict[str, Any]:
-    if config.norm_before_fc and config.fc_norm:
-        raise CheckpointError("speculators forbids norm_before_fc together with fc_norm; use flat")
-    if config.kind == "peagle" and config.fc_norm:
-        raise CheckpointError("vLLM does not read fc_norm of a P-EAGLE head in this format; use peagle")
+    refuse(
+        (
+            config.norm_before_fc and config.fc_norm,
+            "speculators forbids norm_before_fc together with fc_norm; use flat",
+        ),
+        (
+            config.kind == "peagle" and config.fc_norm,
+            "vLLM does not read fc_norm of a P-EAGLE head in this format; use peagle",
+        ),
+        error=CheckpointError,
+    )
     mask = {"mask_token_id": config.mask_token_id} if isinstance(config, PEagleConfig) else {}
     return {**{flag: getattr(config, flag) for flag in decoders.FLAGS}, decoders.IDS: list(config.boundaries), **mask}
 
@@ -165,12 +183,17 @@ def _dflash(keys: Keys, kind: str, windows: bool) -> Own:
 
 
 def _of_dflash(config: DFlashConfig) -> dict[str, Any]:
-    if config.is_causal and not (config.sliding_window and not config.full_layers):
-        raise CheckpointError(
-            "speculators has no key for blocks that are causal in layers without a window; use dflash"
-        )
-    if config.causal_windows and config.full_layers:
-        raise CheckpointError(f"vLLM takes {NON_CAUSAL} here for all layers, with a window or not; use dflash")
+    refuse(
+        (
+            config.is_causal and not (config.sliding_window and not config.full_layers),
+            "speculators has no key for blocks that are causal in layers without a window; use dflash",
+        ),
+        (
+            config.causal_windows and config.full_layers,
+            f"vLLM takes {NON_CAUSAL} here for all layers, with a window or not; use dflash",
+        ),
+        error=CheckpointError,
+    )
     return {
         BLOCK_IDS: list(config.boundaries),
         "block_size": config.block_size,

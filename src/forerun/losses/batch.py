@@ -39,8 +39,11 @@ class FeatureBatch:
 
     def to(self, device: torch.device | str) -> FeatureBatch:
         """Return the same on another device."""
-        features = {boundary: states.to(device) for boundary, states in self.features.items()}
-        return replace(self, batch=self.batch.to(device), features=features)
+        return replace(
+            self,
+            batch=self.batch.to(device),
+            features={boundary: states.to(device) for boundary, states in self.features.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @cache
-def _adapters(settings: type) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
+def _adapters(settings: Any) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
     hints = typing.get_type_hints(settings, include_extras=True)
     return {name: (hint, TypeAdapter(hint, config=STRICT)) for name, hint in hints.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, nearest
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, nearest, refuse
 from forerun.shipped import MODELS, REAL
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -22,10 +22,10 @@ def check(name: str | Path, dtype: str, device: str | None = None) -> None:
     path = Path(name).expanduser()
     if path.suffix == ".gguf":
         check_file(path)
-    if f"'{dtype}'" not in DTYPES and dtype not in _ALSO:
-        raise ArgumentError(f"{dtype!r} is no dtype; expected {DTYPES}")
-    if device is not None and not _DEVICE.fullmatch(device):
-        raise ArgumentError(f"{device!r} is no device; expected {DEVICES}")
+    refuse(
+        (f"'{dtype}'" not in DTYPES and dtype not in _ALSO, f"{dtype!r} is no dtype; expected {DTYPES}"),
+        (device is not None and not _DEVICE.fullmatch(device), f"{device!r} is no device; expected {DEVICES}"),
+    )
     if not path.is_file() and not next(path.glob("*.gguf"), None):
         check_directory(name)
         if not path.is_dir() and str(name) not in (REAL, *MODELS):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, refuse
 from forerun.model.load import quiet_transformers, save_model
 from forerun.model.support import refuse_config
 from forerun.writing import cache_root, written_folder
@@ -210,13 +210,18 @@ class _Header:
     def check(self) -> None:
         """Raise CheckpointError unless this is a whole language model."""
         kind = self.metadata.get("general.type", "model")
-        if kind == "mmproj" or self.architecture == "clip":
-            raise CheckpointError(
+        refuse(
+            (
+                kind == "mmproj" or self.architecture == "clip",
                 f"{self.path} is the projector of a multimodal model (mmproj), no language model: name the model's own "
-                "GGUF file"
-            )
-        if kind != "model" or not self.architecture:
-            raise CheckpointError(f"{self.path} holds no language model but {kind!r}: name a model's GGUF file")
+                "GGUF file",
+            ),
+            (
+                kind != "model" or not self.architecture,
+                f"{self.path} holds no language model but {kind!r}: name a model's GGUF file",
+            ),
+            error=CheckpointError,
+        )
         parts, found = self.metadata.get("split.count", 1), 1 + len(self.more)
         if parts > 1 and (parts != found or self.metadata.get("split.no", 0) != 0):
             raise CheckpointError(

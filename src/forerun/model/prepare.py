@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from forerun.devices import trim_heap
-from forerun.errors import ArgumentError, OutOfMemoryError
+from forerun.errors import ArgumentError, OutOfMemoryError, refuse
 from forerun.model import proof
 from forerun.model.cache import promised_bytes
 from forerun.model.kernels import accelerate
@@ -134,13 +134,17 @@ def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, i
 
 def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     """Take over a model that the caller has loaded; only its cache must still fit."""
-    if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
-        raise ArgumentError(f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}")
-    if any((options.device_map, options.tp_plan, options.adapter, options.revision)):
-        raise ArgumentError(
+    refuse(
+        (
+            not isinstance(model, torch.nn.Module) or not hasattr(model, "config"),
+            f"a target is a directory, a hub id or a loaded causal LM, got {type(model).__name__}",
+        ),
+        (
+            any((options.device_map, options.tp_plan, options.adapter, options.revision)),
             "device_map, tp_plan, adapter and revision say how to load, but this model is loaded already: load it "
-            "that way, or pass its directory"
-        )
+            "that way, or pass its directory",
+        ),
+    )
     model = without_wrapper(model)
     refuse_config(model.config, type(model))
     dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
@@ -166,8 +170,14 @@ def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int
     if device is None:
         return slots
     token = cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot
-    probs = rows * SCORED_NODES * config.vocab_size * (itemsize + 4)
-    plan = MemoryPlan(rows=rows, slots=slots, weights=weights, token=token, probs=probs, reserve=sizes.reserve)
+    plan = MemoryPlan(
+        rows=rows,
+        slots=slots,
+        weights=weights,
+        token=token,
+        probs=rows * SCORED_NODES * config.vocab_size * (itemsize + 4),
+        reserve=sizes.reserve,
+    )
     available = available_bytes(device)
     fitting = plan.fitting_slots(available)
     if sizes.slots is None and LEAST_SLOTS <= fitting < slots:

@@ -154,8 +154,9 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
     if not sizes:
         return Expected(sizes=named, near=near, far=[], unchecked=None)
     far = [_reference(model, ids, size, size) for size in sorted(named) if _NEAR < size <= reach]
-    unchecked = min((size for size in named if size > reach), default=None)
-    return Expected(sizes=named, near=near, far=far, unchecked=unchecked)
+    return Expected(
+        sizes=named, near=near, far=far, unchecked=min((size for size in named if size > reach), default=None)
+    )
 
 
 @torch.inference_mode()

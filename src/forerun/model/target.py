@@ -157,8 +157,10 @@ class Target:
             ending = _last(states, [len(piece) for piece in pieces])
             last = ending if last is None else last.index_copy_(0, index, ending)
         assert last is not None, "every row has a token"
-        logits = self.head(gathered[LAST_HIDDEN] if all_logits else last)
-        return Scored(logits=logits, hidden_states={boundary: gathered[boundary] for boundary in boundaries})
+        return Scored(
+            logits=self.head(gathered[LAST_HIDDEN] if all_logits else last),
+            hidden_states={boundary: gathered[boundary] for boundary in boundaries},
+        )
 
     @torch.inference_mode()
     def score(

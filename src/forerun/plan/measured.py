@@ -65,8 +65,7 @@ class Trial:
         """Return the counts in the form of an answer's."""
         stats = SpeculationStats()
         for done in self.steps:
-            tokens = done.accepted + 1
-            stats.record(tokens=tokens, drafted=done.drafted, depth=done.depth, accepted=done.accepted)
+            stats.record(tokens=done.accepted + 1, drafted=done.drafted, depth=done.depth, accepted=done.accepted)
         return stats
 
     @property
@@ -161,8 +160,9 @@ def try_drafter(
             traced=drafter is not None,
         )
         try:
-            boundaries = drafter.requires if drafter is not None else frozenset()
-            scored = target.prefill([row_id], [row.tokens], boundaries=boundaries)
+            scored = target.prefill(
+                [row_id], [row.tokens], boundaries=drafter.requires if drafter is not None else frozenset()
+            )
             first_tokens([row], scored.logits)
             row.tokens_left -= 1
             if drafter is not None:
@@ -353,8 +353,11 @@ class EncodedPrompts:
             default_seed=0,
         )
         texts = [text if isinstance(text, str) else llm.chat_prompt(text) for text in prompts[:limit]]
-        params = reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0))
-        return cls(prompts=[reader.tokens(text)[1] for text in texts], params=params, stop_ids=reader.end_ids())
+        return cls(
+            prompts=[reader.tokens(text)[1] for text in texts],
+            params=reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)),
+            stop_ids=reader.end_ids(),
+        )
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts, tell: Tell) -> MeasuredDrafter:

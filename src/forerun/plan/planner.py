@@ -198,8 +198,13 @@ def draw_cost(cost: CostModel, path: Path, title: str) -> None:
     for axes, context in zip(panels[0], cost.contexts, strict=True):
         for index, rows in enumerate(cost.rows):
             values = [cost.v(nodes, rows, context) for nodes in cost.nodes]
-            label = "1 row" if rows == 1 else f"{rows} rows"
-            axes.plot(cost.nodes, values, "o-", color=COLOURS[index % len(COLOURS)], label=label)
+            axes.plot(
+                cost.nodes,
+                values,
+                "o-",
+                color=COLOURS[index % len(COLOURS)],
+                label="1 row" if rows == 1 else f"{rows} rows",
+            )
         axes.set_xscale("log", base=2)
         axes.set_xticks(cost.nodes, [str(nodes) for nodes in cost.nodes])
         axes.set_title(f"behind {context} tokens", loc="left")

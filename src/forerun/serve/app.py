@@ -117,8 +117,7 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/chat/completions", responses=_STREAM)
     async def chat(body: ChatRequest, http: Request) -> Response:
         jobs, chat_format = await _prepare(session, http, body, lambda: chat_jobs(session, body))
-        predicted = jobs[0].copies_prediction
-        writer = ChatWriter(body, name, session.tokenizer, chat_format, predicted=predicted)
+        writer = ChatWriter(body, name, session.tokenizer, chat_format, predicted=jobs[0].copies_prediction)
         return await _respond(session, http, jobs, writer)
 
     @app.post("/v1/completions", responses=_STREAM)

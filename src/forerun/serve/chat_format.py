@@ -128,8 +128,12 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
         marks = None
     functions = [tool.function.function() for tool in body.callable_tools]
     calls = kind(template, functions) if kind is not None and functions else None
-    inside = marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun)
-    return ChatFormat(prompt=prompt, format=calls, marks=marks, inside=inside)
+    return ChatFormat(
+        prompt=prompt,
+        format=calls,
+        marks=marks,
+        inside=marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun),
+    )
 
 
 def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:

@@ -210,8 +210,13 @@ class Writer(ABC):
         """
         steps = []
         for step in trace:
-            nodes = [{**asdict(node), "text": self._text(node.token)} for node in step.nodes]
-            steps.append({**asdict(step), "nodes": nodes, "lossless": rule_named(step.rule).lossless})
+            steps.append(
+                {
+                    **asdict(step),
+                    "nodes": [{**asdict(node), "text": self._text(node.token)} for node in step.nodes],
+                    "lossless": rule_named(step.rule).lossless,
+                }
+            )
         told = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in tokens]
         return {"tokens": told, "steps": steps}
 
@@ -247,8 +252,7 @@ class ChatWriter(Writer):
         }
 
     def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         reader, message = self._readers[index]
@@ -259,8 +263,13 @@ class ChatWriter(Writer):
         if not pieces and not self.wants_tokens and reason is None:
             return None
         more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
-        logprobs = self._logprobs(chunk.tokens)
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason, **more}
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": self._logprobs(chunk.tokens),
+            "finish_reason": reason,
+            **more,
+        }
 
     def reasoning(self, outputs: Sequence[RequestOutput]) -> int | None:
         if self._chat_format.marks is None:
@@ -328,8 +337,12 @@ class CompletionWriter(Writer):
         if not echoed and not self.body.return_token_ids:
             return None
         self._sent[index] = len(echoed)
-        logprobs = self._logprobs_of_prompt(echoed, ids, chunk.prompt_logprobs) if echoed else None
-        opened = {"index": index, "text": echoed, "logprobs": logprobs, "finish_reason": None}
+        opened = {
+            "index": index,
+            "text": echoed,
+            "logprobs": self._logprobs_of_prompt(echoed, ids, chunk.prompt_logprobs) if echoed else None,
+            "finish_reason": None,
+        }
         return {**opened, **self.about_prompt(ids, None)}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
@@ -410,8 +423,14 @@ class MessageWriter:
         calls: list[dict[str, Any]] = []
         for piece in pieces:
             if piece.kind is Kind.CALL:
-                function = {"name": piece.text, "arguments": ""}
-                calls.append({"index": self.calls, "id": self._new_id(), "type": "function", "function": function})
+                calls.append(
+                    {
+                        "index": self.calls,
+                        "id": self._new_id(),
+                        "type": "function",
+                        "function": {"name": piece.text, "arguments": ""},
+                    }
+                )
                 self.calls += 1
             elif piece.kind is Kind.ARGUMENTS:
                 if not calls:

@@ -66,12 +66,18 @@ class RequestRecorder:
             return
         given, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
         name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
-        client = scope["client"][0] if self._settings.log_clients and scope.get("client") else None
-        record = RequestRecord(request_id=name, method=scope["method"], client=client)
+        record = RequestRecord(
+            request_id=name,
+            method=scope["method"],
+            client=scope["client"][0] if self._settings.log_clients and scope.get("client") else None,
+        )
         logs.RECORD.set(record)
         # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
-        method = "GET" if scope["method"] == "HEAD" else scope["method"]
-        scope = {**scope, "method": method, "root_path": self._settings.root_path}
+        scope = {
+            **scope,
+            "method": "GET" if scope["method"] == "HEAD" else scope["method"],
+            "root_path": self._settings.root_path,
+        }
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -196,8 +202,9 @@ def identify_client(scope: Scope, settings: ServeSettings) -> Client | None:
     if not settings.api_keys:
         # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
         shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
-        domain = None if shared else _hash("request", secrets.token_hex(16))
-        return Client(name=_hash("address", address), domain=domain)
+        return Client(
+            name=_hash("address", address), domain=None if shared else _hash("request", secrets.token_hex(16))
+        )
     if (key := _key_given(scope, settings.api_keys)) is None:
         return None
     name = _hash("key", key)

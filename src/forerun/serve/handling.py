@@ -142,8 +142,13 @@ def _job(
         "user": body.user,
         "priority": body.priority,
     }
-    recorded = "store" not in body.model_fields_set
-    return Job(prompt=prompt, params=params, options=options, names=names or names_of(body), recorded=recorded)
+    return Job(
+        prompt=prompt,
+        params=params,
+        options=options,
+        names=names or names_of(body),
+        recorded="store" not in body.model_fields_set,
+    )
 
 
 def _at_most(value: float | None, most: float | None, name: str) -> None:

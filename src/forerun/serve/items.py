@@ -76,8 +76,9 @@ class ItemWriter(ABC):
         item.
         """
         if self._kind is not None:
-            complete = output is None or output.outputs[0].finish_reason == "stop"
-            yield from self._close_item(self._kind, complete=complete)
+            yield from self._close_item(
+                self._kind, complete=output is None or output.outputs[0].finish_reason == "stop"
+            )
             self._done.append(self._item)
             self._kind = None
 
@@ -249,8 +250,10 @@ class MessagesWriter(ItemWriter):
         return {**self._message(), **self._ending(output), **_counts(output)}
 
     def _start(self, chunk: StreamChunk) -> Iterator[Event]:
-        message = {**self._message(), "usage": _usage(chunk.prompt_token_ids or (), ())}
-        yield {"type": "message_start", "message": message}
+        yield {
+            "type": "message_start",
+            "message": {**self._message(), "usage": _usage(chunk.prompt_token_ids or (), ())},
+        }
 
     def _end(self, output: RequestOutput) -> Iterator[Event]:
         yield {"type": "message_delta", "delta": self._ending(output), **_counts(output)}
@@ -299,8 +302,10 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _counts(output: RequestOutput) -> dict[str, Any]:
-    usage = _usage(output.prompt_token_ids, output.outputs[0].token_ids)
-    return {"usage": usage, "metrics": speculation_metrics([output])}
+    return {
+        "usage": _usage(output.prompt_token_ids, output.outputs[0].token_ids),
+        "metrics": speculation_metrics([output]),
+    }
 
 
 def _usage(prompt: Sequence[int], answer: Sequence[int]) -> dict[str, int]:

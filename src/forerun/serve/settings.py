@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from forerun.drafters import entry_named
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 from forerun.serve.reasoning import find_marks
 from forerun.serve.tools.formats import check_parser
 
@@ -125,20 +125,31 @@ class ServeSettings:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         for name in self.client_drafters:
             entry_named(name)
-        if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
-            raise ArgumentError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ArgumentError(f"--root-path begins with a slash and does not end with one, got {self.root_path!r}")
+        refuse(
+            (
+                self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs),
+                "--ssl-keyfile and --ssl-ca-certs need --ssl-certfile",
+            ),
+            (
+                self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")),
+                f"--root-path begins with a slash and does not end with one, got {self.root_path!r}",
+            ),
+        )
         check_parser(self.tool_call_parser)
         find_marks(self.reasoning_parser, template="")
-        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
-            raise ArgumentError(f"--request-timeout must be above 0, got {self.request_timeout_s}")
-        if any(not key for key in self.api_keys):
-            raise ArgumentError("an API key must not be empty")
-        if self.admin_api_key == "" or self.admin_api_key in self.api_keys:
-            raise ArgumentError("--admin-api-key is a key of its own: not empty, and none of --api-key")
-        if self.record_traffic is not None and not (self.api_keys or self.share_unnamed):
-            raise ArgumentError(
+        refuse(
+            (
+                self.request_timeout_s is not None and self.request_timeout_s <= 0,
+                f"--request-timeout must be above 0, got {self.request_timeout_s}",
+            ),
+            (any(not key for key in self.api_keys), "an API key must not be empty"),
+            (
+                self.admin_api_key == "" or self.admin_api_key in self.api_keys,
+                "--admin-api-key is a key of its own: not empty, and none of --api-key",
+            ),
+            (
+                self.record_traffic is not None and not (self.api_keys or self.share_unnamed),
                 "--record-traffic keeps apart what different users say, and requests without a key name no user: give "
-                "--api-key, or --share-unnamed if all requests are yours"
-            )
+                "--api-key, or --share-unnamed if all requests are yours",
+            ),
+        )

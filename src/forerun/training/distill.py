@@ -178,8 +178,11 @@ class DistillObjective(DraftModelObjective):
         found = self.distance(self.draft, states, shares, last)
         figures = figures or found
         seen = counts.sum().float()
-        metrics = {"acceptance_0": (figures.agrees.sum(), seen), "overlap_0": (figures.overlap.sum(), seen)}
-        return LossReport(loss=found.loss, weight=found.weights.sum(), metrics=metrics)
+        return LossReport(
+            loss=found.loss,
+            weight=found.weights.sum(),
+            metrics={"acceptance_0": (figures.agrees.sum(), seen), "overlap_0": (figures.overlap.sum(), seen)},
+        )
 
     @torch.no_grad()
     def _of_reference(self, batch: TokenBatch) -> Tensor:

@@ -107,5 +107,8 @@ class Medusa2Objective(Objective):
             known = seen if self.settings.learn_from == "target" else torch.zeros_like(seen)
             target = {"loss": (own.loss.detach(), seen), "agrees": (own.agrees.sum(), known)}
             target["overlap"] = (own.overlap.sum(), known)
-        metrics = {**heads.metrics, **{f"target_{name}": pair for name, pair in target.items()}}
-        return LossReport(loss=loss, weight=seen, metrics=metrics)
+        return LossReport(
+            loss=loss,
+            weight=seen,
+            metrics={**heads.metrics, **{f"target_{name}": pair for name, pair in target.items()}},
+        )

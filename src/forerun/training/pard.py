@@ -81,8 +81,7 @@ class PardObjective(DraftModelObjective):
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
         """Return what is computed, and the model's states (B, N, H) after its final norm."""
-        random = self.parameters_module().training
-        masked = Masked.of(batch.batch, self.settings, 0, random=random)
+        masked = Masked.of(batch.batch, self.settings, 0, random=self.parameters_module().training)
         return masked, self.draft.masked(batch.batch, masked, mask_token(self.draft.model))
 
     def _weights(self, masked: Masked, batch: FeatureBatch) -> Tensor:

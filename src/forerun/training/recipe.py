@@ -17,7 +17,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.drafters.kinds import kind_named, objective_for
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, choices, refuse
 from forerun.losses.objective import STRICT, Count, Natural, complaint
 from forerun.training.loop.settings import TrainSettings
 
@@ -86,13 +86,17 @@ class TrainRecipe(Generic[Settings]):
     evaluation: EvaluationRecipe = field(default_factory=EvaluationRecipe)
 
     def __post_init__(self) -> None:
-        if (self.mode == "offline") != (self.features is not None):
-            raise ArgumentError("mode=offline and features=DIRECTORY belong together: give both or neither")
-        if self.evaluation.prompts is None and (self.training.eval_every_steps or self.training.best_metric):
-            raise ArgumentError(
+        refuse(
+            (
+                (self.mode == "offline") != (self.features is not None),
+                "mode=offline and features=DIRECTORY belong together: give both or neither",
+            ),
+            (
+                self.evaluation.prompts is None and (self.training.eval_every_steps or self.training.best_metric),
                 "training.eval_every_steps and training.best_metric are about an evaluation, and there is none: name "
-                "prepared data, held out, in evaluation.prompts, or leave them away"
-            )
+                "prepared data, held out, in evaluation.prompts, or leave them away",
+            ),
+        )
 
 
 def read_recipe(

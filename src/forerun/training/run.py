@@ -93,14 +93,13 @@ class TrainingRun:
 
     def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
-        trackers = [tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else []
         training = Training(
             self.objective,
             self.batches,
             recipe.training,
             output,
             parallel=parallel,
-            trackers=trackers,
+            trackers=[tracker(name, output, to_plain(recipe)) for name in recipe.trackers] if parallel.first else [],
             evaluate=self.evaluate if self.prompts else None,
             recipe=self.fixed(),
             allow_changes=allow_changes,

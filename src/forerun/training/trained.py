@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from forerun.drafters.draft_models.pard import PardDrafter, mark
 from forerun.drafters.kinds import HeadKind, Role, import_named, kind_named
 from forerun.drafters.vocabulary import check_tokenizers
-from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError, choices
+from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError, choices, refuse
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts
 from forerun.heads.formats import format_for, read_head, write_head
@@ -56,12 +56,14 @@ def shrink(model: Any, options: Mapping[str, Any]) -> Any:
     architectures than `STYLES`, and quantised ones.
     """
     former = model.config
-    if former.model_type not in STYLES:
-        raise UnsupportedModelError(
-            f"{former.model_type} cannot be shrunk; {', '.join(STYLES)} can. Name a draft model instead: --draft"
-        )
-    if is_quantised(model):
-        raise UnsupportedModelError("a quantised target cannot be shrunk; name its unquantised checkpoint as target")
+    refuse(
+        (
+            former.model_type not in STYLES,
+            f"{former.model_type} cannot be shrunk; {', '.join(STYLES)} can. Name a draft model instead: --draft",
+        ),
+        (is_quantised(model), "a quantised target cannot be shrunk; name its unquantised checkpoint as target"),
+        error=UnsupportedModelError,
+    )
     layers, config = _check_options(options, former), copy.deepcopy(former)
     state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
     state = _of_layers(state, layers)
@@ -208,17 +210,21 @@ class Trained(ABC):
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         """Check the recipe; ArgumentError for what cannot be; nothing is loaded yet."""
         self.recipe, writer = recipe, recipe.objective.writer
-        if writer != "data" and recipe.mode == "offline":
-            raise ArgumentError(
-                f"mode=offline has features of the data's own text: objective.writer={writer} is online"
-            )
-        if writer == "draft" and not self.writes:
-            raise ArgumentError(
+        refuse(
+            (
+                writer != "data" and recipe.mode == "offline",
+                f"mode=offline has features of the data's own text: objective.writer={writer} is online",
+            ),
+            (
+                writer == "draft" and not self.writes,
                 f"what forerun train {recipe.kind} trains does not write alone: objective.writer=target lets the "
-                "target write while it is drafted for"
-            )
-        if writer == "target" and recipe.target_parallel != "none":
-            raise ArgumentError("objective.writer=target needs the whole target on each process: target_parallel=none")
+                "target write while it is drafted for",
+            ),
+            (
+                writer == "target" and recipe.target_parallel != "none",
+                "objective.writer=target needs the whole target on each process: target_parallel=none",
+            ),
+        )
         known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
         if (metric := recipe.training.best_metric) is not None and metric not in known:
             raise ArgumentError(
@@ -365,17 +371,19 @@ class TrainedModel(Trained):
         super().__init__(recipe)
         self.method: str = import_named(kind_named(recipe.kind).drafter).name  # Name of the drafter that uses it
         draft = recipe.draft
-        if draft.vocab_size is not None:
-            raise ArgumentError("a draft model has its tokenizer's vocabulary; leave draft.vocab_size away")
-        if draft.start is not None and draft.options:
-            raise ArgumentError("draft.start brings its own shape; leave draft.options away")
-        if draft.start is None and not draft.options:
-            raise ArgumentError(
+        refuse(
+            (draft.vocab_size is not None, "a draft model has its tokenizer's vocabulary; leave draft.vocab_size away"),
+            (draft.start is not None and draft.options, "draft.start brings its own shape; leave draft.options away"),
+            (
+                draft.start is None and not draft.options,
                 "there is no draft model: name one with --draft DIRECTORY, or say what the target shall be shrunk to, "
-                "for example draft.options={layers: 4}"
-            )
-        if draft.start is None and recipe.target_parallel != "none":
-            raise ArgumentError("the target is shrunk from its whole weights: target_parallel=none, or name a --draft")
+                "for example draft.options={layers: 4}",
+            ),
+            (
+                draft.start is None and recipe.target_parallel != "none",
+                "the target is shrunk from its whole weights: target_parallel=none, or name a --draft",
+            ),
+        )
 
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         start = self.recipe.draft.start

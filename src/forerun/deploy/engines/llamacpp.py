@@ -104,10 +104,14 @@ def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> 
     folder = Path(model).expanduser().resolve()
     launch = examined.launch if examined is not None else None
     is_head = launch is not None and "llama.cpp" in engines_for(launch.head.config.kind).destinations
-    target = str(Path(launch.target.name_or_path).resolve()) if launch is not None and is_head else None
-    words = conversion_arguments(folder, target=target)
-    where = "once, in llama.cpp's sources"
-    before.append(Command(words=("python", SCRIPT, *words), where=where, role="before", script="convert.sh"))
+    words = conversion_arguments(
+        folder, target=str(Path(launch.target.name_or_path).resolve()) if launch is not None and is_head else None
+    )
+    before.append(
+        Command(
+            words=("python", SCRIPT, *words), where="once, in llama.cpp's sources", role="before", script="convert.sh"
+        )
+    )
     return words[-1]
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import yaml
 
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, refuse
 from forerun.heads.eagle_findings import TRTLLM
 from forerun.heads.engines import engines_for
 
@@ -101,21 +101,24 @@ class TensorRtLlm(EngineInfo):
         """Raise ArgumentError where TensorRT-LLM would not start with the rule."""
         if rule is None:
             return
-        if way.name not in _SAMPLES:
-            raise ArgumentError(
+        top = draft.options.get("top_k") or 0
+        refuse(
+            (
+                way.name not in _SAMPLES,
                 f"TensorRT-LLM has the rule {rule} for {', '.join(_SAMPLES)} only, whose drafts have probabilities, "
-                f"not for {way.name}: leave --rule out"
-            )
-        if first is not None and way.name in _ENHANCED:
-            raise ArgumentError(
+                f"not for {way.name}: leave --rule out",
+            ),
+            (
+                first is not None and way.name in _ENHANCED,
                 f"TensorRT-LLM has no rule {rule} where its suffix automaton drafts before {way.name}: leave --rule "
-                f"out, or draft with {draft.method} alone"
-            )
-        if (draft.options.get("top_k") or 0) > _MOST_SIBLINGS and way.name in _TREES:
-            raise ArgumentError(
-                f"TensorRT-LLM has the rule {rule} for trees of top_k up to {_MOST_SIBLINGS}, got "
-                f"{draft.options['top_k']}: leave --rule out, or lower top_k"
-            )
+                f"out, or draft with {draft.method} alone",
+            ),
+            (
+                top > _MOST_SIBLINGS and way.name in _TREES,
+                f"TensorRT-LLM has the rule {rule} for trees of top_k up to {_MOST_SIBLINGS}, got {top}: leave --rule "
+                "out, or lower top_k",
+            ),
+        )
 
     def _tree(
         self, asked: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]

@@ -254,8 +254,14 @@ def _manifests(asked: DeployRequest, speculation: dict[str, Any] | None) -> list
         source = {"configMapKeyRef": {"name": settings, "key": _KEY}}
         worker["env"] = [{"name": "SPECULATIVE_CONFIG", "valueFrom": source}]
         worker["args"].append("--speculative-config=$(SPECULATIVE_CONFIG)")
-        data = {_KEY: json.dumps(speculation)}
-        maps.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": settings}, "data": data})
+        maps.append(
+            {
+                "apiVersion": "v1",
+                "kind": "ConfigMap",
+                "metadata": {"name": settings},
+                "data": {_KEY: json.dumps(speculation)},
+            }
+        )
     components = [_component("Frontend", "frontend", front), _component("Worker", "worker", worker)]
     if asked.nodes > 1:
         components[1]["multinode"] = {"nodeCount": asked.nodes}

@@ -166,8 +166,7 @@ class CascadeDrafter(Drafter):
         short = [row for row, count in zip(rows, lacking, strict=True) if 0 < count <= CHUNK]
         for together in [*alone, short] if short else alone:
             pieces = [row.tokens[self.model.lengths[row.cache_row] : -1] for row in together]
-            boundaries = self._inner.requires
-            scored = self.model.prefill([row.cache_row for row in together], pieces, boundaries=boundaries)
+            scored = self.model.prefill([row.cache_row for row in together], pieces, boundaries=self._inner.requires)
             self._show(together, scored.hidden_states)
         self._show([row for row in rows if self._rows[row.cache_row].text < len(row.tokens)], {})
 

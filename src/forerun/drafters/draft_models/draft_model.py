@@ -369,8 +369,13 @@ def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) 
     """Load the draft model that a configuration names beside the target; one that is loaded stays
     where it is.
     """
-    device = setup.target.device if isinstance(config.model, str | Path) else None
-    return kind.load(config.model, rows=setup.rows, slots=slots, dtype=config.dtype, device=device)
+    return kind.load(
+        config.model,
+        rows=setup.rows,
+        slots=slots,
+        dtype=config.dtype,
+        device=setup.target.device if isinstance(config.model, str | Path) else None,
+    )
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:

@@ -58,8 +58,7 @@ class PardDrafter(DraftModelDrafter):
     def __init__(self, config: PardConfig, setup: DrafterSetup) -> None:
         self._best: DynamicTree | None = None
         if config.shape is None and config.tree is None:
-            depth = config.num_speculative_tokens
-            self._best = DynamicTree(depth=depth, top_k=config.nodes, nodes=config.nodes)
+            self._best = DynamicTree(depth=config.num_speculative_tokens, top_k=config.nodes, nodes=config.nodes)
         super().__init__(config, setup)
         self._mask = mask_token(self.model.model)
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.trees import TreeOptions
-from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.errors import ArgumentError, UnsupportedModelError, refuse
 from forerun.model.kernels.packing import PackedLinear
 from forerun.model.layers import base_name, base_of, layers_of, replace_module, shallow
 
@@ -64,10 +64,17 @@ def make_rounded_twin(model: Any, bits: int = 8) -> Any:
     nothing is written to. Raises UnsupportedModelError if it has no plain linear layers, is not on
     one device, or torch has no 4-bit kernel.
     """
-    if bits == 4 and model.device.type != "cpu":
-        raise UnsupportedModelError(f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8")
-    if any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None):
-        raise UnsupportedModelError("quantized_self needs a model on one device; load it so, or draft with skip_layers")
+    refuse(
+        (
+            bits == 4 and model.device.type != "cpu",
+            f"quantized_self has 4 bits on a CPU only, not on {model.device}; take bits=8",
+        ),
+        (
+            any(hasattr(module, "_hf_hook") for module in model.modules()) or getattr(model, "_tp_size", None),
+            "quantized_self needs a model on one device; load it so, or draft with skip_layers",
+        ),
+        error=UnsupportedModelError,
+    )
     base = base_of(model)
     name, layers = layers_of(base, model.config.get_text_config(decoder=True).num_hidden_layers)
     rounded = [_round_linears(layer, bits) for layer in layers]

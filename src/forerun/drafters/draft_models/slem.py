@@ -120,8 +120,9 @@ class SlemDrafter(Drafter):
         room = min(self.model.max_length, self.model.slots) - self.config.num_speculative_tokens
         if not 0 < len(ids) <= room:
             return None
-        acceptance = self._estimates.of(context.salt(index))
-        return _Written(cache_row=cache_row, row=row, tokens=tokens, ids=ids, acceptance=acceptance)
+        return _Written(
+            cache_row=cache_row, row=row, tokens=tokens, ids=ids, acceptance=self._estimates.of(context.salt(index))
+        )
 
     def _write(self, texts: Sequence[_Written]) -> None:
         """Draft `num_speculative_tokens` tokens greedily for each row, one pass for all rows a

@@ -206,8 +206,9 @@ def prune_head(target: Target, ids: Tensor) -> int | None:
     if name is None or not (type(output) is nn.Linear or isinstance(output, PackedLinear)):
         return None
     pruned = PrunedHead(target.model, name, ids)
-    generator = torch.Generator().manual_seed(0)
-    states = torch.randn(1, 4, target.hidden_size, generator=generator).to(target.device, target.dtype)
+    states = torch.randn(1, 4, target.hidden_size, generator=torch.Generator().manual_seed(0)).to(
+        target.device, target.dtype
+    )
     whole, part = target.head(states).float(), pruned(states).float()
     if part.shape[-1] != len(ids) or not bool(whole.isfinite().all()):
         return None

@@ -67,19 +67,19 @@ def _pointer(context: Any, place: Any, kind: Any) -> Any:
 @compiled
 def ints_at(place: int, shape: Any) -> Ints:
     """Return the int32 array at an address."""
-    return numba.carray(_pointer(place, np.int32), shape)  # type: ignore[no-any-return, call-arg]
+    return numba.carray(_pointer(place, np.int32), shape)  # type: ignore[call-arg]
 
 
 @compiled
 def longs_at(place: int, shape: Any) -> Longs:
     """Return the int64 array at an address."""
-    return numba.carray(_pointer(place, np.int64), shape)  # type: ignore[no-any-return, call-arg]
+    return numba.carray(_pointer(place, np.int64), shape)  # type: ignore[call-arg]
 
 
 @compiled
 def floats_at(place: int, shape: Any) -> Floats:
     """Return the float64 array at an address."""
-    return numba.carray(_pointer(place, np.float64), shape)  # type: ignore[no-any-return, call-arg]
+    return numba.carray(_pointer(place, np.float64), shape)  # type: ignore[call-arg]
 
 
 def whereabouts(batch: Batch) -> Longs:

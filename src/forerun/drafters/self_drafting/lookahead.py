@@ -283,8 +283,11 @@ class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
         return Pool(per_key=self.config.guesses, keys=self.config.pool_keys)
 
     def _new(self, salt: str | None) -> _LookaheadRow:
-        pool = self._shared.of(salt) if self.config.shared_pool else self._new_pool()
-        return _LookaheadRow(window=Window(self.config.level), pool=pool, acceptance=self._estimates.of(salt))
+        return _LookaheadRow(
+            window=Window(self.config.level),
+            pool=self._shared.of(salt) if self.config.shared_pool else self._new_pool(),
+            acceptance=self._estimates.of(salt),
+        )
 
     def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
         """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes`

@@ -30,7 +30,7 @@ from forerun.decode.drafter import DraftContext, DrafterSetup, check_choice, che
 from forerun.decode.scores import Scores
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
-from forerun.errors import ArgumentError, DataError, nearest
+from forerun.errors import ArgumentError, DataError, nearest, refuse
 from forerun.manifests import read_object
 from forerun.model import LayerRange
 from forerun.model.inputs import Nodes
@@ -70,10 +70,13 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
                 f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{nearest(str(name), known)}"
             )
     skip = frozenset(known[name] for name in chosen)
-    if not skip:
-        raise ArgumentError("skip_layers: nothing is skipped, so a draft would cost what the target costs")
-    if len(skip) == len(known):
-        raise ArgumentError(f"skip_layers: all {len(known)} sub-layers are skipped; leave at least one to draft with")
+    refuse(
+        (not skip, "skip_layers: nothing is skipped, so a draft would cost what the target costs"),
+        (
+            len(skip) == len(known),
+            f"skip_layers: all {len(known)} sub-layers are skipped; leave at least one to draft with",
+        ),
+    )
     return skip
 
 
@@ -254,13 +257,17 @@ class SkipFile:
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
-        if found.num_layers != target.num_layers:
-            raise ArgumentError(
+        refuse(
+            (
+                found.num_layers != target.num_layers,
                 f"{path} was tuned on {found.model} with {found.num_layers} layers; this model has "
-                f"{target.num_layers}. {remedy}"
-            )
-        if found.structure != structure_hash(target):
-            raise ArgumentError(f"{path} was tuned on {found.model}, which is built differently. {remedy}")
+                f"{target.num_layers}. {remedy}",
+            ),
+            (
+                found.structure != structure_hash(target),
+                f"{path} was tuned on {found.model}, which is built differently. {remedy}",
+            ),
+        )
         return found
 
 
@@ -337,8 +344,12 @@ class SkipLayersDrafter(SelfDrafter):
         self.target.truncate([row], [self.target.lengths[row]])
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        tried = self.search is not None and self.skip != self.search.best
-        return self.target.draft(rows, nodes, LayerRange(stop=self.target.num_layers, skip=self.skip), tried=tried)[1]
+        return self.target.draft(
+            rows,
+            nodes,
+            LayerRange(stop=self.target.num_layers, skip=self.skip),
+            tried=self.search is not None and self.skip != self.search.best,
+        )[1]
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
         if not self.config.adapt_threshold:
@@ -362,8 +373,9 @@ class SkipLayersDrafter(SelfDrafter):
                 continue
             threshold, depth = self._thresholds.get(row), max(tree.depths)
             if threshold is not None:
-                whole = depth == len(self._tree.shape.widths)
-                threshold.update(len(verdict.path), depth, self.config.target_acceptance, whole=whole)
+                threshold.update(
+                    len(verdict.path), depth, self.config.target_acceptance, whole=depth == len(self._tree.shape.widths)
+                )
             if self.search is not None and not self.search.done:
                 own = agreement(scores, index)
                 right, judged = right + own[0], judged + own[1]

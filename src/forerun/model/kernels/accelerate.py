@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
+from forerun.errors import find_problem
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
 from forerun.model.kernels.packing import Packing
@@ -130,15 +131,15 @@ def compile_forward(model: Any) -> bool:
 
 
 def _obstacle(model: Any) -> str | None:
-    if model.device.type != "cpu":
-        return "passes on an accelerator are recorded instead"
-    if model.config._attn_implementation != NAME:
-        return "attention could not be folded on this device, dtype or model"
-    if getattr(model.config.get_text_config(), "kv_lora_rank", None):
-        return "its cache holds compressed latents, which are expanded outside the attention function"
-    if not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))):
-        return "there is no C++ compiler"
-    return None
+    return find_problem(
+        (model.device.type != "cpu", "passes on an accelerator are recorded instead"),
+        (model.config._attn_implementation != NAME, "attention could not be folded on this device, dtype or model"),
+        (
+            getattr(model.config.get_text_config(), "kv_lora_rank", None),
+            "its cache holds compressed latents, which are expanded outside the attention function",
+        ),
+        (not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), "there is no C++ compiler"),
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,8 +212,10 @@ class MessagesRequest(CountRequest):
 
     def _chat(self) -> dict[str, Any]:
         same = ("max_tokens", "temperature", "top_p", "top_k", "stream", "speculative")
-        user = None if self.metadata is None else self.metadata.user_id
-        own = {name: getattr(self, name) for name in same} | {"stop": self.stop_sequences, "user": user}
+        own = {name: getattr(self, name) for name in same} | {
+            "stop": self.stop_sequences,
+            "user": None if self.metadata is None else self.metadata.user_id,
+        }
         return super()._chat() | own
 
 

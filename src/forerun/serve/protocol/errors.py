@@ -70,8 +70,10 @@ class ApiError(ForerunError):
         if path.startswith("/v1/messages"):
             kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
             named = self.param is None or self.param in str(self)
-            message = str(self) if named else f"{self.param}: {self}"
-            return {"type": "error", "error": {"type": kind, "message": message}}
+            return {
+                "type": "error",
+                "error": {"type": kind, "message": str(self) if named else f"{self.param}: {self}"},
+            }
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from forerun.engine.grammar import MAX_CHOICES
-from forerun.errors import ArgumentError, about
+from forerun.errors import ArgumentError, about, refuse
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve.tools.base import NO_PARAMETERS, Function
 from forerun.types import StructuredOutputs
@@ -420,12 +420,18 @@ class Message(Strict):
 
     @model_validator(mode="after")
     def _fits_its_role(self) -> Message:
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
-            raise ValueError("content is missing; only an assistant's message with tool_calls may have none")
-        if self.role != "assistant" and self.tool_calls:
-            raise ValueError("only an assistant's message has tool_calls")
-        if (self.role == "tool") != (self.tool_call_id is not None):
-            raise ValueError("a message of role 'tool' needs tool_call_id, and no other has one")
+        refuse(
+            (
+                self.content is None and not (self.role == "assistant" and self.tool_calls),
+                "content is missing; only an assistant's message with tool_calls may have none",
+            ),
+            (self.role != "assistant" and self.tool_calls, "only an assistant's message has tool_calls"),
+            (
+                (self.role == "tool") != (self.tool_call_id is not None),
+                "a message of role 'tool' needs tool_call_id, and no other has one",
+            ),
+            error=ValueError,
+        )
         return self
 
     def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:

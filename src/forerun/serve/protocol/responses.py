@@ -155,8 +155,13 @@ class ResponsesRequest(Neutral):
         if isinstance(choice, ResponseChoice):
             choice = requests.choose_function(choice.name)
         elif isinstance(choice, ResponseAllowed):
-            tools = [requests.choose_function(tool.name) for tool in choice.tools]
-            choice = {"type": choice.type, "allowed_tools": {"mode": choice.mode, "tools": tools}}
+            choice = {
+                "type": choice.type,
+                "allowed_tools": {
+                    "mode": choice.mode,
+                    "tools": [requests.choose_function(tool.name) for tool in choice.tools],
+                },
+            }
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools or ()]
         form = self.text.format if self.text is not None else None
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt", "speculative", "user")

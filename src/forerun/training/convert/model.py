@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import Head
 from forerun.heads.engines import Exported, export_head
 from forerun.heads.files import HeadCheckpoint, TargetFacts
@@ -66,10 +66,16 @@ def convert(model: Any, mode: Any) -> Any:
     unsupported; UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM);
     CheckpointError for ``mtp`` if the model's checkpoint brings no layers that can be read.
     """
-    if isinstance(model, ConvertedModel):
-        raise ArgumentError("convert: this model is converted already; its head is one of its children")
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError(f"convert: expected a transformers causal LM, got {type(model).__name__}")
+    refuse(
+        (
+            isinstance(model, ConvertedModel),
+            "convert: this model is converted already; its head is one of its children",
+        ),
+        (
+            not isinstance(model, PreTrainedModel),
+            f"convert: expected a transformers causal LM, got {type(model).__name__}",
+        ),
+    )
     chosen = read_mode(mode)
     if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
         raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
@@ -198,8 +204,13 @@ class ConvertedModel:
             return
         head = {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
         head = head or self._convert_head.state_dict(prefix=prefix)
-        tensors = {name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()}
-        checkpoint, directory = HeadCheckpoint(config=self._convert_head.config, tensors=tensors), Path(save_directory)
+        checkpoint, directory = (
+            HeadCheckpoint(
+                config=self._convert_head.config,
+                tensors={name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()},
+            ),
+            Path(save_directory),
+        )
         facts, kind = self._facts(str(directory.absolute())), checkpoint.config.kind
         write_head(checkpoint, directory / self._convert_mode.folder, format_for(kind), facts)
         record = {"algorithm": self._convert_mode.algorithm, "config": self._convert_mode.given}
@@ -305,8 +316,9 @@ class ConvertedModel:
             pairs = [pair for name, pair in report.metrics.items() if name.startswith("acceptance_")]
             accuracy = torch.stack([hits / count.clamp_min(1) for hits, count in pairs]).tolist()
         # Nothing counted: a loss of 0 that still reaches every parameter.
-        loss = report.loss / torch.where(report.weight > 0, report.weight, 1.0)
-        output = ConvertedOutput(loss=loss, train_acc=accuracy)
+        output = ConvertedOutput(
+            loss=report.loss / torch.where(report.weight > 0, report.weight, 1.0), train_acc=accuracy
+        )
         return output if given.get("return_dict") in (None, True) else output.to_tuple()
 
     def _convert_objective(self, *, checkpointing: bool) -> Objective:
@@ -387,7 +399,9 @@ def token_batch(
     positions = index if position_ids is None else position_ids.gather(1, order)
     begins = torch.ones_like(real)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    documents = torch.where(real, begins.long().cumsum(1) - 1, -1)
     return TokenBatch(
-        tokens=tokens * real, loss_mask=counts, documents=documents, positions=torch.where(real, positions, 0)
+        tokens=tokens * real,
+        loss_mask=counts,
+        documents=torch.where(real, begins.long().cumsum(1) - 1, -1),
+        positions=torch.where(real, positions, 0),
     )

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, nearest, refuse
 from forerun.heads.keys import NEUTRAL
 
 if TYPE_CHECKING:
@@ -214,17 +214,21 @@ def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
     for name in ("use_input_layernorm_in_first_layer", "use_last_layernorm"):
         if shape[name] != third:
             raise ArgumentError(f"convert: {kind} has {ARCHITECTURE}.{name} {third}, got {shape[name]}")
-    if not third and shape["eagle_aux_hidden_state_layer_ids"]:
-        raise ArgumentError(
-            f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty"
-        )
-    if not third and any(shape[name] for name in FEATURE_NORMS):
-        raise ArgumentError(f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away")
-    if third and config["eagle_hidden_state_distillation"]:
-        raise ArgumentError(
+    refuse(
+        (
+            not third and shape["eagle_aux_hidden_state_layer_ids"],
+            f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty",
+        ),
+        (
+            not third and any(shape[name] for name in FEATURE_NORMS),
+            f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away",
+        ),
+        (
+            third and config["eagle_hidden_state_distillation"],
             f"convert: eagle_hidden_state_distillation must be False for {kind}: it learns tokens, and its features "
-            "are its own"
-        )
+            "are its own",
+        ),
+    )
 
 
 def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:

@@ -52,8 +52,13 @@ def build(
         return own_tokens(record, identity.vocabulary) if record.tokens else _ids(record, tokenizer)
 
     documents = (ids for path in files for _, ids in usable_records(path, refused, encode))
-    sources = [{"path": path.name, "sha256": hash_file(path)} for path in files if path.is_file()]
-    return write(documents, identity, output, sources=sources, tell=tell)
+    return write(
+        documents,
+        identity,
+        output,
+        sources=[{"path": path.name, "sha256": hash_file(path)} for path in files if path.is_file()],
+        tell=tell,
+    )
 
 
 def write(

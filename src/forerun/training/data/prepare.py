@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.prompts import check_variables, rendered, written_mark
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, DataError, refuse
 from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.records import BadRecords, Message, Record, own_tokens, usable_records
 from forerun.training.data.store import UNWRITTEN, PreparedData, write_prepared
@@ -63,10 +63,10 @@ def prepare(
     after each. DataError for unusable input, or nothing left to learn from; ArgumentError if
     `output` holds something.
     """
-    if max_length < 2:
-        raise ArgumentError(f"max_length must be at least 2 tokens, got {max_length}")
-    if answer_tokens < 0:
-        raise ArgumentError(f"answer_tokens must be at least 0, got {answer_tokens}")
+    refuse(
+        (max_length < 2, f"max_length must be at least 2 tokens, got {max_length}"),
+        (answer_tokens < 0, f"answer_tokens must be at least 0, got {answer_tokens}"),
+    )
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")

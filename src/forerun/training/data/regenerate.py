@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.prompts import check_variables
-from forerun.errors import ArgumentError, DataError, ForerunError
+from forerun.errors import ArgumentError, DataError, ForerunError, refuse
 from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
 from forerun.types import SamplingParams, StreamChunk
 
@@ -58,10 +58,13 @@ class AnswerRun:
         each record. DataError if the input cannot be used, or the output is no earlier run's;
         ArgumentError if they are one file, or if a record was answered under other settings.
         """
-        if limit is not None and limit < 1:
-            raise ArgumentError(f"limit must be at least 1, got {limit}")
-        if path.resolve() == output.resolve():
-            raise ArgumentError(f"--output {output} is the input; the answers need a file of their own")
+        refuse(
+            (limit is not None and limit < 1, f"limit must be at least 1, got {limit}"),
+            (
+                path.resolve() == output.resolve(),
+                f"--output {output} is the input; the answers need a file of their own",
+            ),
+        )
         bad = BadRecords(skip=skip_bad)
         records, seen = list[Record](), Counter[str]()
         for record in itertools.islice(read_records(path, bad), limit):

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
+from forerun.errors import ArgumentError, DataError, VocabularyMismatchError, refuse
 from forerun.losses.batch import TokenBatch
 from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
 from forerun.writing import written_folder
@@ -125,16 +125,19 @@ class PreparedData:
         are conversations.
         """
         own, again = self.tokenizer, "prepare the data with the target's own tokenizer"
-        if own.vocabulary != given.vocabulary:
-            raise VocabularyMismatchError(
+        refuse(
+            (
+                own.vocabulary != given.vocabulary,
                 f"{self.folder} was prepared with the tokenizer of {own.name!r} ({own.vocab_size} tokens), "
-                f"which is not that of {given.name!r} ({given.vocab_size} tokens); {again}"
-            )
-        if own.template != given.template and self.manifest["counts"].get("conversations", 0):
-            raise VocabularyMismatchError(
+                f"which is not that of {given.name!r} ({given.vocab_size} tokens); {again}",
+            ),
+            (
+                own.template != given.template and self.manifest["counts"].get("conversations", 0),
                 f"{self.folder} holds conversations written with the chat template of {own.name!r}, "
-                f"which is not that of {given.name!r}; {again}"
-            )
+                f"which is not that of {given.name!r}; {again}",
+            ),
+            error=VocabularyMismatchError,
+        )
 
     def _mapped(self, name: str, length: int) -> NDArray[Any]:
         path, kind = self.folder / f"{name}.bin", PARTS[name]

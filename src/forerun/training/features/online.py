@@ -109,8 +109,12 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
     tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
     index = torch.arange(tokens.shape[1])
     real = index < torch.tensor([[len(document)] for document in documents])
-    positions = torch.where(real, index, 0)
-    return TokenBatch(tokens=tokens, loss_mask=torch.zeros_like(real), documents=real.long() - 1, positions=positions)
+    return TokenBatch(
+        tokens=tokens,
+        loss_mask=torch.zeros_like(real),
+        documents=real.long() - 1,
+        positions=torch.where(real, index, 0),
+    )
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:

@@ -24,7 +24,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError, refuse
 from forerun.model.layers import base_name, base_of, norm_after_layers
 from forerun.model.load import read_header, weight_files
 from forerun.training.features.online import distinct_boundaries
@@ -163,12 +163,17 @@ class VllmFeatures:
             )
         found = _load(Path(path))
         states, ids, size = found["hidden_states"], found["token_ids"].tolist(), len(tokens)
-        if ids[:size] != list(tokens):
-            raise DataError(f"vLLM returned the states of other tokens ({len(ids)}) than those it was given ({size})")
-        if states.dim() != 3 or len(states) < size or states.shape[1] != len(self._ids):
-            raise DataError(
-                f"vLLM returned states {tuple(states.shape)}, expected {size} tokens x {len(self._ids)} boundaries"
-            )
+        refuse(
+            (
+                ids[:size] != list(tokens),
+                f"vLLM returned the states of other tokens ({len(ids)}) than those it was given ({size})",
+            ),
+            (
+                states.dim() != 3 or len(states) < size or states.shape[1] != len(self._ids),
+                f"vLLM returned states {tuple(states.shape)}, expected {size} tokens x {len(self._ids)} boundaries",
+            ),
+            error=DataError,
+        )
         by_id = dict(zip(self._ids, states[:size].unbind(1), strict=True))
         kept = {boundary: by_id[boundary] for boundary in self.boundaries}
         return {**kept, LAST_HIDDEN: self._norm(by_id[self._last])}

@@ -149,8 +149,7 @@ def wrap_parallel(objective: Objective, parallel: Parallel) -> nn.Module:
         name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         return DistributedDataParallel(forward, **{name: False})  # type: ignore[arg-type]
     frozen = {parameter for parameter in forward.parameters() if not parameter.requires_grad}
-    mesh = init_device_mesh(parallel.device.type, (parallel.world,))
-    fully_shard(forward, mesh=mesh, ignored_params=frozen)
+    fully_shard(forward, mesh=init_device_mesh(parallel.device.type, (parallel.world,)), ignored_params=frozen)
     return forward
 
 
