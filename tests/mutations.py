@@ -592,8 +592,8 @@ FAULTS = [
     Fault(
         "server",
         "requests without keys share a domain",
-        "domain = None if shared else",
-        "domain = None if True else",
+        "domain=None if shared else",
+        "domain=None if True else",
         "tests/serve/test_keys.py tests/serve/test_isolation.py",
     ),
     Fault(

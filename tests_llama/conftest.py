@@ -21,8 +21,7 @@ from forerun.deploy.trials.trial import EngineTrial, HeadDrafting, run_trial
 from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
 from forerun.drafters.kinds import kind_named
 from forerun.heads.engines import export_head
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import format_for, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, write_head
 from forerun.shipped import FOLDER
 from tests_vllm.targets import FAMILIES
 

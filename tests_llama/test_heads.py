@@ -14,8 +14,7 @@ import pytest
 from forerun.deploy.trials.trial import EngineTrial, RefusedError
 from forerun.deploy.trials.try_llama_cpp import convert_to_gguf
 from forerun.heads.engines import diagnose, worst
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import read_head
+from forerun.heads.files import TargetFacts, read_head
 from tests_llama.conftest import BLOCK, DFLASH, TARGET, Case, head_of, in_llama_cpp, target_of
 
 EAGLE = Case(kind="eagle3", steps=80)

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from forerun.cli import main as forerun
 from forerun.drafters.kinds import kind_named
 from forerun.heads.engines import diagnose, engines_for, export_head
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import format_for, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.shipped import FOLDER
 
 SHIPPED = FOLDER / "eagle3"

@@ -18,8 +18,8 @@ from forerun import LLM
 from forerun.control.costs import DraftCost
 from forerun.demo import prompts
 from forerun.heads.eagle import EagleHead
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data import datastore
+from forerun.writing import TokenizerIdentity
 
 FEW_NODES = 15
 """With the root 16 rows: more are dear on this kind of machine."""

@@ -44,8 +44,7 @@ from forerun.demo.scale import ScaledModel, scale_head
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.heads.drafting import repack
 from forerun.heads.eagle import EagleHead
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import read_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, read_head
 from forerun.shipped import FOLDER, MODELS, resolve
 from forerun.writing import cache_root
 

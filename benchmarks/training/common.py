@@ -35,7 +35,7 @@ import corpus  # noqa: E402 - recipes/demo: the same files and the same split as
 from benchmarks.suite.goals import Goal  # noqa: E402
 from benchmarks.suite.suite import Machine, this_machine  # noqa: E402
 from forerun import shipped  # noqa: E402
-from forerun.losses.batch import FeatureBatch, TokenBatch  # noqa: E402
+from forerun.losses.objective import FeatureBatch, TokenBatch  # noqa: E402
 from forerun.training.features.online import OnlineFeatures  # noqa: E402
 
 FILES_AT_ONCE = 32

@@ -18,8 +18,7 @@ from common import Clock, WindowBatches
 from safetensors.torch import load_file
 
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop import checkpoint

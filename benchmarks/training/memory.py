@@ -25,8 +25,7 @@ from torch import nn
 
 from benchmarks.suite.goals import at_most
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
-from forerun.losses.batch import FeatureBatch
-from forerun.losses.objective import FrozenTarget
+from forerun.losses.objective import FeatureBatch, FrozenTarget
 from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale

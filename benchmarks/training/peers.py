@@ -32,8 +32,7 @@ from safetensors.torch import save_file
 from benchmarks.suite.goals import Goal, at_least
 from forerun import demo, shipped
 from forerun.heads.eagle import default_boundaries
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import read_head
+from forerun.heads.files import TargetFacts, read_head
 from forerun.training.recipe import EvaluationSettings
 from forerun.training.run import evaluate
 from forerun.training.trained import head_shapes

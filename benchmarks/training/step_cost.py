@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.suite.goals import at_least
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead, UnrolledStep
-from forerun.losses.batch import FeatureBatch, LossReport
-from forerun.losses.objective import FrozenTarget
+from forerun.losses.objective import FeatureBatch, FrozenTarget, LossReport
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel, wrap_parallel
 from forerun.training.loop.settings import TrainSettings

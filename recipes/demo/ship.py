@@ -22,8 +22,7 @@ from tokenizer import plain_words
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import read_head, write_head
+from forerun.heads.files import TargetFacts, read_head, write_head
 from forerun.writing import written_folder
 
 LOSS_GOAL = 2.17

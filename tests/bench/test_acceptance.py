@@ -36,8 +36,7 @@ from benchmarks.suite.suite import Options, Results, as_json
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
 from forerun.drafters.drawing import Shape
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 
 PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
 PLAN = AcceptancePlan(new_tokens=20, seeds=(1,), top_k=(4,), depths=(3, 5), roots=6, children=(1, 2))

@@ -20,8 +20,7 @@ from forerun import LLM
 from forerun.cli.leaderboard import TrainedDrafter, find_trained
 from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import format_for, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, write_head
 from trained import checkpoint_of
 
 PLAN = AcceptancePlan(new_tokens=12, seeds=(1,))

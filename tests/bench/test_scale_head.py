@@ -20,8 +20,15 @@ from forerun.demo.scale import ScaledModel, scale_config, scale_head, scaled_hea
 from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError
 from forerun.heads.base import Head
-from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, expected_shapes
-from forerun.heads.formats import format_for, read_head, write_head
+from forerun.heads.files import (
+    HeadCheckpoint,
+    TargetFacts,
+    differences,
+    expected_shapes,
+    format_for,
+    read_head,
+    write_head,
+)
 from forerun.heads.runner import SequentialRunner
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN

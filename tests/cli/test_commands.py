@@ -21,8 +21,7 @@ from forerun import LLM, SamplingParams, SpeculativeConfig
 from forerun.cli import console, serve, session
 from forerun.drafters import methods
 from forerun.errors import ArgumentError
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.heads.medusa import MedusaConfig, MedusaHead
 from forerun.serve.session import Session
 

@@ -21,8 +21,7 @@ from forerun.core.rules import ArgmaxWalk
 from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.types import Source, SpeculationStats, Verdict
 from llamas import tiny_eagle
 from trained import checkpoint_of

@@ -10,7 +10,7 @@ import pytest
 
 from cli.conftest import Forerun
 from forerun.heads.engines import ENGINES
-from forerun.heads.formats import read_head, write_head
+from forerun.heads.files import read_head, write_head
 from heads.samples import PLAIN, TARGET, sample
 
 FOR_DEMO = dataclasses.replace(

@@ -17,11 +17,11 @@ from cli.conftest import Forerun, Ran
 from forerun.cli.features import _read_by
 from forerun.drafters.kinds import KINDS, kind_named
 from forerun.heads.dflash import spread_boundaries
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from forerun.training.features.online import OnlineFeatures, reference_states
 from forerun.training.features.store import FeatureStore
 from forerun.types import LAST_HIDDEN
+from forerun.writing import TokenizerIdentity
 from mtp_targets import Checkpoint
 
 TEXTS = ["the cat sat on the mat", "the dog", "the dog sat on the log and the cat sat on the dog", "a mat"]

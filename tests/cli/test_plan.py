@@ -14,8 +14,7 @@ from cli.conftest import Forerun, Ran
 from forerun.control import measuring
 from forerun.control.costs import DraftCost
 from forerun.drafters.kinds import kind_named
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.plan import measured as trial
 
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]

@@ -10,8 +10,7 @@ import pytest
 import forerun
 from forerun import LLM, SamplingParams, demo, shipped
 from forerun.errors import CheckpointError
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import read_head
+from forerun.heads.files import TargetFacts, read_head
 from forerun.types import SpeculationStats
 
 

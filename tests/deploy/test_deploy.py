@@ -26,8 +26,7 @@ from forerun.deploy.launch import ENGINES, DeployRequest, Forecast, find_engine
 from forerun.deploy.sequences import Sequences, read_options
 from forerun.errors import ArgumentError
 from forerun.heads.engines import Launch, engines_for
-from forerun.heads.files import HeadCheckpoint
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, write_head
 from forerun.plan import theory
 from forerun.plan.assumptions import DEVICES, Roofline, Size
 from forerun.plan.planner import PlanLoad

@@ -296,8 +296,7 @@ def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
     words: tuple[str, ...], k: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from forerun.cli import main
-    from forerun.heads.files import HeadCheckpoint, TargetFacts
-    from forerun.heads.formats import write_head
+    from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
     from forerun.heads.medusa import MedusaConfig, MedusaHead
     from forerun.types import LAST_HIDDEN
 

@@ -15,8 +15,7 @@ from contract.harness import eagle_head, medusa_head, model, relative
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.control.config import SpeculativeConfig
 from forerun.errors import ArgumentError, ForerunError
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.types import RequestOutput
 
 PROMPTS = [{"prompt_token_ids": prompt} for prompt in ([3, 1, 4, 1, 5], [2, 7, 1], [8, 2, 8, 1, 8, 2, 8])]

@@ -15,8 +15,7 @@ from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads import engines
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import parse, read_files, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, differences, parse, read_files, read_head, write_head
 from forerun.types import LAST_HIDDEN
 from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, change, keys_of, replaced, sample
 

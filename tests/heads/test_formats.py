@@ -13,8 +13,15 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.eagle import EagleConfig, EagleHead
-from forerun.heads.files import HeadCheckpoint, differences, expected_shapes
-from forerun.heads.formats import format_named, format_of, read_head, write_head
+from forerun.heads.files import (
+    HeadCheckpoint,
+    differences,
+    expected_shapes,
+    format_named,
+    format_of,
+    read_head,
+    write_head,
+)
 from forerun.types import LAST_HIDDEN
 from heads.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample, written_as
 

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.base import Head
-from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
-from forerun.heads.formats import read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.types import LAST_HIDDEN
 from heads.samples import PLAIN, TARGET, VARIANTS, replaced, sample
 from training.ttt import head as ttt_head

@@ -18,8 +18,7 @@ from torch import Tensor
 from forerun.errors import CheckpointError
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.engines import ENGINES, diagnose, worst
-from forerun.heads.files import differences
-from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from forerun.heads.files import differences, format_named, format_of, parse, read_files, read_head, write_head
 from forerun.heads.keys import MEANINGLESS, NEUTRAL
 from forerun.training.convert.settings import ARCHITECTURE_KEYS
 from heads.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample

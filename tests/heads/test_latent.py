@@ -16,8 +16,16 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Atten
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
 from forerun.heads.engines import diagnose_files, export_head
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from forerun.heads.files import (
+    HeadCheckpoint,
+    differences,
+    format_named,
+    format_of,
+    parse,
+    read_files,
+    read_head,
+    write_head,
+)
 from forerun.heads.layers import LatentConfig
 from forerun.heads.peagle import PEagleConfig
 from forerun.losses.objective import FrozenTarget

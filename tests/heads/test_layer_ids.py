@@ -15,8 +15,16 @@ from forerun.control.config import method_of
 from forerun.errors import CheckpointError
 from forerun.heads.catalogue import known_heads
 from forerun.heads.engines import diagnose_files, worst
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import format_named, format_of, parse, read_files, read_head, write_head
+from forerun.heads.files import (
+    HeadCheckpoint,
+    differences,
+    format_named,
+    format_of,
+    parse,
+    read_files,
+    read_head,
+    write_head,
+)
 from heads.samples import PLAIN, TARGET, sample
 
 IDS, THEIRS = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"

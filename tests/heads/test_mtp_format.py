@@ -17,8 +17,7 @@ from torch import Tensor
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.engines import diagnose, export_head
-from forerun.heads.files import HeadCheckpoint, TargetFacts, differences
-from forerun.heads.formats import read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.heads.layers import query_scaling
 from forerun.heads.mtp_files import MtpFormat, read_target, stitch
 from heads.samples import change
@@ -209,9 +208,9 @@ def test_broken_and_quantised_layers_are_refused(tmp_path: Path) -> None:
 
 def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target may be a thousand times larger."""
-    from forerun.heads import formats
+    from forerun.heads import files
 
-    checkpoint, read, opened = Checkpoint("glm", tmp_path), list[str](), formats.safe_open
+    checkpoint, read, opened = Checkpoint("glm", tmp_path), list[str](), files.safe_open
 
     class Noted:
         def __init__(self, *given: Any) -> None:
@@ -231,7 +230,7 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             read.append(name)
             return self.file.get_tensor(name)
 
-    monkeypatch.setattr(formats, "safe_open", Noted)
+    monkeypatch.setattr(files, "safe_open", Noted)
     read_target(checkpoint.folder)
     assert read and all(name.startswith(f"model.layers.{LAYERS}.") for name in read)
     assert not any("embed_tokens" in name or "shared_head.head" in name for name in read)

@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.engines import ENGINES, worst
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import write_head
+from forerun.heads.files import TargetFacts, write_head
 from forerun.heads.pard_files import PardModel, export_pard
 from heads.samples import FACTS, PLAIN, TARGET, change, sample
 from llamas import tiny_llama

@@ -9,8 +9,7 @@ import torch
 
 from forerun.heads.peagle import PEagleConfig, PEagleHead, PEagleObjective, PEagleSettings
 from forerun.heads.runner import BlockRunner
-from forerun.losses.batch import FeatureBatch
-from forerun.losses.objective import FrozenTarget, Masked
+from forerun.losses.objective import FeatureBatch, FrozenTarget, Masked
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from training.ttt import (

@@ -14,8 +14,16 @@ import pytest
 from forerun.cli import main
 from forerun.errors import CheckpointError
 from forerun.heads.engines import diagnose, diagnose_files
-from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts
-from forerun.heads.formats import FORMATS, format_named, is_head, parse, read_files
+from forerun.heads.files import (
+    FORMATS,
+    HeadCheckpoint,
+    StoredFiles,
+    TargetFacts,
+    format_named,
+    is_head,
+    parse,
+    read_files,
+)
 from forerun.heads.mtp_files import read_target
 from forerun.heads.pard_files import PardModel
 from heads import samples

@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 from forerun import LLM
 from forerun.core.rules import rule_named
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
+from forerun.writing import TokenizerIdentity
 from real.conftest import ASKED, GREEDY, SAMPLED, TOKENS, Ask
 from selection import slow
 

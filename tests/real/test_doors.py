@@ -21,8 +21,8 @@ from forerun.cli import main
 from forerun.control.config import SpeculativeConfig
 from forerun.demo import QUESTIONS
 from forerun.engine import async_llm
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
+from forerun.writing import TokenizerIdentity
 from real.conftest import ASKED, GREEDY, TOKENS, Ask
 from serve.conftest import NAME, Live, serving
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.conftest import tiny_tokenizer
-from forerun.serve.chat_format import ChatFormat
 from forerun.serve.completing import MessageWriter
+from forerun.serve.handling import ChatFormat
 from forerun.serve.reasoning import Marks
 from forerun.serve.tools.base import Function
 from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR

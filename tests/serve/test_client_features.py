@@ -14,8 +14,8 @@ from tokenizers import processors
 from transformers import AutoModelForCausalLM
 
 from engine.conftest import tiny_tokenizer
-from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import CompletionWriter
+from forerun.serve.handling import chat_format_of
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.types import OutputToken, Source, TokenLogprob
 from serve.conftest import NAME, Live, sent, stream_chunk

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
-from forerun.serve.chat_format import ChatFormat
+from forerun.serve.handling import ChatFormat
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, PieceReader, Steps

@@ -18,9 +18,8 @@ from contract.harness import word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
-from forerun.serve.chat_format import ChatFormat
 from forerun.serve.completing import ChatWriter, MessageWriter
-from forerun.serve.handling import Tagged
+from forerun.serve.handling import ChatFormat, Tagged
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat

@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LM
 
 from forerun.cli import main
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
-from forerun.losses.batch import FeatureBatch, TokenBatch
 from forerun.losses.chunked_loss import Divergence
-from forerun.losses.objective import FrozenTarget, ObjectiveSettings
+from forerun.losses.objective import FeatureBatch, FrozenTarget, ObjectiveSettings, TokenBatch
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.distill import DistillObjective, DistillSettings, DraftStates, most_to_gain
 from forerun.training.features.online import OnlineFeatures

@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import DataError
-from forerun.manifests import TokenizerIdentity
 from forerun.serve.traffic import Traffic, files_of
 from forerun.training.data.datastore import build
 from forerun.training.data.prepare import prepare
 from forerun.training.data.records import BadRecords, read_records
 from forerun.training.data.regenerate import Director
+from forerun.writing import TokenizerIdentity
 from training.conftest import words
 from training.ttt import VOCABULARY
 

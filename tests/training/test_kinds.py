@@ -13,8 +13,7 @@ from forerun.control.config import method_of
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.kinds import KINDS, kind_named, objective_for
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import FORMATS, format_for, write_head
+from forerun.heads.files import FORMATS, HeadCheckpoint, TargetFacts, format_for, write_head
 from forerun.training.recipe import make_recipe, read_recipe
 from forerun.training.trained import TRAINED, TrainedHead
 from llamas import tiny_llama
@@ -118,7 +117,7 @@ def test_what_is_no_kind_or_another_ones_is_refused_by_name() -> None:
 def test_a_head_of_another_kind_is_no_start(
     target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from forerun.heads.formats import write_head
+    from forerun.heads.files import write_head
     from heads.samples import PLAIN, TARGET, sample
 
     write_head(sample(PLAIN), tmp_path / "other", "flat", TARGET)

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
-from forerun.manifests import TokenizerIdentity
 from forerun.training import run
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
@@ -22,7 +21,7 @@ from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_r
 from forerun.training.run import load_target
 from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
-from forerun.writing import alone
+from forerun.writing import TokenizerIdentity, alone
 from llamas import tiny_llama
 from training.conftest import drafts, in_two_processes, logged, words
 from training.ttt import VOCABULARY, head, model, tokens

@@ -27,9 +27,8 @@ from forerun.bench.load import (
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import read_object
 from forerun.plots import check_plot
-from forerun.writing import written
+from forerun.writing import read_object, written
 
 if TYPE_CHECKING:
     from forerun.bench.client import RequestOptions

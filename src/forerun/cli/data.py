@@ -75,8 +75,8 @@ def prepare(
         Say how much of the answers a draft vocabulary of this size covers.
     """
     from forerun.cli import session
-    from forerun.manifests import TokenizerIdentity
     from forerun.training.data.prepare import prepare as convert
+    from forerun.writing import TokenizerIdentity
 
     how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
     how |= {"answer_tokens": answer_tokens, "chat_template_kwargs": _variables(chat_template_kwargs)}

@@ -132,7 +132,7 @@ def _examine_head(
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.telling("reading the head"):
         from forerun.heads.engines import ENGINES, TOKENS, diagnose, diagnose_files, worst
-        from forerun.heads.formats import parse, read_files
+        from forerun.heads.files import parse, read_files
         from forerun.heads.pard_files import PardModel
 
         unknown = [name for name in engines if name not in ENGINES]

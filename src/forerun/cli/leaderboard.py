@@ -174,7 +174,7 @@ def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> T
 
 def _head(name: str, source: str, seconds: float | None = None) -> TrainedDrafter:
     from forerun.drafters.kinds import kind_named
-    from forerun.heads.formats import read_head
+    from forerun.heads.files import read_head
 
     head = read_head(shipped.resolve(source))
     return TrainedDrafter(

@@ -13,7 +13,7 @@ from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
 from forerun.errors import ArgumentError, DataError, choices
-from forerun.manifests import read_object
+from forerun.writing import read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
@@ -273,7 +273,7 @@ def method_of(model: Any) -> str:
         config = read_object(folder / "config.json", "expected a model's configuration")
     except DataError:
         return "draft_model"  # whose loader says what is wrong with the directory
-    from forerun.heads.formats import is_head, read_head
+    from forerun.heads.files import is_head, read_head
 
     if is_head(config):
         return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)

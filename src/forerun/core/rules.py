@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # rules are named before torch is imported
     from forerun.core.sampling import Rng
     from forerun.core.tree import TokenTree
 
+__path__: list[str] = []  # It was a package: what lay in it is found by `forerun.moved`
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reads:

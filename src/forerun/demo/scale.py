@@ -29,8 +29,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import HeadConfig
-from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes
-from forerun.heads.formats import format_of, parse, read_files, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes, format_of, parse, read_files, write_head
 from forerun.model.load import weight_files
 from forerun.shipped import resolve
 from forerun.writing import cache_root, written_folder

@@ -23,10 +23,10 @@ from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
 from forerun.drafters.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, CheckpointError, choices, refuse
-from forerun.manifests import read_object
 from forerun.plan import theory
 from forerun.plan.planner import PlanLoad, plan_tree
 from forerun.shipped import resolve
+from forerun.writing import read_object
 
 if TYPE_CHECKING:
     from forerun.heads.engines import Finding, Launch
@@ -555,8 +555,7 @@ def _read_config(folder: str) -> dict[str, Any]:
 def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFiles]:
     """Return what engines do with the drafter's files."""
     from forerun.heads.engines import Launch, diagnose, diagnose_files
-    from forerun.heads.files import TargetFacts
-    from forerun.heads.formats import parse, read_files
+    from forerun.heads.files import TargetFacts, parse, read_files
     from forerun.heads.pard_files import PardModel
 
     facts, directory = TargetFacts.read(target), Path(str(draft.model)).expanduser()

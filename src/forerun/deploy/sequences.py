@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +35,9 @@ from forerun.drafters.lookup.base import LookupDrafter
 from forerun.drafters.lookup.batch import DEPTH, END, NODES, ROW, START, WORK, Longs
 from forerun.drafters.lookup.drafts import NONE, Ints, compiled
 from forerun.errors import ArgumentError, of_the_process
-from forerun.manifests import read_object
+from forerun.model import Target
 from forerun.types import Budget, SamplingParams, StepTrace
-
-if TYPE_CHECKING:
-    from forerun.model import Target
-
+from forerun.writing import read_object
 
 _BLOCK = 64  # Tokens that are compared before a difference is looked for: without branches, so several at a time
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,14 +25,12 @@ from torch.nn.utils.rnn import pad_sequence
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, make_repeatable, warn_drafter
+from forerun.decode.scores import Scores
 from forerun.drafters import build
 from forerun.errors import InvalidDraftError, of_the_process
+from forerun.model import Target
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
-
-if TYPE_CHECKING:
-    from forerun.decode.scores import Scores
-    from forerun.model import Target
 
 T = TypeVar("T")
 

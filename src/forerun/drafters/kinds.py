@@ -14,7 +14,7 @@ from forerun.errors import ArgumentError, choices
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
-READ_HEAD = "forerun.heads.formats:read_head"
+READ_HEAD = "forerun.heads.files:read_head"
 """Reads a head from a directory or hub id. It is named, not imported: it stands above."""
 
 
@@ -28,9 +28,9 @@ class HeadKind:
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
     drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
     objective: str | None = None
-    """``module:Class`` of what training minimises, a `losses.batch.Objective`; None: that of `same_head_as`, if any."""
+    """``module:Class`` of what training minimises, a `losses.objective.Objective`; None: that of `same_head_as`."""
     format: str | None = None
-    """``module:Class`` of the kind's own format of checkpoints, a `heads.files.Format`; None: `heads.formats` names the
+    """``module:Class`` of the kind's own format of checkpoints, a `heads.files.Format`; None: `heads.files` names the
     kind beside a format that it shares with others."""
     engines: str | None = None  # ``module:Class`` of what serving engines make of such heads, a `heads.engines.Engines`
     drafts: Way

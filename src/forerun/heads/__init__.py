@@ -10,8 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.heads.files import Format, HeadCheckpoint, TargetFacts, differences
-    from forerun.heads.formats import FORMATS, format_for, format_named, format_of, is_head, read_head, write_head
+    from forerun.heads.files import (
+        FORMATS,
+        Format,
+        HeadCheckpoint,
+        TargetFacts,
+        differences,
+        format_for,
+        format_named,
+        format_of,
+        is_head,
+        read_head,
+        write_head,
+    )
 
 __all__ = [
     "FORMATS",
@@ -26,12 +37,9 @@ __all__ = [
     "read_head",
     "write_head",
 ]
-_IN_FILES = {"Format", "HeadCheckpoint", "TargetFacts", "differences"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'forerun.heads' has no attribute {name!r}")
-    return getattr(
-        importlib.import_module("forerun.heads.files" if name in _IN_FILES else "forerun.heads.formats"), name
-    )
+    return getattr(importlib.import_module("forerun.heads.files"), name)

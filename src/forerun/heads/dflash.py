@@ -28,13 +28,15 @@ from forerun.errors import find_problem
 from forerun.heads.base import Angles, Attend, BlockHead, HeadConfig
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
-from forerun.losses.batch import FeatureBatch, LossReport, TokenBatch
 from forerun.losses.chunked_loss import DraftPaths, VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    FeatureBatch,
+    LossReport,
     Natural,
     Share,
+    TokenBatch,
     chain_metrics,
     mark_counted,
     order_evenly,

@@ -36,9 +36,8 @@ from forerun.heads.dflash import (
 )
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.layers import DecoderLayer
-from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import VocabularyLoss, chunk_elements
-from forerun.losses.objective import NotNegative
+from forerun.losses.objective import FeatureBatch, NotNegative
 from forerun.types import LAST_HIDDEN
 
 BEHIND = 1e4  # How far the logit of a token that is no candidate falls: its probability is 0, and finite it stays

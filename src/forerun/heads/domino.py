@@ -25,9 +25,8 @@ from forerun.heads.base import Above
 from forerun.heads.dflash import BlockDrafterConfig, BlockOutputs, DFlashConfig, DFlashSettings
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.dspark import Corrected, FollowingHead, FollowingObjective
-from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import VocabularyLoss
-from forerun.losses.objective import Fraction, Share
+from forerun.losses.objective import FeatureBatch, Fraction, Share
 from forerun.types import LAST_HIDDEN
 
 

@@ -33,9 +33,8 @@ from forerun.heads.dflash import (
     DFlashSettings,
 )
 from forerun.heads.drafting import HeadDrafter
-from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import Divergence, VocabularyLoss
-from forerun.losses.objective import NotNegative
+from forerun.losses.objective import FeatureBatch, NotNegative
 from forerun.types import LAST_HIDDEN
 
 GATES = ("vanilla", "gated", "rnn")

@@ -34,13 +34,14 @@ from forerun.errors import ArgumentError, find_problem
 from forerun.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
-from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.chunked_loss import VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    FeatureBatch,
     Fraction,
     FrozenTarget,
+    LossReport,
     Natural,
     NotNegative,
     chain_metrics,

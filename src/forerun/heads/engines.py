@@ -22,8 +22,18 @@ import torch
 
 from forerun.drafters.kinds import import_named, kind_named
 from forerun.errors import ArgumentError, CheckpointError, choices
-from forerun.heads.files import HeadCheckpoint, StoredFiles, TargetFacts, differences
-from forerun.heads.formats import README, format_for, locate_error, parse, read_files, write_head
+from forerun.heads.files import (
+    README,
+    HeadCheckpoint,
+    StoredFiles,
+    TargetFacts,
+    differences,
+    format_for,
+    locate_error,
+    parse,
+    read_files,
+    write_head,
+)
 from forerun.types import LAST_HIDDEN
 
 Severity = Literal["ok", "check", "degrades", "fails"]

@@ -43,9 +43,16 @@ from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Ten
 from forerun.heads.keys import Keys
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
 from forerun.heads.runner import AdapterRunner
-from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
-from forerun.losses.chunked_loss import soft_loss
-from forerun.losses.objective import DistanceSettings, FrozenTarget, mark_counted, run_or_checkpoint
+from forerun.losses.chunked_loss import soft_loss, working_dtype
+from forerun.losses.objective import (
+    DistanceSettings,
+    FeatureBatch,
+    FrozenTarget,
+    LossReport,
+    Objective,
+    mark_counted,
+    run_or_checkpoint,
+)
 from forerun.losses.unrolled_attention import blocks_of, ttt_attention
 from forerun.model.partial import prove
 from forerun.types import LAST_HIDDEN, Budget

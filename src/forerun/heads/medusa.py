@@ -49,11 +49,13 @@ from forerun.heads.engines import (
 )
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
-from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
-from forerun.losses.chunked_loss import hard_loss
+from forerun.losses.chunked_loss import hard_loss, working_dtype
 from forerun.losses.objective import (
+    FeatureBatch,
     Fraction,
     FrozenTarget,
+    LossReport,
+    Objective,
     ObjectiveSettings,
     chain_metrics,
     mark_counted,

@@ -38,11 +38,12 @@ from forerun.heads.base import Advanced, Angles, Attend, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.eagle import Eagle3Objective
 from forerun.heads.layers import LATENT_EPS, DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
-from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
+    FeatureBatch,
     Fraction,
     FrozenTarget,
+    LossReport,
     Natural,
     NotNegative,
     ObjectiveSettings,

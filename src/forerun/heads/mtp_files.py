@@ -43,11 +43,10 @@ from forerun.heads.engines import (
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
 from forerun.heads.keys import Keys, architectures
 from forerun.heads.mtp import ExpertsConfig, MtpConfig
-from forerun.manifests import read_object
 from forerun.model.load import read_header, weight_files
 from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
-from forerun.writing import written_folder
+from forerun.writing import read_object, written_folder
 
 COUNT, MARK = "num_nextn_predict_layers", "mtp_head_of"
 """Keys for the number of modules that a checkpoint brings, and for the target of MTP layers that
@@ -155,7 +154,7 @@ def read_target(name: str | Path) -> HeadCheckpoint:
     """Read the MTP layers of a target, from its directory or hub id. Raises CheckpointError if it
     has none that can be read.
     """
-    from forerun.heads.formats import CONFIG, folder_of, read_head
+    from forerun.heads.files import CONFIG, folder_of, read_head
     from forerun.model.names import resolve
 
     if not str(name):
@@ -197,7 +196,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     their dtypes; every other tensor and file stays as it is, bit for bit. Raises ArgumentError if
     `output` exists, CheckpointError if the target has no such layers.
     """
-    from forerun.heads.formats import CONFIG, folder_of
+    from forerun.heads.files import CONFIG, folder_of
 
     source, final = folder_of(base), Path(output).expanduser().absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):

@@ -19,12 +19,10 @@ from typing import Any
 from forerun.drafters.draft_models.pard import KEY
 from forerun.errors import CheckpointError, choices, refuse
 from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok, vllm_line
-from forerun.heads.files import TargetFacts
-from forerun.heads.formats import CONFIG, README, folder_of
+from forerun.heads.files import CONFIG, README, TargetFacts, folder_of
 from forerun.heads.keys import Keys, architectures
-from forerun.manifests import read_object
 from forerun.model.load import weight_files
-from forerun.writing import written_folder
+from forerun.writing import read_object, written_folder
 
 TOKENS = 8  # Per step in the launch lines: what the public recipe trains for
 YAML = "trtllm.yaml"

@@ -46,11 +46,12 @@ from forerun.heads.eagle_files import LLAMA, FlatFormat, read_flat
 from forerun.heads.engines import TOKENS, Finding, fails, vllm_line
 from forerun.heads.files import Config, Format, HeadCheckpoint, StoredFiles, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys, architectures
-from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
+    FeatureBatch,
     Fraction,
+    LossReport,
     Masked,
     Natural,
     Share,

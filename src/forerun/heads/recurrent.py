@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from forerun.heads.base import RecurrentHead
-from forerun.losses.batch import FeatureBatch, LossReport, Objective, working_dtype
-from forerun.losses.chunked_loss import soft_loss
+from forerun.losses.chunked_loss import soft_loss, working_dtype
 from forerun.losses.objective import (
     DistanceSettings,
+    FeatureBatch,
     FrozenTarget,
+    LossReport,
+    Objective,
     chain_metrics,
     mark_counted,
     run_or_checkpoint,

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.losses.batch import working_dtype
-
 CHUNK_ELEMENTS = 1 << 23  # Logits alive at once on a CPU, the operand of the matrix products: 16 MB in bfloat16
 DEVICE_CHUNKS = 8  # Factor on a GPU, whose launches cost the same whatever their size
 BLOCK_ELEMENTS = 1 << 18  # Logits that a core turns into gradients at a time: 1 MB in float32, which fits its cache
@@ -355,3 +353,10 @@ def _from_student(student: Tensor, probs: _Probs, divergence: Divergence) -> Ten
     # Where the student knows nothing, m is p / 2.
     forward = -torch.special.entr(probs.full).sum(-1) - (probs.full * logs).sum(-1)
     return (reverse + forward + (1 - probs.full.sum(-1)) * math.log(2)) / 2
+
+
+def working_dtype(device: torch.device, otherwise: torch.dtype) -> torch.dtype:
+    """Return the dtype of matrix products on `device`: autocast's where one is open, else
+    `otherwise`.
+    """
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else otherwise

@@ -27,7 +27,6 @@ from starlette.routing import Match
 from forerun.engine.async_llm import all_or_none, whole_output
 from forerun.errors import EngineError, ForerunError
 from forerun.serve import logs
-from forerun.serve.chat_format import chat_format_of
 from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer, size_of
 from forerun.serve.guards import (
     LOAD_DRAFTER,
@@ -40,7 +39,15 @@ from forerun.serve.guards import (
     run_aside,
     unless_gone,
 )
-from forerun.serve.handling import Tagged, chat_jobs, check_model, completion_jobs, merge_streams, names_of
+from forerun.serve.handling import (
+    Tagged,
+    chat_format_of,
+    chat_jobs,
+    check_model,
+    completion_jobs,
+    merge_streams,
+    names_of,
+)
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, internal_error, refusal

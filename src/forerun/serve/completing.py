@@ -20,8 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.core.rules import rule_named
 from forerun.drafters.draft_models.token_bytes import token_to_bytes
 from forerun.engine.completion import Detokenizer
-from forerun.serve.chat_format import ChatFormat, reasoning_tokens
-from forerun.serve.handling import Tagged
+from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import (

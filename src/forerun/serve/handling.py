@@ -1,21 +1,209 @@
 """This module turns request bodies into jobs for the engine, and their chunks into one merged
-stream.
+stream; and it knows how a model writes chats: reasoning and tool calls, as its chat template or
+the operator says.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forerun.errors import about
-from forerun.serve.chat_format import ChatFormat, chat_format_of
+from forerun.engine.grammar import source
+from forerun.engine.llm import LLM
+from forerun.errors import ArgumentError, about
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, join_text
+from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.session import Job, Session
-from forerun.types import SamplingParams, StreamChunk, StructuredOutputs
+from forerun.serve.settings import ServeSettings
+from forerun.serve.tools.base import Lark, ToolFormat
+from forerun.serve.tools.formats import FORMATS, find_format
+from forerun.serve.tools.incoming import Incoming, Kind, PieceReader, Steps
+from forerun.types import CompletionOutput, SamplingParams, StreamChunk, StructuredOutputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TAKES_TOOLS = re.compile(r"\btools\b")
+_RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
+"""These are arguments of `LLM.chat_prompt`, which no template variable may replace."""
+_SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChatFormat:
+    """A `ChatFormat` says how the answers to one request are written."""
+
+    prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
+    format: ToolFormat | None = None  # Format of tool calls; None where the model may not make any
+    marks: Marks | None = None  # Marks of reasoning; None where there is none, or the template has already ended it
+    inside: bool = False  # The answer begins within the reasoning
+
+    def reader(self) -> PieceReader:
+        """Return a reader for one answer: reasoning first, then text and calls."""
+        return PieceReader(self._read)
+
+    def _read(self, text: Incoming) -> Steps[None]:
+        called = False
+        if self.marks is not None:
+            called = yield from read_reasoning(text, self.marks, self.format, inside=self.inside)
+        if self.format is not None:
+            yield from self.format.read(text, called=called)
+        else:
+            yield from text.rest(Kind.CONTENT)
+
+    def new_id(self) -> str:
+        """Return an id for a call."""
+        assert self.format is not None, "who calls has a format"
+        return self.format.new_id()
+
+    def hides_marks(self, tokenizer: PreTrainedTokenizerBase) -> bool:
+        """Return whether marks that must be seen are special tokens, which are left out of texts."""
+        wanted = [] if self.format is None else [self.format.mark, *self.format.marks]
+        wanted += [] if self.marks is None else [self.marks.open, self.marks.close]
+        if not wanted:
+            return False
+        return any(token.special and token.content in wanted for token in tokenizer.added_tokens_decoder.values())
+
+    def constrained(
+        self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
+    ) -> StructuredOutputs | None:
+        """Return what the answer must look like, reasoning and calls included; None where it may be
+        anything.
+
+        `own` is what the request wants its text to look like; `mark` is `LLM.grammar_mark`, only
+        called if there is a grammar.
+        """
+        if own is not None and body.must_call:
+            raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
+        bound = False
+        if self.format is not None:
+            strict = any(function.strict for function in self.format.functions)
+            hidden = len(body.callable_tools) < len(body.offered)
+            bound = body.must_call or strict or hidden or not body.many_calls or own is not None
+        if not bound and (own is None or self.marks is None):
+            return own
+        lark = Lark(mark)
+        content = None if own is None else lark.rule(_write_form(own))
+        if self.format is not None:
+            try:
+                content = self.format.grammar(lark, forced=body.must_call, many=body.many_calls, content=content)
+            except ArgumentError as error:
+                raise bad_request(str(error), "tools") from error
+        assert content is not None, "calls or a form of the text"
+        if self.marks is not None:
+            thought = f"{lark.until(self.marks.close)} BLANKS"
+            thought = thought if self.inside else lark.rule(f"({lark.mark(self.marks.open)} {thought})?")
+            content = f"{thought} {content}"
+        return StructuredOutputs(grammar=lark.text(content))
+
+
+def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
+    """Return the prompt of a chat request and how its answers are written; refuse tools and choices
+    that cannot be.
+    """
+    _check_choice(body)
+    tools, template = [tool.plain() for tool in body.offered], ""
+    if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
+        template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
+    kind = find_format(settings.tool_call_parser, template)
+    if tools and not _TAKES_TOOLS.search(template):
+        raise bad_request("the chat template of this model takes no tools", "tools")
+    if tools and kind is None:
+        message = "this server was started with --tool-call-parser none; it reads no tool calls"
+        if settings.tool_call_parser != "none":
+            message = "the chat template of this model shows no known format of tool calls; if it has one, start the "
+            message += f"server with --tool-call-parser and one of {', '.join(FORMATS)}"
+        raise bad_request(message, "tools")
+    text_arguments = kind is not None and kind.text_arguments
+    messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
+    goes_on = body.continue_final_message
+    ending = {"continue_final_message": goes_on}
+    ending["add_generation_prompt"] = body.add_generation_prompt is not False and not goes_on
+    marks = find_marks(settings.reasoning_parser, template)
+    prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
+    begun = join_text(body.messages[-1].content or "") if goes_on else ""
+    if marks is not None and not _may_reason(marks, prompt["prompt"], begun):
+        marks = None
+    functions = [tool.function.function() for tool in body.callable_tools]
+    calls = kind(template, functions) if kind is not None and functions else None
+    return ChatFormat(
+        prompt=prompt,
+        format=calls,
+        marks=marks,
+        inside=marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun),
+    )
+
+
+def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:
+    """Count the tokens of an answer, which `reader` has read, that are reasoning, marks included."""
+    starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
+    return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
+
+
+def _write_form(form: StructuredOutputs) -> str:
+    """Write a form as the body of a rule in Lark's notation."""
+    kind, text = source(form)
+    escaped = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", text)
+    return {"json": f"%json {text}", "regex": f"/{escaped}/", "grammar": f"%lark {{\n{text}\n}}"}[kind]
+
+
+def _may_reason(marks: Marks, prompt: str, begun: str) -> bool:
+    """Return whether reasoning can still come: not where the prompt has ended it, nor behind the
+    text of a message `begun`.
+    """
+    if begun.strip():
+        return marks.open in begun and marks.close not in begun
+    return not prompt.rstrip().endswith(marks.close)
+
+
+def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any]:
+    """Return the template variables that the request sets.
+
+    `reasons` says whether the model reasons where nothing is set.
+    """
+    found, own = dict[str, Any](), body.chat_template_kwargs or {}
+    if reserved := [name for name in _RESERVED if name in own]:
+        raise bad_request(
+            f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request; send it "
+            "beside chat_template_kwargs",
+            "chat_template_kwargs",
+        )
+    if body.reasoning_effort is not None:
+        if not _has_variable(template, "reasoning_effort"):
+            raise bad_request("the chat template of this model has no such variable", "reasoning_effort")
+        found["reasoning_effort"] = body.reasoning_effort
+    if body.thinking is not None:
+        wanted = body.thinking.type != "disabled"
+        switch = next((name for name in _SWITCHES if _has_variable(template, name)), None)
+        if switch is not None:
+            found[switch] = wanted
+        elif wanted != reasons:
+            raise bad_request(f"this model's reasoning cannot be {body.thinking.type}: it has no switch", "thinking")
+    return {**found, **own}
+
+
+def _has_variable(template: str, name: str) -> bool:
+    """Return whether a chat template reads a variable: in a tag, neither quoted nor as an
+    attribute.
+    """
+    return re.search(rf"\{{[{{%][^{{}}%]*(?<![.\w'\"]){name}\b(?!['\"])", template) is not None
+
+
+def _check_choice(body: ChatRequest) -> None:
+    names = [tool.function.name for tool in body.tools or []]
+    if len(set(names)) < len(names):
+        raise bad_request("two tools have the same name", "tools")
+    if not names and (body.must_call or body.chosen is not None):
+        raise bad_request("tool_choice needs tools", "tool_choice")
+    if not set(body.chosen or ()) <= set(names):
+        raise bad_request("tool_choice names a function that is not among the tools", "tool_choice")
+
 
 MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
-from forerun.serve.chat_format import ChatFormat, reasoning_tokens
 from forerun.serve.completing import Event, speculation_metrics
-from forerun.serve.handling import Tagged
+from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens
 from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece

@@ -26,7 +26,6 @@ from forerun import AsyncLLM, errors
 from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.drafters import AUTO, default_length
 from forerun.engine.llm import Speculative
-from forerun.manifests import TokenizerIdentity
 from forerun.serve import logs
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
@@ -34,6 +33,7 @@ from forerun.serve.protocol.requests import Speculation
 from forerun.serve.settings import ServeSettings
 from forerun.serve.traffic import Traffic
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
+from forerun.writing import TokenizerIdentity
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import UnsupportedModelError
-from forerun.losses.batch import FeatureBatch, LossReport, Objective, TokenBatch, working_dtype
-from forerun.losses.chunked_loss import VocabularyLoss, hard_loss, soft_loss
-from forerun.losses.objective import DistanceSettings, Fraction, FrozenTarget, Masked, mark_counted
+from forerun.losses.chunked_loss import VocabularyLoss, hard_loss, soft_loss, working_dtype
+from forerun.losses.objective import (
+    DistanceSettings,
+    FeatureBatch,
+    Fraction,
+    FrozenTarget,
+    LossReport,
+    Masked,
+    Objective,
+    TokenBatch,
+    mark_counted,
+)
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.masks import AttentionMask, MaskStyle

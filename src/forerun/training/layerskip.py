@@ -15,9 +15,17 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from forerun.losses.batch import FeatureBatch, LossReport, Objective
 from forerun.losses.chunked_loss import VocabularyLoss
-from forerun.losses.objective import FrozenTarget, Natural, NotNegative, ObjectiveSettings, mark_counted
+from forerun.losses.objective import (
+    FeatureBatch,
+    FrozenTarget,
+    LossReport,
+    Natural,
+    NotNegative,
+    Objective,
+    ObjectiveSettings,
+    mark_counted,
+)
 from forerun.model.layers import base_of, capture_states, layers_of, norm_after_layers
 from forerun.model.support import text_config
 from forerun.training.distill import DraftStates

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.heads.medusa import MedusaHead, MedusaObjective, MedusaSettings
-from forerun.losses.batch import FeatureBatch, LossReport, Objective
-from forerun.losses.objective import FrozenTarget, Positive, Share, mark_counted
+from forerun.losses.objective import FeatureBatch, FrozenTarget, LossReport, Objective, Positive, Share, mark_counted
 from forerun.training.distill import DraftStates
 from forerun.types import LAST_HIDDEN
 

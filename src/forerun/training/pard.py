@@ -20,9 +20,19 @@ from torch import Tensor
 
 from forerun.drafters.draft_models.pard import mask_token
 from forerun.errors import ArgumentError
-from forerun.losses.batch import FeatureBatch, LossReport
 from forerun.losses.chunked_loss import hard_loss
-from forerun.losses.objective import Count, DistanceSettings, Fraction, Masked, Natural, NotNegative, Share, shift_left
+from forerun.losses.objective import (
+    Count,
+    DistanceSettings,
+    FeatureBatch,
+    Fraction,
+    LossReport,
+    Masked,
+    Natural,
+    NotNegative,
+    Share,
+    shift_left,
+)
 from forerun.training.distill import DraftModelObjective
 from forerun.types import LAST_HIDDEN
 

@@ -24,8 +24,7 @@ from torch.distributed.tensor import DTensor
 from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import TargetFacts
-from forerun.losses.batch import Batches, FeatureBatch, Objective, TokenBatch
-from forerun.losses.objective import FrozenTarget
+from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Objective, TokenBatch
 from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes

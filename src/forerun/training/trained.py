@@ -27,8 +27,7 @@ from forerun.drafters.kinds import HeadKind, Role, import_named, kind_named
 from forerun.drafters.vocabulary import check_tokenizers
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError, choices, refuse
 from forerun.heads.base import Head, check_fits
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import format_for, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.model.layers import is_quantised
 from forerun.model.load import LoadOptions, open_model, read_config, save_model
 from forerun.model.names import resolve, tokenizer_beside

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 
 import forerun
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.heads.formats import read_head
+from forerun.heads.files import read_head
 from forerun.training.convert.model import ConvertedModel
 from training.convert.converted import base, eagle, text
 

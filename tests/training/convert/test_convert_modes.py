@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import forerun
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.dflash import DFlashObjective, DFlashSettings
-from forerun.heads.formats import read_head
+from forerun.heads.files import read_head
 from forerun.heads.medusa import MedusaObjective
 from forerun.heads.mtp import MtpObjective
 from forerun.heads.mtp_files import read_target

@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import PreparedData, write_prepared
+from forerun.writing import TokenizerIdentity
 
 PLAIN = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"

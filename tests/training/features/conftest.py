@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from forerun.losses.batch import TokenBatch
-from forerun.manifests import TokenizerIdentity
+from forerun.losses.objective import TokenBatch
 from forerun.training.features.store import FeatureManifest
+from forerun.writing import TokenizerIdentity
 from model.families import random_tokens
 
 LENGTHS = (11, 3, 17, 9, 24, 1, 12)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from damage import flipped
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
-from forerun.losses.batch import FeatureBatch, TokenBatch
+from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.load import read_header
 from forerun.training.features import store as stores
 from forerun.training.features.online import OnlineFeatures

@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError
-from forerun.losses.batch import TokenBatch
+from forerun.losses.objective import TokenBatch
 from forerun.training.features.online import OnlineFeatures, batch_of, reference_states
 from forerun.types import LAST_HIDDEN
 from model.families import WINDOW, make

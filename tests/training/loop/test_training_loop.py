@@ -22,7 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from forerun.errors import ArgumentError, NumericError
-from forerun.losses.batch import FeatureBatch, LossReport, Objective
+from forerun.losses.objective import FeatureBatch, LossReport, Objective
 from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from forerun.losses.batch import FeatureBatch, LossReport, Objective, TokenBatch
+from forerun.losses.objective import FeatureBatch, LossReport, Objective, TokenBatch
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import Training, TrainResult
 

@@ -17,19 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, join
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, make_repeatable
+from forerun.decode.scores import Scores
 from forerun.drafters import entry_named
 from forerun.drafters.guarded import Guarded
 from forerun.errors import ArgumentError
 from forerun.types import Boundary, Budget, DraftKind, Verdict
-
-if TYPE_CHECKING:
-    from forerun.decode.scores import Scores
-
 
 Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ...}``, or a name alone
 

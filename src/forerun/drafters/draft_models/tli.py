@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, packable
 from forerun.model.layers import OutputHead
-
-if TYPE_CHECKING:
-    from forerun.model.target import Target
+from forerun.model.target import Target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,9 +26,8 @@ from forerun.core.acceptance import Acceptance, Evidence
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.manifests import TokenizerIdentity
 from forerun.types import Budget, Verdict
-from forerun.writing import written
+from forerun.writing import TokenizerIdentity, written
 
 if TYPE_CHECKING:
     from forerun.decode.scores import Scores

@@ -32,8 +32,8 @@ from forerun.core.acceptance import BINS, Acceptance, Evidence
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
 from forerun.types import Budget
+from forerun.writing import ManifestKind, TokenizerIdentity, hash_file
 
 KIND = ManifestKind(
     format="forerun-datastore", version=2, what="a datastore", remedy="make one with: forerun datastore build"

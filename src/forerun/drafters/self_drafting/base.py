@@ -7,7 +7,6 @@ tokens; scoring overwrites these slots. So there is no second cache, nothing to 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -16,11 +15,9 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
 from forerun.drafters.drawing import Children
 from forerun.drafters.trees import FixedTree, NodeLimits, Submitted
+from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, DraftKind
-
-if TYPE_CHECKING:
-    from forerun.model import Target
 
 
 class SelfDrafter(Drafter):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file
@@ -26,14 +25,12 @@ from forerun.devices import sent
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
+from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.model.layers import LayerRange, base_of, norm_after_layers
 from forerun.model.load import read_header
 from forerun.model.partial import prove, renumber
 from forerun.types import Budget
-
-if TYPE_CHECKING:
-    from forerun.model import Target
 
 _HEAD, _NORM = "lm_head.weight", "norm.weight"
 

@@ -28,17 +28,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forerun.core.acceptance import Acceptance, Evidence, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.scores import Scores
 from forerun.types import Budget, DraftKind, Drawn, Verdict
-
-if TYPE_CHECKING:
-    from forerun.decode.scores import Scores
-
 
 _PRIOR = 0.15  # First guess that a token is right if those before it were
 RowOf = TypeVar("RowOf", bound="WindowRow")

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,15 +31,10 @@ from forerun.decode.scores import Scores
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, DataError, nearest, refuse
-from forerun.manifests import read_object
-from forerun.model import LayerRange
+from forerun.model import LayerRange, Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
-from forerun.writing import written
-
-if TYPE_CHECKING:
-    from forerun.model import Target
-
+from forerun.writing import read_object, written
 
 Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
 SkipSet = frozenset[Sublayer]

@@ -27,15 +27,12 @@ from transformers.utils import ModelOutput
 from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import Head
 from forerun.heads.engines import Exported, export_head
-from forerun.heads.files import HeadCheckpoint, TargetFacts
-from forerun.heads.formats import format_for, read_head, write_head
-from forerun.losses.batch import Objective, TokenBatch
-from forerun.losses.objective import FrozenTarget
-from forerun.manifests import read_object
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.losses.objective import FrozenTarget, Objective, TokenBatch
 from forerun.model.layers import CACHE_ARGUMENTS, device_of
 from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
-from forerun.writing import written
+from forerun.writing import read_object, written
 
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count

@@ -23,8 +23,7 @@ from forerun.heads.base import Head, HeadConfig
 from forerun.heads.dflash import DFlashConfig
 from forerun.heads.files import HeadCheckpoint
 from forerun.heads.medusa import MedusaConfig
-from forerun.losses.batch import Objective
-from forerun.losses.objective import FrozenTarget
+from forerun.losses.objective import FrozenTarget, Objective
 from forerun.training.convert.settings import (
     DTYPES,
     SAME_NAME,

@@ -14,11 +14,10 @@ from numpy.typing import NDArray
 
 from forerun.drafters.lookup import rest as layout
 from forerun.errors import ArgumentError, DataError
-from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.prepare import NO_TEMPLATE, apply_template
 from forerun.training.data.records import BadRecords, Record, own_tokens, usable_records
 from forerun.training.data.store import check_new
-from forerun.writing import written_folder
+from forerun.writing import TokenizerIdentity, hash_file, written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import DataError
-from forerun.losses.batch import TokenBatch
-from forerun.losses.objective import ObjectiveSettings, pick_counted
+from forerun.losses.objective import ObjectiveSettings, TokenBatch, pick_counted
 from forerun.model.support import context_length, text_config
 from forerun.training.data.store import UNWRITTEN
 from forerun.training.features.online import evaluating

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.prompts import check_variables, rendered, written_mark
 from forerun.errors import ArgumentError, DataError, refuse
-from forerun.manifests import TokenizerIdentity, hash_file
 from forerun.training.data.records import BadRecords, Message, Record, own_tokens, usable_records
 from forerun.training.data.store import UNWRITTEN, PreparedData, write_prepared
+from forerun.writing import TokenizerIdentity, hash_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError, refuse
-from forerun.losses.batch import TokenBatch
-from forerun.manifests import ManifestKind, TokenizerIdentity, hash_file
-from forerun.writing import written_folder
+from forerun.losses.objective import TokenBatch
+from forerun.writing import ManifestKind, TokenizerIdentity, hash_file, written_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

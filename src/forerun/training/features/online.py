@@ -17,7 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
 from forerun.errors import ArgumentError, DataError
-from forerun.losses.batch import FeatureBatch, TokenBatch, working_dtype
+from forerun.losses.chunked_loss import working_dtype
+from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
 from forerun.model.masks import FULL, AttentionMask, MaskStyle
 from forerun.model.support import context_length, refuse_stateful, text_config

@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
-from forerun.losses.batch import FeatureBatch
-from forerun.manifests import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
+from forerun.losses.objective import FeatureBatch
 from forerun.model.checks import check_directory, explain_load_error
 from forerun.model.load import weight_files
 from forerun.model.names import resolve
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.types import LAST_HIDDEN, Boundary
+from forerun.writing import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
 
 Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from forerun.errors import ArgumentError, ForerunError
-from forerun.losses.batch import FeatureBatch, Objective
+from forerun.losses.objective import FeatureBatch, Objective
 
 Mode = Literal["single", "ddp", "fsdp"]
 Result = TypeVar("Result")

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from forerun.errors import ArgumentError, CheckpointError, NumericError
-from forerun.losses.batch import Batches, Objective
+from forerun.losses.objective import Batches, Objective
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, gather_parameters, wrap_parallel
 from forerun.training.loop.settings import TrainSettings

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from forerun.devices import multiplies
-from forerun.losses.batch import Batches
+from forerun.losses.objective import Batches
 from forerun.training.loop.distributed import Parallel, shard_like, sync_gradients
 from forerun.training.loop.settings import TrainSettings
 
