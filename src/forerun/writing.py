@@ -35,7 +35,7 @@ _HIDDEN = re.compile(rf"\.(.+)\.[0-9a-f]+\.({_PARTIAL}|{_OLD}|{_GONE})")
 
 
 @contextmanager
-def written(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a name beside `path`; what is written there replaces `path` when the block ends without an error.
 
     OSError: there is no room, or no permission; what was there before is untouched.
@@ -49,10 +49,16 @@ def written(path: Path) -> Iterator[Path]:
         fresh.unlink(missing_ok=True)
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a text, whole or not at all. As `replace_file`."""
+    with replace_file(path) as fresh:
+        fresh.write_text(text, encoding="utf-8")
+
+
 @contextmanager
-def written_folder(folder: Path) -> Iterator[Path]:
+def replace_folder(folder: Path) -> Iterator[Path]:
     """Yield a fresh folder that durably takes the place of `folder` if the block ends without an
-    error. As `written`.
+    error. As `replace_file`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh = _hidden(folder, _PARTIAL)
@@ -158,8 +164,7 @@ def keep(path: Path, value: Any, what: str) -> None:
     is not kept.
     """
     try:
-        with written(path) as fresh:
-            fresh.write_text(json.dumps(value), encoding="utf-8")
+        write_file(path, json.dumps(value))
     except OSError as error:
         _log.debug("%s is not kept: %s", what, error)
 
@@ -202,8 +207,7 @@ SEAL = "checksum"
 
 def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
     """Save a JSON object with its checksum; a killed run leaves the old file or the new one."""
-    with written(path) as fresh:
-        fresh.write_text(json.dumps({**entries, SEAL: _hash(entries)}, indent=2) + "\n", encoding="utf-8")
+    write_file(path, json.dumps({**entries, SEAL: _hash(entries)}, indent=2) + "\n")
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError, nearest, refuse
 from forerun.plots import COLOURS, pyplot, save
 from forerun.training.data.records import Message
-from forerun.writing import written
+from forerun.writing import write_file
 
 Tell = Callable[[int], None]
 
@@ -386,8 +386,7 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
         shown=format_figure,
         source=describe_source(record),
     )
-    with written(path) as fresh:
-        fresh.write_text(text, encoding="utf-8")
+    write_file(path, text)
 
 
 def _svg(record: Mapping[str, Any], style: str) -> str:

@@ -137,7 +137,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except CycloptsError as error:
         if re.match(r'Unknown option: "?\[?(--)?(no-)?adapt(?!ive)', str(error)):
             return _fail(error, f"--adapt: {NOT_WHILE_SERVING}")
-        return _fail(error, f"{_said(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
+        return _fail(error, f"{_describe(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
         # Whoever read our stdout has read enough; without this, Python complains once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -147,7 +147,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     return result if isinstance(result, int) else OK
 
 
-def _said(error: CycloptsError) -> str:
+def _describe(error: CycloptsError) -> str:
     """Say what was wrong with a command line, in our words where cyclopts has a list of tokens."""
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)

@@ -28,7 +28,7 @@ from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
 from forerun.plots import check_plot
-from forerun.writing import read_object, written
+from forerun.writing import read_object, write_file
 
 if TYPE_CHECKING:
     from forerun.bench.client import RequestOptions
@@ -150,8 +150,7 @@ def bench(
 
     def save() -> None:
         if out is not None:
-            with written(out) as fresh:
-                fresh.write_text(console.pretty(record) + "\n", encoding="utf-8")
+            write_file(out, console.pretty(record) + "\n")
 
     again = record["repeated_prompts"] = count_repeated(asked)
     if again:

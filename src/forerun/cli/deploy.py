@@ -18,7 +18,7 @@ from forerun.cli import console
 from forerun.cli.options import SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.cli.plan import FORECAST, ForecastOptions, PlanOptions, on_paper
 from forerun.errors import ArgumentError, refuse
-from forerun.writing import written
+from forerun.writing import write_file
 
 if TYPE_CHECKING:
     from forerun.deploy.launch import Command, Deployment, Forecast
@@ -183,8 +183,7 @@ def _write(made: Deployment, out: Path) -> None:
         for old in out.glob(pattern):
             old.unlink()
     for name, text in {**made.files, **scripts}.items():
-        with written(out / name) as fresh:
-            fresh.write_text(text, encoding="utf-8")
+        write_file(out / name, text)
 
 
 def _show(made: Deployment, *, written: bool) -> None:

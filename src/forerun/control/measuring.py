@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.control.costs import CostModel, Nominal, PassCost, along
 from forerun.devices import processor_name
 from forerun.errors import ArgumentError
-from forerun.writing import cache_root, written
+from forerun.writing import cache_root, replace_file
 
 if TYPE_CHECKING:
     import torch
@@ -334,7 +334,7 @@ def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     path = file_of(target)
     body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": asdict(cost)}
     try:
-        with written(path) as fresh:
+        with replace_file(path) as fresh:
             text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)
             fresh.write_text(text + "\n", encoding="utf-8")
     except OSError as error:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forerun.devices import sent, widest
+from forerun.devices import send, widest
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError, of_the_process
 from forerun.types import SamplingParams
 
@@ -391,7 +391,7 @@ class Processing:
         host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
         floats = [bias for *_, bias in biased], [n for *_, n in counted], penalties
         host += [torch.tensor(values, dtype=dtype) for values in floats]
-        banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = sent(
+        banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = send(
             host, device
         )
 
@@ -482,7 +482,7 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     depths = [[*map(len, () if edit is None else edit.paths)] for edit in edits]
     depths = [row + [0] * (nodes - len(row)) for row in depths]
     host = [torch.tensor(part, dtype=torch.int64) for part in (drafted, banned, depths)]
-    drafted_at, banned_at, depth_at = sent(host, device)
+    drafted_at, banned_at, depth_at = send(host, device)
     processing = Processing.of(edits, size, device, values.dtype)
     assert processing is not None, "a row has edits"
     values = processing.apply(values, drafted_at, depth_at, banned_at if banned else None)

@@ -38,7 +38,7 @@ from forerun.core.sampling import (
     widen,
 )
 from forerun.core.tree import TokenTree
-from forerun.devices import fetched, sent, sent_packed, unpacked, widest
+from forerun.devices import fetch, send, send_packed, unpack, widest
 from forerun.errors import ArgumentError
 from forerun.model.recordings import MET_BEFORE, Recordings
 from forerun.types import Drawn, TokenLogprob
@@ -82,7 +82,7 @@ class Residuals:
         made = made | self._logprobs(raw, values, made)  # the former is what a recording overwrites
         names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
-            name: tensor.tolist() for name, tensor in zip(names, fetched([made[n] for n in names]), strict=True)
+            name: tensor.tolist() for name, tensor in zip(names, fetch([made[n] for n in names]), strict=True)
         }
 
     def row(self, index: int) -> DeviceRow:
@@ -140,10 +140,10 @@ class Residuals:
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
             values, drafts = others[0] if edited else widen(raw), others[-1] if sampled else None
-            return _form(plan, raw, values, drafts, unpacked(packed, host), keep if own else None)
+            return _form(plan, raw, values, drafts, unpack(packed, host), keep if own else None)
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
-        packed = sent_packed(host, raw.device)
+        packed = send_packed(host, raw.device)
         found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=MET_BEFORE)
         return found
 
@@ -232,7 +232,7 @@ class Residuals:
             width = max(map(len, row.tree.children))
             below = [[row.tree.tokens[child] for child in children] for children in row.tree.children]
             padded = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in below], dtype=torch.int64)
-            chosen = [sent([padded.view(nodes, width)], values.device)[0]]
+            chosen = [send([padded.view(nodes, width)], values.device)[0]]
             chosen += [made["argmax"][span].unsqueeze(1)]
             chosen += [made["drawn"][:, span].T] if "drawn" in made else []
             tokens = torch.cat(chosen, dim=1)

@@ -18,7 +18,7 @@ from forerun.decode.drafter import DraftContext, Drafter, warn_drafter
 from forerun.decode.residuals import DeviceRow, Logprobs
 from forerun.decode.row import Row
 from forerun.decode.scores import HostRow, Scores
-from forerun.devices import sent
+from forerun.devices import send
 from forerun.errors import InvalidDraftError, Isolation, NumericError
 from forerun.model import Scored, Target
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace, TracedNode, Verdict
@@ -258,7 +258,7 @@ def _gather_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Ve
     """
     width = max(len(verdict.path) for verdict in verdicts) + 1
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
-    index, chosen = sent([torch.tensor(nodes), torch.tensor(list(members))], states.device)
+    index, chosen = send([torch.tensor(nodes), torch.tensor(list(members))], states.device)
     return states[chosen.unsqueeze(1), index]
 
 

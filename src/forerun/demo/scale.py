@@ -32,7 +32,7 @@ from forerun.heads.base import HeadConfig
 from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes, format_of, parse, read_files, write_head
 from forerun.model.load import weight_files
 from forerun.shipped import resolve
-from forerun.writing import cache_root, written_folder
+from forerun.writing import cache_root, replace_folder
 
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
@@ -182,7 +182,7 @@ def content_hash(folder: Path, *made: Any) -> str:
 def _write(scaled: ScaledModel, config: dict[str, Any], dtype: str) -> None:
     """Write the scale model; a reader never finds half of it."""
     try:
-        with written_folder(scaled.path) as folder:
+        with replace_folder(scaled.path) as folder:
             _write_weights(folder, scaled, config, _DTYPES[dtype])
             stored = config | _shape(config, scaled.plan) | {"dtype": dtype}
             stored.pop("torch_dtype", None)

@@ -32,7 +32,7 @@ from forerun.core.sampling import (
     settings_of,
     widen,
 )
-from forerun.devices import constant, sent, widest
+from forerun.devices import constant, send, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import Drawn, SamplingParams
 
@@ -412,7 +412,7 @@ class Draws:
                 return None
             settings = [settings_of(grower.sampler.params) for grower in growers]
             tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
-            numbers = tuple(sent(tables, device))
+            numbers = tuple(send(tables, device))
         drawn = {grower.draw for grower in sampled}
         assert len(drawn) < 2, "one tree draws in one way"
         return cls(

@@ -16,7 +16,7 @@ from forerun.core.acceptance import Acceptance, Proposal, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, masses_of
 from forerun.decode.drafter import DraftContext, Drafted, PerDomain, check_choice, check_least, with_params
-from forerun.devices import fetched
+from forerun.devices import fetch
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Draws, Grower, HostDraws, Shape, resolve
 from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
@@ -360,7 +360,7 @@ class Grown(Children):
         the same object with other numbers.
         """
         masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
-        columns = fetched([self.tokens, self.drawn, self.confidence, self.validity(), masses])
+        columns = fetch([self.tokens, self.drawn, self.confidence, self.validity(), masses])
         return [_GrownRow(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
@@ -389,7 +389,7 @@ class Expanded:
     def fetch(self) -> list[list[Candidate]]:
         """Fetch the nodes (B, n) in one transfer."""
         fields = (self.order, self.tokens, self.parents, self.probabilities, self.depths, self.ranks)
-        rows = zip(*(part.tolist() for part in fetched(fields)), strict=True)
+        rows = zip(*(part.tolist() for part in fetch(fields)), strict=True)
         return [[Candidate(*node) for node in zip(*row, strict=True)] for row in rows]
 
 

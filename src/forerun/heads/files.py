@@ -26,7 +26,7 @@ from forerun.errors import ArgumentError, CheckpointError, choices, refuse
 from forerun.heads.base import Head, HeadConfig
 from forerun.heads.keys import unknown_keys
 from forerun.model.load import INDEX, SINGLE, read_header, weight_files
-from forerun.writing import read_object, written_folder
+from forerun.writing import read_object, replace_folder
 
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
@@ -490,7 +490,7 @@ def write_head(
     final, chosen = Path(directory).expanduser().absolute(), format_named(format_name)
     _refuse_foreign(final)
     config, tensors = chosen.write(checkpoint, target)
-    with written_folder(final) as folder:
+    with replace_folder(final) as folder:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
         save_file(whole, folder / chosen.weights, {"format": "pt"})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}

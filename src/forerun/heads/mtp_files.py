@@ -46,7 +46,7 @@ from forerun.heads.mtp import ExpertsConfig, MtpConfig
 from forerun.model.load import read_header, weight_files
 from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
-from forerun.writing import read_object, written_folder
+from forerun.writing import read_object, replace_folder
 
 COUNT, MARK = "num_nextn_predict_layers", "mtp_head_of"
 """Keys for the number of modules that a checkpoint brings, and for the target of MTP layers that
@@ -208,7 +208,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     wrong = sorted(name for name, tensor in new.items() if stored.get(name) != list(tensor.shape))
     if wrong:
         raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {some(wrong)}")
-    with written_folder(final) as folder:
+    with replace_folder(final) as folder:
         for file in (file for file in source.rglob("*") if file.is_file()):
             place = folder / file.relative_to(source)
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok,
 from forerun.heads.files import CONFIG, README, TargetFacts, folder_of
 from forerun.heads.keys import Keys, architectures
 from forerun.model.load import weight_files
-from forerun.writing import read_object, written_folder
+from forerun.writing import read_object, replace_folder
 
 TOKENS = 8  # Per step in the launch lines: what the public recipe trains for
 YAML = "trtllm.yaml"
@@ -112,7 +112,7 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
         keys["mask_token_id"] = model.config[KEY]
         texts[YAML] = "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items())
     files = sorted(file for file in model.directory.iterdir() if file.suffix in KEPT and file.is_file())
-    with written_folder(directory) as folder:
+    with replace_folder(directory) as folder:
         for file in files:
             shutil.copyfile(file, folder / file.name)
         for name, text in texts.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.devices import attention_kernels, rows_of, sent
+from forerun.devices import attention_kernels, rows_of, send
 from forerun.drafters.drawing import Shape
 from forerun.drafters.kinds import Way
 from forerun.heads.base import (
@@ -110,7 +110,7 @@ class HeadRunner(ABC):
             return grow(self._begin(rows, index, lengths, size, recorded), *numbers)
 
         host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
-        index, lengths = sent(host, self.device)
+        index, lengths = send(host, self.device)
         whole = (key, len(rows), size) if recorded else None
         tree: Tree = self.recordings.run(whole, work, index, lengths, *numbers)
         self._frontier = None
@@ -145,7 +145,7 @@ class ParallelRunner(HeadRunner):
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
-        index, last = sent((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
+        index, last = send((torch.tensor(rows), torch.tensor(counts) - 1), self.device)
         each = torch.arange(len(rows), device=self.device)
         states = [hidden_states[b].to(self.device, self._dtype)[each, last] for b in self.head.config.boundaries]
         self._features[index] = self.head.fuse(states)
@@ -228,7 +228,7 @@ class AttendingRunner(HeadRunner):
             self._read(_Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
 
         key = ("committed", len(every), nodes.fresh, most) if recorded else None
-        self.recordings.run(key, work, *sent(host, self.device), *padded)
+        self.recordings.run(key, work, *send(host, self.device), *padded)
         for row, piece in zip(rows, pieces, strict=False):
             self.lengths[row] += len(piece)
 
@@ -536,7 +536,7 @@ class AdapterRunner(AttendingRunner):
         nodes = Nodes.of_levels(roots, trees.ids, trees.parents, counts=trees.fits, start=start)
         states = self.target.run(self.rows, nodes, self._plan)
         self.ran.append(states)
-        sees, depths = sent((nodes.sees[:, start:], nodes.depths), self.device)
+        sees, depths = send((nodes.sees[:, start:], nodes.depths), self.device)
         lengths = trees.lengths.unsqueeze(1)
         self._cache.go_on(lengths + torch.arange(start, nodes.ids.shape[1], device=self.device))
         positions = lengths + depths

@@ -17,7 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from forerun.devices import sent
+from forerun.devices import send
 from forerun.errors import OutOfMemoryError
 from forerun.model.padding import Flat
 
@@ -169,7 +169,7 @@ class SlotCache:
         placed: dict[torch.device, Tensor] = {}
         for store in self._tensors():
             if store.device not in placed:
-                placed[store.device] = sent([index], store.device)[0]
+                placed[store.device] = send([index], store.device)[0]
             here, flat = placed[store.device], store.flatten(0, 1)
             flat.index_copy_(0, here[1], flat.index_select(0, here[0]))
 

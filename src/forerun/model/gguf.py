@@ -31,7 +31,7 @@ import torch
 from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, refuse
 from forerun.model.load import quiet_transformers, save_model
 from forerun.model.support import refuse_config
-from forerun.writing import cache_root, written_folder
+from forerun.writing import cache_root, replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -369,7 +369,7 @@ def _convert(header: _Header, dtype: torch.dtype, folder: Path) -> None:
             f"{header.path} cannot be converted: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
         ) from error
     try:
-        with written_folder(folder) as fresh:
+        with replace_folder(folder) as fresh:
             save_model(model, tokenizer, fresh)
     except OSError as error:
         if not folder.is_dir():  # else another process was as busy and quicker

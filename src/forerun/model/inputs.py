@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from forerun.core.tree import Resume, TokenTree, ancestor_mask
-from forerun.devices import sent_ints
+from forerun.devices import send_ints
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -79,7 +79,7 @@ class Nodes:
         """
         size = ids.shape[1]
         wide = np.broadcast_to(np.array(parents, np.int64)[..., 1 : size + 1], (len(roots), size))
-        ids = torch.cat([sent_ints(roots, ids.device).view(-1, 1), ids], dim=1)
+        ids = torch.cat([send_ints(roots, ids.device).view(-1, 1), ids], dim=1)
         return cls._of(ids, wide, [min(size, count) for count in counts], start, ())
 
     @classmethod

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.devices import attention_kernels, sent, sent_ints
+from forerun.devices import attention_kernels, send, send_ints
 from forerun.errors import ArgumentError
 from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
@@ -152,8 +152,8 @@ class Target:
             for boundary, value in caught.items():
                 if boundary not in gathered:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
-                gathered[boundary][sent_ints(active, value.device), start : start + value.shape[1]] = value
-            index = sent_ints(active, states.device)
+                gathered[boundary][send_ints(active, value.device), start : start + value.shape[1]] = value
+            index = send_ints(active, states.device)
             ending = _last(states, [len(piece) for piece in pieces])
             last = ending if last is None else last.index_copy_(0, index, ending)
         assert last is not None, "every row has a token"
@@ -353,7 +353,7 @@ class Target:
             return states
         start = int(lacking.any(0).int().argmax())
         [early] = self._part(rows, replace(nodes, real=lacking, start=start), LayerRange(stop=begun.boundary), None)
-        [fresh] = sent([lacking[:, start:].unsqueeze(2)], states.device)
+        [fresh] = send([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
     def _part(
@@ -447,7 +447,7 @@ class Target:
         """
         packed, width = self._packed(rows, nodes)
         batch, size = packed[-1].shape
-        index, missing = sent_ints(rows, self.device), size - nodes.fresh
+        index, missing = send_ints(rows, self.device), size - nodes.fresh
         wider = [
             one.new_zeros(batch, size, one.shape[2]).index_copy_(0, index, nn.functional.pad(one, (0, 0, 0, missing)))
             for one in given
@@ -497,9 +497,9 @@ class Target:
         host += self._paths(nodes, missing) if padded else []
         ids = _pad(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            *there, ids = sent([*host, ids], self.device)
+            *there, ids = send([*host, ids], self.device)
         else:
-            there = sent(host, self.device)
+            there = send(host, self.device)
         block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
         this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
@@ -524,8 +524,8 @@ class Target:
         ]
         ids = _pad(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            return sent([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
-        *there, index = sent([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
+            return send([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
+        *there, index = send([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
         return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
 
     def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
@@ -621,7 +621,7 @@ class Target:
 
 def _last(values: Tensor, counts: Sequence[int]) -> Tensor:
     """Return each row's last of its first `counts` (B,): (B, N, ..) -> (B, 1, ..)."""
-    ends = sent_ints([count - 1 for count in counts], values.device)
+    ends = send_ints([count - 1 for count in counts], values.device)
     return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
 
 

@@ -37,7 +37,7 @@ from forerun.training.features.store import find_loaded, target_hash
 from forerun.training.medusa2 import TargetAndHead
 from forerun.training.recipe import EvaluationSettings, TrainRecipe
 from forerun.types import Boundary
-from forerun.writing import written_folder
+from forerun.writing import replace_folder
 
 STYLES = ("llama", "mistral", "qwen2", "qwen3")
 """These ``model_type`` decoders have layers of ``self_attn`` and a gated ``mlp`` behind RMS norms.
@@ -441,7 +441,7 @@ def blank_model(model: Any) -> nn.Module:
 def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path) -> None:
     """Write a causal LM and its tokenizer as transformers does."""
     model.generation_config = generation_config
-    with written_folder(folder) as fresh:
+    with replace_folder(folder) as fresh:
         save_model(model, tokenizer, fresh)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, DrafterSetup, check_least
-from forerun.devices import sent_ints
+from forerun.devices import send_ints
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter, Ending, Stop, catch_up
 from forerun.drafters.drawing import Draw
 from forerun.drafters.trees import DynamicTree, FixedTree, Grown
@@ -126,7 +126,7 @@ class PardDrafter(DraftModelDrafter):
         self.model.commit(rows, [tuple(range(1, len(tokens))) for tokens in left])
         for row, text in zip(rows, texts, strict=True):
             self._rows[row].cached, self._rows[row].drafted = len(text), None
-        roots = sent_ints([len(tokens) - 1 for tokens in left], logits.device).unsqueeze(1)
+        roots = send_ints([len(tokens) - 1 for tokens in left], logits.device).unsqueeze(1)
         index = (roots + torch.arange(max(depths), device=logits.device)).clamp_max(logits.shape[1] - 1)
         return self._fit(logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1])))
 

@@ -27,7 +27,7 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.types import Budget, Verdict
-from forerun.writing import TokenizerIdentity, written
+from forerun.writing import TokenizerIdentity, replace_file
 
 if TYPE_CHECKING:
     from forerun.decode.scores import Scores
@@ -348,7 +348,7 @@ class SuccessorMatrix:
         if self.path is None or not self.changed:
             return
         try:
-            with written(self.path) as fresh:
+            with replace_file(self.path) as fresh:
                 fresh.write_bytes(save({_TENSOR: self.successors}, {"format": FORMAT, "tokenizer": self._tokenizer}))
             self.changed = False
         except OSError as error:

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from forerun.core.acceptance import Proposal
 from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, DrafterSetup
-from forerun.devices import sent
+from forerun.devices import send
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
@@ -109,7 +109,7 @@ def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, 
     # If a distribution had too few tokens for all children, the nodes behind the gap have moved up.
     renumber(target, rows, kept)
     size = max(map(len, kept)) + 1
-    [index] = sent([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
+    [index] = send([torch.tensor([[0, *nodes, *[0] * (size - 1 - len(nodes))] for nodes in kept])], states.device)
     moved = states.gather(1, index.unsqueeze(2).expand(-1, -1, states.shape[2]))
     for (row, tree, _), nodes, run in zip(drafts, kept, moved, strict=True):
         tree.resume = Resume(boundary=boundary, states=run[: len(nodes) + 1], stamp=target.writes[row])

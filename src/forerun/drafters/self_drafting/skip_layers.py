@@ -34,7 +34,7 @@ from forerun.errors import ArgumentError, DataError, nearest, refuse
 from forerun.model import LayerRange, Target
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
-from forerun.writing import read_object, written
+from forerun.writing import read_object, write_file
 
 Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
 SkipSet = frozenset[Sublayer]
@@ -233,8 +233,7 @@ class SkipFile:
         """Write the file; it is whole or not there. Raises DataError if it cannot be written."""
         body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
         try:
-            with written(path) as fresh:
-                fresh.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+            write_file(path, json.dumps(body, indent=1) + "\n")
         except OSError as error:
             raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 from forerun.model.padding import TreePaths
-from forerun.writing import cache_root, written
+from forerun.writing import cache_root, replace_file
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _loaded(name: str, loader: Loader, flags: Sequence[str]) -> ctypes.CDLL:
         if not isinstance(error, FileNotFoundError):
             log.warning("%s is not used: %s; compiling it anew", path, error)
     try:
-        with written(path) as fresh:
+        with replace_file(path) as fresh:
             _compile(name, fresh, flags)
         return _open(path, loader)
     except OSError as error:

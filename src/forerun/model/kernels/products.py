@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.devices import kept_here, multiplies
+from forerun.devices import measure_once, multiplies
 from forerun.errors import ArgumentError
 from forerun.model.kernels import native
 
@@ -168,7 +168,9 @@ def kind_of(dtype: torch.dtype) -> ProductKind:
         kind for kind in (ProductKind.TILES, ProductKind.DOTS, ProductKind.WIDENED) if found.forerun_product_has(kind)
     ]
     among = ", ".join(kind.name for kind in kinds)
-    return ProductKind[kept_here(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)]
+    return ProductKind[
+        measure_once(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)
+    ]
 
 
 def _fastest(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> ProductKind:
@@ -200,7 +202,7 @@ def _takes_of_float32() -> float:
         taken = _seconds(found, (kind, ProductKind.FLOAT32))
         return taken[kind] / taken[ProductKind.FLOAT32]
 
-    return float(kept_here(f"few rows in bf16 by {kind.name}, kernels {native.version()}", ratio))
+    return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {native.version()}", ratio))
 
 
 @torch.inference_mode()

@@ -192,7 +192,7 @@ class CountRequest(Cached):
         for role, turns in groupby(self.messages, key=lambda turn: turn.role):
             blocks = [block for turn in turns for block in turn.blocks]
             if role == "assistant":
-                yield _said(blocks)
+                yield _make_message(blocks)
             else:
                 yield from _heard(role, blocks)
 
@@ -230,7 +230,7 @@ def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator
                 yield Message(role="tool", content=brought, tool_call_id=block.tool_use_id)
 
 
-def _said(blocks: Sequence[Block]) -> Message:
+def _make_message(blocks: Sequence[Block]) -> Message:
     uses = [block for block in blocks if isinstance(block, ToolUseBlock)]
     calls = [ToolCall.of(block.id, block.name, json.dumps(block.input)) for block in uses] or None
     reasoning = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)) or None

@@ -192,15 +192,15 @@ class ResponsesRequest(Neutral):
             elif isinstance(item, InputMessage) and item.role == "assistant" and "tool_calls" not in turn:
                 turn["content"] = turn.get("content", "") + join_text(item.content)
             else:
-                yield from _said(turn)
+                yield from _end_turn(turn)
                 turn = {}
                 if isinstance(item, InputMessage):
                     yield Message(role=item.role, content=join_text(item.content))
                 else:
                     yield Message(role="tool", content=join_text(item.output), tool_call_id=item.call_id)
-        yield from _said(turn)
+        yield from _end_turn(turn)
 
 
-def _said(turn: dict[str, Any]) -> Iterator[Message]:
+def _end_turn(turn: dict[str, Any]) -> Iterator[Message]:
     if "content" in turn or "tool_calls" in turn:
         yield Message(role="assistant", **turn)

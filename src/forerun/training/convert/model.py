@@ -32,7 +32,7 @@ from forerun.losses.objective import FrozenTarget, Objective, TokenBatch
 from forerun.model.layers import CACHE_ARGUMENTS, device_of
 from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
-from forerun.writing import read_object, written
+from forerun.writing import read_object, write_file
 
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
@@ -211,8 +211,7 @@ class ConvertedModel:
         facts, kind = self._facts(str(directory.absolute())), checkpoint.config.kind
         write_head(checkpoint, directory / self._convert_mode.folder, format_for(kind), facts)
         record = {"algorithm": self._convert_mode.algorithm, "config": self._convert_mode.given}
-        with written(directory / MARKER) as fresh:
-            fresh.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_file(directory / MARKER, json.dumps(record, indent=2) + "\n")
 
     def load_head(self, directory: str | os.PathLike[str]) -> None:
         """Put the weights of a saved head into this model's; `directory` is a converted model's or the head's own.

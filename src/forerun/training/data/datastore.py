@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.training.data.prepare import NO_TEMPLATE, apply_template
 from forerun.training.data.records import BadRecords, Record, own_tokens, usable_records
 from forerun.training.data.store import check_new
-from forerun.writing import TokenizerIdentity, hash_file, written_folder
+from forerun.writing import TokenizerIdentity, hash_file, replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ def write(
     """
     final = Path(output).expanduser().absolute()
     check_new(final)
-    with written_folder(final) as folder:
+    with replace_folder(final) as folder:
         count = _write_tokens(documents, folder / layout.TOKENS, tell)
         text = np.fromfile(folder / layout.TOKENS, dtype=layout.ITEM)
         tell(f"sorting {len(text):,} tokens in about {len(text) * SORTING_BYTES / 2**20:,.0f} MiB of memory")

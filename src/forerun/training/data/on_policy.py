@@ -26,7 +26,7 @@ from forerun.model.support import context_length, text_config
 from forerun.training.data.store import UNWRITTEN
 from forerun.training.features.online import evaluating
 from forerun.types import SamplingParams, Source
-from forerun.writing import written
+from forerun.writing import replace_file
 
 _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
 
@@ -189,5 +189,5 @@ class AnswerWriter:
 
 def _keep(batch: TokenBatch, path: Path) -> None:
     arrays = {f.name: getattr(batch, f.name).cpu().numpy() for f in dataclasses.fields(batch)}
-    with written(path) as fresh, fresh.open("wb") as file:
+    with replace_file(path) as fresh, fresh.open("wb") as file:
         np.savez(file, **arrays)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError, refuse
 from forerun.losses.objective import TokenBatch
-from forerun.writing import ManifestKind, TokenizerIdentity, hash_file, written_folder
+from forerun.writing import ManifestKind, TokenizerIdentity, hash_file, replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,7 +166,7 @@ def write_prepared(
     check_new(folder)
     about = about or {}
     counts = {"documents": 0, "tokens": 0, "counted_tokens": 0}
-    with written_folder(folder.absolute()) as fresh:
+    with replace_folder(folder.absolute()) as fresh:
         with ExitStack() as stack:
             files = {name: stack.enter_context((fresh / f"{name}.bin").open("wb")) for name in PARTS}
             files["offsets"].write(np.zeros(1, PARTS["offsets"]).tobytes())

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from forerun.errors import CheckpointError
 from forerun.training.loop.distributed import Parallel, shard_like
-from forerun.writing import remove_folder, written, written_folder
+from forerun.writing import remove_folder, replace_folder, write_file
 
 FORMAT = 1
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
@@ -93,8 +93,7 @@ def save_progress(folder: Path, progress: Progress) -> None:
     path = folder / STATE
     try:
         record = json.loads(path.read_text(encoding="utf-8")) | {"progress": asdict(progress)}
-        with written(path) as fresh:
-            fresh.write_text(json.dumps(record, indent=1), encoding="utf-8")
+        write_file(path, json.dumps(record, indent=1))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be written: {error}. Make room, then start the same command again: it evaluates again."
@@ -224,7 +223,7 @@ def new_directory(folder: Path) -> Iterator[Path]:
     if the disk refuses.
     """
     try:
-        with written_folder(folder) as fresh:
+        with replace_folder(folder) as fresh:
             yield fresh
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)

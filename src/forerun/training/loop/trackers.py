@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from forerun.errors import ArgumentError, CheckpointError, nearest
-from forerun.writing import written
+from forerun.writing import write_file
 
 
 class Tracker(Protocol):
@@ -42,8 +42,7 @@ class JsonLines(Tracker):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _upto(line, step)]
-            with written(path) as fresh:
-                fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            write_file(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

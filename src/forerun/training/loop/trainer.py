@@ -28,7 +28,7 @@ from forerun.training.loop.distributed import Parallel, gather_parameters, wrap_
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
-from forerun.writing import tidy, written
+from forerun.writing import tidy, write_file
 
 Evaluate = Callable[[int], Mapping[str, float]]
 Reason = Literal["finished", "already_finished", "interrupted", "time"]
@@ -386,8 +386,7 @@ def _write_run(training: Training) -> None:
         "previous": previous,
     }
     try:
-        with written(path) as fresh:
-            fresh.write_text(json.dumps(run, indent=1, default=str) + "\n", encoding="utf-8")
+        write_file(path, json.dumps(run, indent=1, default=str) + "\n")
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error}. Choose another output, or make room.") from error
 
