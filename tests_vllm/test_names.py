@@ -8,8 +8,9 @@ import subprocess
 import pytest
 
 from forerun.heads.block_files import ARCHITECTURES
-from forerun.heads.eagle_engines import VLLM_NAMES, vllm_name
+from forerun.heads.eagle_engines import vllm_name
 from forerun.heads.eagle_files import FIRST_GENERATION, LATENT, LLAMA, QWEN3
+from forerun.heads.eagle_findings import VLLM_NAMES
 from forerun.heads.medusa import ENGINE
 
 GIVEN = ["LlamaForCausalLM", "Qwen3ForCausalLM", "EagleLlamaForCausalLM", "Eagle3LlamaForCausalLM", "PEagleDraftModel"]

@@ -40,9 +40,23 @@ _HOMES = {
 }
 """These are the modules of the names in `__all__` that are not in `forerun.types`."""
 
-__all__ = ["EAGLE3_DEFAULT_CFG", "LLM", "AsyncLLM", "CompletionOutput", "ForerunError", "RequestOutput"]
-__all__ += ["SamplingParams", "Source", "SpeculativeConfig", "StepTrace", "StreamChunk", "StructuredOutputs"]
-__all__ += ["convert", "enable_huggingface_checkpointing", "hf"]
+__all__ = [
+    "EAGLE3_DEFAULT_CFG",
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "ForerunError",
+    "RequestOutput",
+    "SamplingParams",
+    "Source",
+    "SpeculativeConfig",
+    "StepTrace",
+    "StreamChunk",
+    "StructuredOutputs",
+    "convert",
+    "enable_huggingface_checkpointing",
+    "hf",
+]
 
 sys.meta_path.insert(0, importlib.import_module("forerun.moved").Moved())
 

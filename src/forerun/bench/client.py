@@ -87,9 +87,10 @@ class Server:
         """
         if api_key is not None and not api_key.isascii():
             raise ArgumentError("--api-key goes into a header, which has ASCII characters alone")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
-            headers=headers, limits=httpx.Limits(max_connections=None, max_keepalive_connections=None), timeout=30.0
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=30.0,
         )
 
     async def __aenter__(self) -> Server:
@@ -179,8 +180,14 @@ class Server:
             asked: dict[str, Any] = {"messages": [*before, *question] or [{"role": "user", "content": task.text}]}
         else:
             asked = {"prompt": task.prompt()}
-        body = {"model": self.model, **asked, "max_tokens": asking.max_tokens, **asking.sampling}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body = {
+            "model": self.model,
+            **asked,
+            "max_tokens": asking.max_tokens,
+            **asking.sampling,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         path = f"{self.url}/v1/{'chat/completions' if chat else 'completions'}"
         started = time.perf_counter()
         heard = _Heard(started)

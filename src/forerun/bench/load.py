@@ -263,8 +263,10 @@ def _category(answers: Sequence[BenchAnswer]) -> dict[str, Any]:
 
 
 def _part(answers: Sequence[BenchAnswer], seconds: float | None) -> dict[str, Any]:
-    tokens = {"total_input_tokens": sum(a.prompt_tokens for a in answers)}
-    tokens["total_output_tokens"] = sum(a.tokens for a in answers)
+    tokens = {
+        "total_input_tokens": sum(a.prompt_tokens for a in answers),
+        "total_output_tokens": sum(a.tokens for a in answers),
+    }
     found: dict[str, Any] = dict(tokens)
     if seconds is not None and seconds > 0:
         found["request_throughput"] = len(answers) / seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as as_json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,11 +16,14 @@ from rich.text import Text
 
 from forerun.bench.load import (
     FIGURES,
+    Bench,
+    BenchLoad,
     describe_source,
     draw,
     find_older_loads,
     find_worse,
     format_figure,
+    parse_objectives,
     select_figures,
     write_page,
 )
@@ -32,7 +35,6 @@ from forerun.writing import read_object, write_file
 
 if TYPE_CHECKING:
     from forerun.bench.client import RequestOptions
-    from forerun.bench.load import BenchLoad
     from forerun.bench.workloads import DrawnTasks
 
 
@@ -128,7 +130,6 @@ def bench(
         Share by which a figure may be worse.
     """
     from forerun.bench.client import Server
-    from forerun.bench.load import Bench, parse_objectives
     from forerun.bench.workloads import count_repeated, draw_tasks, read_workload
 
     loads, limits, asking = _loads(load), parse_objectives(goodput), _asking(workload, load, sampling)
@@ -138,10 +139,12 @@ def bench(
     count, seed = workload.num_prompts, sampling.seed or 0
     asked = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
     size = len(asked.loads[0])
-    about: dict[str, Any] = {"server": server, "baseline_server": baseline_server, "model": model}
-    about |= {"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size}
-    about |= {"endpoint": asking.endpoint, "max_tokens": asking.max_tokens}
-    about |= {"sampling": dict(asking.sampling), "goodput": limits}
+    about: dict[str, Any] = {
+        **{"server": server, "baseline_server": baseline_server, "model": model},
+        **{"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size},
+        **{"endpoint": asking.endpoint, "max_tokens": asking.max_tokens},
+        **{"sampling": dict(asking.sampling), "goodput": limits},
+    }
     about = as_json.loads(as_json.dumps(about))  # The form of a file: lists, no tuples
     record = _begin_record(out, about)
     for difference in _differences(older or {}, about):
@@ -165,14 +168,7 @@ def bench(
             limits=limits,
             warmup=asked.warmup,
         )
-        with console.progress_bar(loads[0].label, total=size) as bar:
-            done = await made.run(record, save, lambda words, done: bar(description=words, completed=done))
-        if made.server.without_metrics:
-            console.warn(
-                f"{server} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what drafts "
-                "bring is known only as far as its answers tell; if they are elsewhere, say where with --metrics-url"
-            )
-        return done
+        return await _measure(made, record, save, size)
 
     if not asyncio.run(measure()):
         console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
@@ -188,9 +184,19 @@ def bench(
     return CHECK_FAILED if complaints else OK
 
 
-def _loads(asked: ArrivalOptions) -> list[BenchLoad]:
-    from forerun.bench.load import BenchLoad
+async def _measure(made: Bench, record: dict[str, Any], save: Callable[[], None], size: int) -> int:
+    """Measure the loads that the record lacks, and return how many those were."""
+    with console.progress_bar(made.loads[0][0].label, total=size) as bar:
+        done = await made.run(record, save, lambda words, done: bar(description=words, completed=done))
+    if made.server.without_metrics:
+        console.warn(
+            f"{made.server.url} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what "
+            "drafts bring is known only as far as its answers tell; if they are elsewhere, say where with --metrics-url"
+        )
+    return done
 
+
+def _loads(asked: ArrivalOptions) -> list[BenchLoad]:
     if asked.concurrency and asked.request_rate:
         raise ArgumentError("give --concurrency or --request-rate, not both: either so many users, or so many a second")
     if asked.request_rate:

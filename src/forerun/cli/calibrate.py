@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.text import Text
 
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, Flag, Json, Many, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.plan.planner import draw_cost
@@ -60,7 +60,6 @@ def calibrate(
         raise ArgumentError("--rows must be at least 1 and --seconds above 0")
     check_plot(plot)
     given = speculation.config()
-    from forerun.cli import session
     from forerun.control.config import SpeculativeConfig
     from forerun.control.measuring import device_name, file_of, load_or_measure
 

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from forerun.certify.plan import CertifyPlan
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, Json, Model, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import DataError, refuse
 
@@ -64,7 +64,6 @@ def certify(
         (not 0 < detect < 1, f"--detect is a total variation between 0 and 1, got {detect:g}"),
     )
     texts = _texts(prompt_file)
-    from forerun.cli import session
 
     plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
     if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut off

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import (
     LOADING,
     SPECULATION,
@@ -22,6 +22,7 @@ from forerun.cli.options import (
     json_object,
 )
 from forerun.errors import ArgumentError, refuse
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun.training.data.regenerate import AnswerRun
@@ -74,12 +75,16 @@ def prepare(
     draft_vocab_size
         Say how much of the answers a draft vocabulary of this size covers.
     """
-    from forerun.cli import session
     from forerun.training.data.prepare import prepare as convert
     from forerun.writing import TokenizerIdentity
 
-    how: dict[str, Any] = {"max_length": max_length, "split_long": split_long, "last_turn_only": last_turn_only}
-    how |= {"answer_tokens": answer_tokens, "chat_template_kwargs": _variables(chat_template_kwargs)}
+    how: dict[str, Any] = {
+        "max_length": max_length,
+        "split_long": split_long,
+        "last_turn_only": last_turn_only,
+        "answer_tokens": answer_tokens,
+        "chat_template_kwargs": _variables(chat_template_kwargs),
+    }
     tokenizer = session.load_tokenizer(target)
     known = TokenizerIdentity.of(tokenizer).vocab_size
     if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
@@ -212,14 +217,15 @@ def regenerate(
     file
         Conversations, prompts or plain texts, in any form that `forerun data prepare` reads.
     """
-    from forerun.cli import session
     from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, with_endpoint, with_engine
-    from forerun.types import SamplingParams
 
     sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
     tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
-    how: dict[str, Any] = {"params": SamplingParams(**sampling), "variables": _variables(asked.chat_template_kwargs)}
-    how["by"] = Path(asked.model or str(asked.target)).resolve().name
+    how: dict[str, Any] = {
+        "params": SamplingParams(**sampling),
+        "variables": _variables(asked.chat_template_kwargs),
+        "by": Path(asked.model or str(asked.target)).resolve().name,
+    }
     director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
     with console.progress_bar("regenerating") as update:
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import Flag, Json, SkipBad
 from forerun.errors import ArgumentError
 
@@ -42,7 +42,6 @@ def build(
     output
         Directory to write; must not hold anything yet.
     """
-    from forerun.cli import session
     from forerun.training.data import datastore as stores
     from forerun.training.data.records import BadRecords
 

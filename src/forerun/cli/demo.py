@@ -18,17 +18,17 @@ from rich.text import Text
 
 from forerun import demo as demo_texts
 from forerun import shipped
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
 from forerun.errors import ArgumentError, DownloadError, choices, refuse
 from forerun.shipped import REAL
+from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.cli.leaderboard import BoardLine
     from forerun.demo.scale import ScaledModel
-    from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 SHIPPED = "demo"  # The name of the demo model
 QUESTION_TEMPERATURES = (0.0, 0.8)
@@ -126,11 +126,37 @@ def demo(
         temperatures = QUESTION_TEMPERATURES if temperature is None else (temperature,)
         settings = [{"temperature": one, **sampling} for one in temperatures]
         return _real(model, chosen, settings, speculation, loading, json=json)
-    asked = question(prompt_name or DEFAULT_PROMPT)
-    config = speculation.config() or (DEFAULT_DRAFTER if model == SHIPPED else {"method": "auto"})
-    from forerun.cli import session
-    from forerun.types import SamplingParams
+    return _race(
+        model,
+        question(prompt_name or DEFAULT_PROMPT),
+        scale=scale,
+        temperature=temperature,
+        top_p=top_p,
+        seed=seed,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        speculation=speculation,
+        loading=loading,
+        json=json,
+    )
 
+
+def _race(
+    model: str,
+    asked: Prompt | Edit,
+    *,
+    scale: float | None,
+    temperature: float | None,
+    top_p: float | None,
+    seed: int,
+    max_tokens: int | None,
+    repeats: int,
+    speculation: SpeculationOptions,
+    loading: TargetOptions,
+    json: bool,
+) -> int:
+    """Let both arms answer a held-out question several times, and show the texts and the speeds."""
+    config = speculation.config() or (DEFAULT_DRAFTER if model == SHIPPED else {"method": "auto"})
     path, drafting, note = enlarge(model, config, scale) if scale is not None else (model, config, None)
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
@@ -185,8 +211,7 @@ def _real(
     json: bool,
 ) -> int:
     """Ask a chat model real questions; exit code 1 if a greedy answer differs by more than a numeric tie."""
-    from forerun.cli import session, side_by_side
-    from forerun.types import SamplingParams
+    from forerun.cli import side_by_side
 
     config, out = speculation.config() or {"method": "auto"}, console.out()
     llm = session.load(model, loading, config, max_num_seqs=1)
@@ -194,8 +219,13 @@ def _real(
     answers = list(side_by_side.ask_all(llm, questions, params, show=not json))
     drafter, where = config.get("method", "draft_model"), f"{llm.target.dtype_name} on {llm.target.device}"
     if json:
-        about = {"model": model, "drafter": drafter, "speculative_config": config}
-        about |= {"dtype": llm.target.dtype_name, "device": str(llm.target.device)}
+        about = {
+            "model": model,
+            "drafter": drafter,
+            "speculative_config": config,
+            "dtype": llm.target.dtype_name,
+            "device": str(llm.target.device),
+        }
         total = {"identical": all(one.parted is None for one in answers), **side_by_side.figures(answers)}
         console.write_json({**about, **total, "answers": [one.record() for one in answers]})
     else:
@@ -212,7 +242,7 @@ def _all(
     """Run ``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
     if model != SHIPPED:
         raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
-    from forerun.cli import leaderboard, session
+    from forerun.cli import leaderboard
 
     board, path, note = leaderboard.list_lines(heads), model, None
     if scale is not None:
@@ -335,8 +365,10 @@ class Race:
 
         def run(arm: str, *, show: bool = False) -> RequestOutput:
             # A domain of its own for each run, or drafters that remember answers would copy the run before.
-            options: dict[str, Any] = {"speculative": None if arm == "speculative" else False}
-            options["cache_salt"] = f"run {next(numbers)}"
+            options: dict[str, Any] = {
+                "speculative": None if arm == "speculative" else False,
+                "cache_salt": f"run {next(numbers)}",
+            }
             if show:
                 return _show_arm(arm, llm.stream(prompt, params, **options))
             return llm.generate([prompt], params, **options)[0]

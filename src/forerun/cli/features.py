@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from forerun.cli import console
 from forerun.cli.options import Json, numbers
 from forerun.errors import ArgumentError, DataError
+from forerun.types import LAST_HIDDEN, Boundary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from forerun.drafters.kinds import HeadKind
     from forerun.training.features.online import BoundaryCheck
     from forerun.training.features.store import Capture
-    from forerun.types import Boundary
 
 GIB = 2**30
 
@@ -141,7 +141,6 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
     state.
     """
     from forerun.drafters.kinds import import_named
-    from forerun.types import LAST_HIDDEN
 
     if kind.trains != "head":
         return (LAST_HIDDEN,)

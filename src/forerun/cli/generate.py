@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from forerun.cli import console, options
+from forerun.cli import console, options, session
 from forerun.cli.options import Flag, Json, read_prompt
 from forerun.errors import ArgumentError
 
@@ -48,7 +48,6 @@ def generate(
         raise ArgumentError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or pipe it in")
     config, params = speculation.config(), sampling.params()
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
-    from forerun.cli import session
 
     config = config or ({"method": "prediction"} if expected else None)
     llm = session.load(model, loading, config, announce=not json, max_num_seqs=1)

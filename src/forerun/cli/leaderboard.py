@@ -16,12 +16,11 @@ from rich.text import Text
 from forerun import demo, shipped
 from forerun.cli import console
 from forerun.errors import ArgumentError
-from forerun.types import SpeculationStats
+from forerun.types import RequestOutput, SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.drafters.kinds import HeadKind
-    from forerun.types import RequestOutput
 
 TEMPERATURES = (0.0, 1.0)
 FILES, EDITS = 3, 3  # Questions of either kind
@@ -219,7 +218,6 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     question by question.
     """
     from forerun.certify.reference import difference
-    from forerun.types import SamplingParams
 
     plain = BoardLine(name="plain", config={})
     asked = questions(llm)
@@ -251,17 +249,24 @@ def table(plain: BoardLine, board: list[BoardLine], width: int) -> Table:
     """Return the table, the fastest first, within so many columns."""
     roomy = width >= ROOMY
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
-    columns = [Column("drafter", overflow="fold"), Column("size", **right), Column("trained", **right)]
-    columns += [Column("lossless", **right)]
+    columns = [
+        Column("drafter", overflow="fold"),
+        Column("size", **right),
+        Column("trained", **right),
+        Column("lossless", **right),
+    ]
     for temperature in TEMPERATURES:
         first = f"T = {temperature:g}"
         columns += [Column(f"{first}\n\nnodes", **right)] if roomy else []
         columns += [Column(f"{'' if roomy else first}\ntokens/\npass", **right), Column("\nspeed-\nup", **right)]
     made = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if roomy else 1, 0, 0))
     for entry in sorted(board, key=lambda one: -sum(one.speed(t) / plain.speed(t) for t in TEMPERATURES)):
-        cells = [entry.name, f"{entry.parameters / 1e6:.1f} M" if entry.parameters else "-"]
-        cells += ["-" if entry.trained_s is None else f"{entry.trained_s:.0f} s"]
-        cells += [f"{entry.unlike} DIFFER" if entry.unlike else "yes" if entry.lossless else "no"]
+        cells = [
+            entry.name,
+            f"{entry.parameters / 1e6:.1f} M" if entry.parameters else "-",
+            "-" if entry.trained_s is None else f"{entry.trained_s:.0f} s",
+            f"{entry.unlike} DIFFER" if entry.unlike else "yes" if entry.lossless else "no",
+        ]
         for temperature in TEMPERATURES:
             cells += [f"{entry.nodes(temperature):.0f}"] if roomy else []
             cells += [

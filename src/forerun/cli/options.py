@@ -11,14 +11,12 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from cyclopts import Parameter, validators
 
 from forerun.errors import ArgumentError, DataError
-
-if TYPE_CHECKING:
-    from forerun.types import SamplingParams
+from forerun.types import SamplingParams
 
 Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
@@ -55,8 +53,11 @@ class SpeculationOptions:
     def config(self) -> dict[str, Any] | None:
         """Return the `speculative_config` of the Python API, None where nothing was asked for."""
         config = json_object(self.speculative_config, "--speculative-config") if self.speculative_config else {}
-        short: dict[str, Any] = {"method": self.drafter, "model": self.drafter_model}
-        short |= {name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")}
+        short: dict[str, Any] = {
+            "method": self.drafter,
+            "model": self.drafter_model,
+            **{name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")},
+        }
         config.update({key: value for key, value in short.items() if value is not None})
         config.update(key_value(pair) for pair in self.drafter_option)
         if config and not (config.get("method") or config.get("model")):
@@ -88,7 +89,6 @@ class SamplingOptions:
 
     def params(self) -> SamplingParams:
         """Return the options as `SamplingParams`."""
-        from forerun.types import SamplingParams
 
         return SamplingParams(**{**asdict(self), "stop": self.stop or None})
 

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from forerun.cli import console
+from forerun.cli import console, session
 from forerun.cli.options import (
     LOADING,
     SPECULATION,
@@ -132,6 +132,7 @@ class PlanOptions(ForecastOptions):
         """Raise ArgumentError where options contradict each other, or something is missing."""
         if self.text is not None:
             assumptions.find_text(self.text)
+        wants_model = self.prompts is not None or self.choose_draft or self.speculation.drafter is not None
         refuse(
             (
                 self.k is not None and self.k < 1,
@@ -146,9 +147,6 @@ class PlanOptions(ForecastOptions):
                 model is not None and self.params is not None,
                 "a MODEL is measured here and --params describes one that is not: give one of them",
             ),
-        )
-        wants_model = self.prompts is not None or self.choose_draft or self.speculation.drafter is not None
-        refuse(
             (
                 model is None and wants_model,
                 "--prompts, --drafter and --choose-draft measure, for which a MODEL is needed",
@@ -312,10 +310,10 @@ def _device(asked: PlanOptions) -> Device:
         if not (tflops > 0 and bandwidth > 0):
             raise ArgumentError("--tflops and --bandwidth must be positive")
         return Device(name=name or "your device", tflops=tflops, bandwidth=bandwidth / 1000, memory=None)
-    refuse(
-        (tflops is not None or bandwidth is not None, "a device of your own needs --tflops and --bandwidth"),
-        (name is None, f"on which device? Give --device: {', '.join(DEVICES)}"),
-    )
+    if tflops is not None or bandwidth is not None:
+        raise ArgumentError("a device of your own needs --tflops and --bandwidth")
+    if name is None:
+        raise ArgumentError(f"on which device? Give --device: {', '.join(DEVICES)}")
     return assumptions.find_device(name)
 
 
@@ -336,7 +334,6 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
 
 def on_model(asked: PlanOptions, model: str) -> Shown:
     """Plan with measured passes; acceptance is given, assumed, or measured on the user's prompts."""
-    from forerun.cli import session
     from forerun.control.measuring import load_or_measure
 
     llm = session.load(model, asked.loading, None, max_num_seqs=1)

@@ -22,13 +22,12 @@ from forerun.core import rules
 from forerun.drafters import DRAFTERS, check_option_names, declared_options
 from forerun.model import checks
 from forerun.params import NEUTRAL
-from forerun.types import OutputToken, RequestOutput, Source
+from forerun.types import OutputToken, RequestOutput, SamplingParams, Source, StreamChunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from forerun import LLM
-    from forerun.types import SamplingParams, StreamChunk
 
 SOURCES: dict[Source, tuple[str, str, str]] = {
     Source.DRAFT: ("accepted draft", "on #1f4d2b", "bold"),

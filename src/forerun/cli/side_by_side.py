@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -18,12 +18,11 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.demo import Question
-from forerun.types import tokens_per_pass
+from forerun.types import OutputToken, RequestOutput, SamplingParams, tokens_per_pass
 
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.certify.reference import Difference
-    from forerun.types import OutputToken, RequestOutput, SamplingParams
 
 ASKED_CHARACTERS = 360  # Characters of a question that are shown
 WARM_UP_TOKENS = 32  # Tokens of the warm-up's answers
@@ -110,7 +109,6 @@ def ask_all(
 
 def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
     """Answer a few tokens in both ways: the first passes of a process pay for what is made once."""
-    from dataclasses import replace
 
     short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     prompt = _asked(llm, question, short)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli import INTERRUPTED, OK, console
+from forerun.cli import INTERRUPTED, OK, console, session
 from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError
 
@@ -83,8 +83,7 @@ def train(
     from forerun.training.run import TrainingRun
 
     file, assignments = _split(words)
-    flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features}
-    flags["draft.start"] = draft
+    flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features, "draft.start": draft}
     if from_traffic is not None:
         if data is not None:
             raise ArgumentError("give either --data or --from-traffic, not both")
@@ -108,7 +107,6 @@ def train(
 
 def _prepared(traffic: Path, recipe: TrainRecipe[Any]) -> str:
     """Prepare what a server recorded, unless an earlier run into the same output has; return the directory."""
-    from forerun.cli import session
     from forerun.training.data.prepare import prepare
 
     output = Path(recipe.output) / "traffic"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from forerun.cli import INTERRUPTED, OK, console
+from forerun.cli import INTERRUPTED, OK, console, session
 from forerun.cli.options import LOADING, Json, Model, TargetOptions
 from forerun.errors import ArgumentError, DataError, refuse
+from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
     from forerun import LLM
@@ -74,10 +75,8 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
         raise ArgumentError(
             "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
         )
-    from forerun.cli import session
     from forerun.drafters.self_drafting import tuning
     from forerun.training.data.records import BadRecords, read_records
-    from forerun.types import SamplingParams
 
     questions: list[Record] = []
     if asked.prompts is not None:
@@ -170,8 +169,14 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
     if tuned.speedup <= 1:
         console.warn("no set that was tried is faster than plain decoding: the model needs its layers, or is too small")
     if json:
-        facts = {"output": str(output), "model": found.model, "num_layers": found.num_layers, "skip": skip}
-        facts |= {"num_speculative_tokens": found.num_speculative_tokens, "measured": dict(found.measured)}
+        facts = {
+            "output": str(output),
+            "model": found.model,
+            "num_layers": found.num_layers,
+            "skip": skip,
+            "num_speculative_tokens": found.num_speculative_tokens,
+            "measured": dict(found.measured),
+        }
         console.write_json(facts)
         return
     best = tuned.best

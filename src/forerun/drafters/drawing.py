@@ -238,10 +238,9 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     """
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
-    drawn = torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device)
     return Children(
         tokens=best.indices if vocabulary is None else vocabulary.token_ids[best.indices],
-        drawn=drawn,
+        drawn=torch.full(best.indices.shape, int(Drawn.DETERMINISTIC), dtype=torch.uint8, device=logits.device),
         confidence=confidence,
         valid=None,
         probs=None,

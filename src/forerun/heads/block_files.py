@@ -448,7 +448,7 @@ STORED = (
         EXPORT,
     ),
 )
-"""What vLLM makes of keys in the speculators format (``configs/speculators/algos.py``)."""
+"""These traits say what vLLM makes of keys in the speculators format (``configs/speculators/algos.py``)."""
 
 
 class BlockEngines(Engines):

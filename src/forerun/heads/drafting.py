@@ -191,8 +191,14 @@ class HeadDrafter(Drafter):
             )
 
         rows = [context.rows[index] for index in active]
-        key = None if draws.key is None else (max(within), tree is self.sampled, draws.key)
-        grown = self.runner.unroll(rows, tree.run, grow, *draws.tensors, levels=tree.shape.depths[max(within)], key=key)
+        grown = self.runner.unroll(
+            rows,
+            tree.run,
+            grow,
+            *draws.tensors,
+            levels=tree.shape.depths[max(within)],
+            key=None if draws.key is None else (max(within), tree is self.sampled, draws.key),
+        )
         cuts = tree.cut(context, active, grown, limits.nodes)
         for index, cut in zip(active, cuts, strict=True):
             trees[index], self._rows[context.rows[index]].submitted = cut

@@ -289,8 +289,11 @@ def _sglang_line(launch: Launch) -> str:
 def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
     """Return TensorRT-LLM's own file, with strings as JSON, which YAML understands."""
     config = launch.head.config
-    speculation: dict[str, Any] = {"decoding_type": "Eagle3", "max_draft_len": TOKENS}
-    speculation["speculative_model"] = json.dumps(str(launch.directory))
+    speculation: dict[str, Any] = {
+        "decoding_type": "Eagle3",
+        "max_draft_len": TOKENS,
+        "speculative_model": json.dumps(str(launch.directory)),
+    }
     if config.generation == 3:
         aux = config.use_aux_hidden_state  # -1 is the last hidden state
         speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries) if aux else [-1]

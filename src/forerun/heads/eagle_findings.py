@@ -436,7 +436,7 @@ STORED = (
         ],
     ),
 )
-"""What is wrong with files of the flat format, as they lie."""
+"""These traits say what is wrong with files of the flat format, as they lie."""
 SPECULATORS = (
     Trait(lambda at: True, "speculators format", [("fails", "sglang trtllm lmdeploy", "reads the flat format only")]),
     *WINDOWS,
@@ -446,4 +446,4 @@ SPECULATORS = (
         [("degrades", "vllm", "takes it for true, speculators means false")],
     ),
 )
-"""What is wrong with files of the speculators format, as they lie."""
+"""These traits say what is wrong with files of the speculators format, as they lie."""

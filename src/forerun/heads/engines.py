@@ -130,10 +130,9 @@ class Engines:
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """Return how engines treat the head if it is written in their format."""
-        title = kind_named(head.config.kind).title
         return check(
             EVERY,
-            f"a {title} head",
+            f"a {kind_named(head.config.kind).title} head",
             "nothing is known here of how it reads such heads",
             "try it there, and compare the acceptance with forerun's",
         )

@@ -25,7 +25,7 @@ from forerun.drafters.kinds import KINDS, import_named, kind_named
 from forerun.errors import ArgumentError, CheckpointError, choices, refuse
 from forerun.heads.base import Head, HeadConfig
 from forerun.heads.keys import unknown_keys
-from forerun.model.load import INDEX, SINGLE, read_header, weight_files
+from forerun.model.load import INDEX, SINGLE, LoadOptions, read_config, read_header, weight_files
 from forerun.writing import read_object, replace_folder
 
 Shape = tuple[int, ...]
@@ -125,7 +125,6 @@ class TargetFacts:
         """Read the facts of a directory, a hub id or a shipped model's name; the weights are not
         opened. Raises as `read_config` does.
         """
-        from forerun.model.load import LoadOptions, read_config
         from forerun.model.names import resolve
 
         found = resolve(name)
@@ -416,10 +415,10 @@ def locate_error(directory: Path, error: Exception) -> CheckpointError:
     """
     if isinstance(error, CheckpointError):
         return CheckpointError(f"{directory}: {error}")
-    said = " ".join(str(error).split())[:200]
     return CheckpointError(
-        f"{directory}: a value of config.json is of another type or size than its format has ({type(error).__name__}: "
-        f"{said}); compare it with the publisher's config.json"
+        f"{directory}: a value of config.json is of another type or size than its format has "
+        f"({type(error).__name__}: {' '.join(str(error).split())[:200]}); compare it with the publisher's "
+        "config.json"
     )
 
 

@@ -140,7 +140,7 @@ class DecoderConfig(HeadConfig):
             (self.hidden_act not in ACT2FN, f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}"),
             (
                 self.rope_scaling is not None and self.rope_scaling.get("rope_type") not in ROPE_KINDS,
-                f"rope_scaling must have a rope_type of {', '.join(ROPE_KINDS)}, got {dict(self.rope_scaling)}",
+                f"rope_scaling must have a rope_type of {', '.join(ROPE_KINDS)}, got {dict(self.rope_scaling or {})}",
             ),
         ):
             return wrong

@@ -40,7 +40,18 @@ from forerun.heads.engines import (
     start_lines,
     vllm_line,
 )
-from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, some
+from forerun.heads.files import (
+    CONFIG,
+    Config,
+    Format,
+    HeadCheckpoint,
+    TargetFacts,
+    Tensors,
+    Written,
+    folder_of,
+    read_head,
+    some,
+)
 from forerun.heads.keys import Keys, architectures
 from forerun.heads.mtp import ExpertsConfig, MtpConfig
 from forerun.model.load import read_header, weight_files
@@ -154,7 +165,6 @@ def read_target(name: str | Path) -> HeadCheckpoint:
     """Read the MTP layers of a target, from its directory or hub id. Raises CheckpointError if it
     has none that can be read.
     """
-    from forerun.heads.files import CONFIG, folder_of, read_head
     from forerun.model.names import resolve
 
     if not str(name):
@@ -196,7 +206,6 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     their dtypes; every other tensor and file stays as it is, bit for bit. Raises ArgumentError if
     `output` exists, CheckpointError if the target has no such layers.
     """
-    from forerun.heads.files import CONFIG, folder_of
 
     source, final = folder_of(base), Path(output).expanduser().absolute()
     if final.exists() and (not final.is_dir() or any(final.iterdir())):

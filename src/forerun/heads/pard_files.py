@@ -108,8 +108,12 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
     command = COMMANDS[to](directory, target.name_or_path)
     texts = {README: f"# PARD draft model for {target.name_or_path}\n\nWritten by forerun.\n\n```\n{command}\n```\n"}
     if to == "trtllm":
-        keys = {"decoding_type": "PARD", "max_draft_len": TOKENS, "speculative_model": json.dumps(str(directory))}
-        keys["mask_token_id"] = model.config[KEY]
+        keys = {
+            "decoding_type": "PARD",
+            "max_draft_len": TOKENS,
+            "speculative_model": json.dumps(str(directory)),
+            "mask_token_id": model.config[KEY],
+        }
         texts[YAML] = "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items())
     files = sorted(file for file in model.directory.iterdir() if file.suffix in KEPT and file.is_file())
     with replace_folder(directory) as folder:

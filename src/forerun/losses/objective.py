@@ -148,7 +148,7 @@ def _adapters(settings: Any) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
     return {name: (hint, TypeAdapter(hint, config=STRICT)) for name, hint in hints.items()}
 
 
-def check_fields(settings: object, where: str = "") -> None:
+def check_fields(settings: Any, where: str = "") -> None:
     """Raise ArgumentError for a field of another type or range than it is declared with."""
     for name, (hint, adapter) in _adapters(type(settings)).items():
         try:

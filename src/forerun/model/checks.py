@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, nearest, refuse
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, find_problem, nearest, refuse
 from forerun.shipped import MODELS, REAL
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -87,22 +87,38 @@ def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
         kinds.add(type(link).__name__)
         link = link.__cause__ or link.__context__
     text = str(error).strip() or type(error).__name__
-    if "GatedRepoError" in kinds or "gated repo" in text:
-        remedy = f"accept its licence at https://huggingface.co/{name}, then set HF_TOKEN (or pass token=)"
-        return CheckpointError(f"{name} is gated: {remedy}")
+    first, token = text.splitlines()[0], "set HF_TOKEN (or pass token=)"
     meant = nearest(str(name), [REAL, *MODELS]) if "/" not in str(name) else ""
-    if "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text:
-        remedy = "for a private one set HF_TOKEN (or pass token=)"
-        return CheckpointError(f"there is no directory and no public model {name} on the hub; {remedy}.{meant}")
-    if not Path(name).exists() and ("connect" in text or kinds & _UNREACHED):
-        remedy = "and the hub cannot be reached for one of that name. Check the path, or the network"
-        return CheckpointError(f"there is no directory {name}, {remedy}.{meant}")
-    if "EntryNotFoundError" in kinds or "RemoteEntryNotFoundError" in kinds:
-        return CheckpointError(f"{name} on the hub holds no config.json: expected a transformers checkpoint")
-    if "HFValidationError" in kinds:
-        return CheckpointError(f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name")
-    if "does not recognize this architecture" in text:
-        return UnsupportedModelError(f"{name}: {text.splitlines()[0]}")
-    if "trust_remote_code" in text:
-        return UnsupportedModelError(f"{name} brings its own modelling code; pass trust_remote_code=True to run it")
-    return CheckpointError(f"cannot open {name}: {text.splitlines()[0]}")
+    lacking = find_problem(
+        (
+            "GatedRepoError" in kinds or "gated repo" in text,
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then {token}",
+        ),
+        (
+            "RepositoryNotFoundError" in kinds or "is not a valid model identifier" in text,
+            f"there is no directory and no public model {name} on the hub; for a private one {token}.{meant}",
+        ),
+        (
+            not Path(name).exists() and ("connect" in text or kinds & _UNREACHED),
+            f"there is no directory {name}, and the hub cannot be reached for one of that name. Check the path, or the "
+            f"network.{meant}",
+        ),
+        (
+            "EntryNotFoundError" in kinds or "RemoteEntryNotFoundError" in kinds,
+            f"{name} on the hub holds no config.json: expected a transformers checkpoint",
+        ),
+        (
+            "HFValidationError" in kinds,
+            f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name",
+        ),
+    )
+    foreign = find_problem(
+        ("does not recognize this architecture" in text, f"{name}: {first}"),
+        (
+            "trust_remote_code" in text,
+            f"{name} brings its own modelling code; pass trust_remote_code=True to run it",
+        ),
+    )
+    if lacking is None and foreign is not None:
+        return UnsupportedModelError(foreign)
+    return CheckpointError(lacking or f"cannot open {name}: {first}")

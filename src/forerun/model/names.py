@@ -39,17 +39,18 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
     file = _only_file(path) if path.is_dir() else path
     if file is None or not (file.is_file() or file.suffix == ".gguf"):
         return found
-    from forerun.model import gguf
+    from forerun.model.gguf import checkpoint_of
+    from forerun.model.gguf_files import is_gguf
 
     check_file(file)
-    if not gguf.is_gguf(file):
+    if not is_gguf(file):
         inside = (file.parent / "config.json").is_file()
         remedy = f"; name the directory that it lies in, {file.parent}" if inside else ""
         raise CheckpointError(
             f"{file} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
             f"GGUF file or a hub id (owner/name){remedy}"
         )
-    return gguf.checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
+    return checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
 
 
 def _only_file(folder: Path) -> Path | None:
@@ -61,7 +62,7 @@ def _only_file(folder: Path) -> Path | None:
     files = sorted(file for file in folder.glob("*.gguf") if file.is_file())
     if len(files) < 2:
         return files[0] if files else None
-    from forerun.model.gguf import parts_of
+    from forerun.model.gguf_files import parts_of
 
     models = sorted({parts_of(file)[0] for file in files if _PROJECTOR not in file.name.lower()} or set(files))
     if len(models) > 1:

@@ -187,12 +187,11 @@ def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int
         slots = default_slots(context_length(config))
     if device is None:
         return slots
-    token = cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot
     plan = MemoryPlan(
         rows=rows,
         slots=slots,
         weights=weights,
-        token=token,
+        token=cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot,
         probs=rows * SCORED_NODES * config.vocab_size * (itemsize + 4),
         reserve=sizes.reserve,
     )

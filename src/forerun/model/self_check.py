@@ -153,9 +153,11 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
         )
     if not sizes:
         return Expected(sizes=named, near=near, far=[], unchecked=None)
-    far = [_reference(model, ids, size, size) for size in sorted(named) if _NEAR < size <= reach]
     return Expected(
-        sizes=named, near=near, far=far, unchecked=min((size for size in named if size > reach), default=None)
+        sizes=named,
+        near=near,
+        far=[_reference(model, ids, size, size) for size in sorted(named) if _NEAR < size <= reach],
+        unchecked=min((size for size in named if size > reach), default=None),
     )
 
 

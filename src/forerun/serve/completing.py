@@ -368,8 +368,10 @@ class CompletionWriter(Writer):
         """
         texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
-            told: dict[str, Any] = {"logprob": None if entry is None else entry[token]}
-            told["top_logprobs"] = {other: value for other, value in (entry or {}).items() if value.rank <= top}
+            told: dict[str, Any] = {
+                "logprob": None if entry is None else entry[token],
+                "top_logprobs": {other: value for other, value in (entry or {}).items() if value.rank <= top},
+            }
             tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **told))
         before = "".join(token.text for token in tokens).find(
             echoed

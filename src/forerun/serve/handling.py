@@ -123,8 +123,10 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     text_arguments = kind is not None and kind.text_arguments
     messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
     goes_on = body.continue_final_message
-    ending = {"continue_final_message": goes_on}
-    ending["add_generation_prompt"] = body.add_generation_prompt is not False and not goes_on
+    ending = {
+        "continue_final_message": goes_on,
+        "add_generation_prompt": body.add_generation_prompt is not False and not goes_on,
+    }
     marks = find_marks(settings.reasoning_parser, template)
     prompt = llm.chat_prompt(messages, tools or None, **ending, **_variables(body, template, marks is not None))
     begun = join_text(body.messages[-1].content or "") if goes_on else ""

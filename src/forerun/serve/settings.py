@@ -125,6 +125,8 @@ class ServeSettings:
                 raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         for name in self.client_drafters:
             entry_named(name)
+        check_parser(self.tool_call_parser)
+        find_marks(self.reasoning_parser, template="")
         refuse(
             (
                 self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs),
@@ -134,10 +136,6 @@ class ServeSettings:
                 self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")),
                 f"--root-path begins with a slash and does not end with one, got {self.root_path!r}",
             ),
-        )
-        check_parser(self.tool_call_parser)
-        find_marks(self.reasoning_parser, template="")
-        refuse(
             (
                 self.request_timeout_s is not None and self.request_timeout_s <= 0,
                 f"--request-timeout must be above 0, got {self.request_timeout_s}",

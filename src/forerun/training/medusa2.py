@@ -104,8 +104,11 @@ class Medusa2Objective(Objective):
             own = self.reader.loss(states, counts, batch, self.target, self.settings.learn_from)
             loss = own.loss + joint * self.settings.head_weight * heads.loss
             known = seen if self.settings.learn_from == "target" else torch.zeros_like(seen)
-            target = {"loss": (own.loss.detach(), seen), "agrees": (own.agrees.sum(), known)}
-            target["overlap"] = (own.overlap.sum(), known)
+            target = {
+                "loss": (own.loss.detach(), seen),
+                "agrees": (own.agrees.sum(), known),
+                "overlap": (own.overlap.sum(), known),
+            }
         return LossReport(
             loss=loss,
             weight=seen,

@@ -317,8 +317,14 @@ def evaluate(
 
     longest = max(map(len, prompts)) + settings.max_tokens
     llm = LLM(model, tokenizer=False, max_num_seqs=settings.rows, max_model_len=longest, self_check=False)
-    plain: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
-    plain |= {"max_tokens": settings.max_tokens, "seed": settings.seed}
+    plain: dict[str, Any] = {
+        "top_p": 1.0,
+        "top_k": 0,
+        "repetition_penalty": 1.0,
+        "detokenize": False,
+        "max_tokens": settings.max_tokens,
+        "seed": settings.seed,
+    }
     found: dict[str, float] = {}
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, **plain)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import yaml
 
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
+from forerun.deploy.launch import EngineInfo
+from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, DraftSpec, ExaminedFiles
 from forerun.errors import ArgumentError, refuse
 from forerun.heads.eagle_findings import TRTLLM
 from forerun.heads.engines import engines_for
@@ -76,8 +77,7 @@ class TensorRtLlm(EngineInfo):
             _check_block(examined, k, notes)
         schedule = self.schedule(asked, k, notes, able=way.name != "DSpark")
         k = schedule[0].k if schedule else k
-        found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined)}
-        found["max_draft_len"] = k
+        found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined), "max_draft_len": k}
         if draft.model is not None:
             found["speculative_model"] = draft.model
         found |= self.mapped(draft, way)

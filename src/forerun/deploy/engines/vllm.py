@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 import yaml
 
 from forerun.deploy import reads_text_alone
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, Stretch
+from forerun.deploy.launch import EngineInfo
+from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 from forerun.heads.engines import NAMES_METHOD
@@ -246,8 +247,14 @@ def _manifests(asked: DeployRequest, speculation: dict[str, Any] | None) -> list
     secret = {"envFrom": [{"secretRef": {"name": _SECRET, "optional": True}}]}
     front = {"name": "main", "image": image, "command": ["python3", "-m", "dynamo.frontend"], **secret}
     devices = {"nvidia.com/gpu": str(asked.devices)}
-    worker: dict[str, Any] = {"name": "main", "image": image, "command": ["python3", "-m", "dynamo.vllm"]}
-    worker |= {"args": _worker(asked), **secret, "resources": {"requests": devices, "limits": devices}}
+    worker: dict[str, Any] = {
+        "name": "main",
+        "image": image,
+        "command": ["python3", "-m", "dynamo.vllm"],
+        "args": _worker(asked),
+        **secret,
+        "resources": {"requests": devices, "limits": devices},
+    }
     maps = list[dict[str, Any]]()
     if speculation is not None:
         settings = f"{name}-speculation"

@@ -190,8 +190,15 @@ def _complaint(log: Path) -> str:
 
 
 def _answer(address: str, prompt: Sequence[int], tokens: int) -> TrialAnswer:
-    body = {"prompt": list(prompt), "n_predict": tokens, "temperature": 0.0, "cache_prompt": False}
-    body |= {"stream": True, "return_tokens": True, "timings_per_token": True}
+    body = {
+        "prompt": list(prompt),
+        "n_predict": tokens,
+        "temperature": 0.0,
+        "cache_prompt": False,
+        "stream": True,
+        "return_tokens": True,
+        "timings_per_token": True,
+    }
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{address}/completion", json.dumps(body).encode(), headers)
     ids, text, drafted, accepted = list[int](), "", list[int](), list[int]()

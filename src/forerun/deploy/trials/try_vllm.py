@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
-from forerun.deploy.launch import DeployRequest, choose_version
+from forerun.deploy.launch import choose_version
+from forerun.deploy.requests import DeployRequest
 from forerun.deploy.trials.trial import (
     ROWS,
     HeadDrafting,
@@ -66,10 +67,19 @@ class InVllm(InstalledEngine):
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Answer the prompts, as `InstalledEngine.answers` describes."""
         kind = self.drafting.kind
-        arm = {"target": self.drafting.target, "vllm": self.speculation, "environment": {}}
-        arm["engine"] = {"max_model_len": question.room}
-        plan = {"dtype": question.dtype, "max_tokens": question.tokens, "rows": ROWS}
-        plan |= {"prompts": question.prompts, "arms": {kind: arm}}
+        arm = {
+            "target": self.drafting.target,
+            "vllm": self.speculation,
+            "environment": {},
+            "engine": {"max_model_len": question.room},
+        }
+        plan = {
+            "dtype": question.dtype,
+            "max_tokens": question.tokens,
+            "rows": ROWS,
+            "prompts": question.prompts,
+            "arms": {kind: arm},
+        }
         with tempfile.TemporaryDirectory() as work:
             folder = Path(work)
             ask_vllm(plan, folder, self.python)

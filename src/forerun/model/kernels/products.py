@@ -167,9 +167,11 @@ def kind_of(dtype: torch.dtype) -> ProductKind:
     kinds = [
         kind for kind in (ProductKind.TILES, ProductKind.DOTS, ProductKind.WIDENED) if found.forerun_product_has(kind)
     ]
-    among = ", ".join(kind.name for kind in kinds)
     return ProductKind[
-        measure_once(f"bf16 by {among}, kernels {native.version()}", lambda: _fastest(found, kinds).name)
+        measure_once(
+            f"bf16 by {', '.join(kind.name for kind in kinds)}, kernels {native.version()}",
+            lambda: _fastest(found, kinds).name,
+        )
     ]
 
 

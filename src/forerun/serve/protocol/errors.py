@@ -18,8 +18,13 @@ OTHER_NAMES = {
     **{"inputs": "prompt", "input": "prompt", "system": "messages", "repeat_penalty": "repetition_penalty"},
 }
 """Other engines and endpoints use these names for parameters of this one."""
-_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed"}
-_CODES |= {413: "request_too_large", 415: "unsupported_media_type"}
+_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+}
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 _MOST, _QUOTED = 1000, 200  # Characters of a message, and of what it quotes

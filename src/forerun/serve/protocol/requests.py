@@ -441,8 +441,10 @@ class Message(Strict):
         `text_arguments` gives arguments of calls as JSON text, and no content as None; else they
         are an object and "".
         """
-        found: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role}
-        found["content"] = join_text(self.content) if self.content is not None else None if text_arguments else ""
+        found: dict[str, Any] = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": join_text(self.content) if self.content is not None else None if text_arguments else "",
+        }
         if self.tool_calls:
             found["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
         reasoning = self.reasoning_content or self.reasoning

@@ -301,8 +301,9 @@ class FieldFormat(ToolFormat):
 
     def any_value(self, lark: Lark, end: str) -> str:
         """Add a rule for any text that is read as one value up to `end`, and the end."""
-        behind = " | ".join(map(literal, self._goes_on))
-        text = lark.terminal(f"TEXT & ~(TEXT {literal(self.value_marks[1])} /\\s*/ ({behind}) TEXT)")
+        text = lark.terminal(
+            f"TEXT & ~(TEXT {literal(self.value_marks[1])} /\\s*/ ({' | '.join(map(literal, self._goes_on))}) TEXT)"
+        )
         return lark.until(end, text)
 
     def _arguments(self, name: str) -> Schema:

@@ -156,8 +156,14 @@ class AnswerWriter:
                 self_check=False,
             )
         self._llm.engine.forget()  # a run that is resumed begins with an engine that has decoded nothing
-        drawn: dict[str, Any] = {"top_p": 1.0, "top_k": 0, "repetition_penalty": 1.0, "detokenize": False}
-        drawn |= {"temperature": self.settings.temperature, "allowed_token_ids": self._allowed}
+        drawn: dict[str, Any] = {
+            "top_p": 1.0,
+            "top_k": 0,
+            "repetition_penalty": 1.0,
+            "detokenize": False,
+            "temperature": self.settings.temperature,
+            "allowed_token_ids": self._allowed,
+        }
         params = [SamplingParams(max_tokens=n, seed=seed, **drawn) for n, seed in zip(lengths, seeds, strict=True)]
         with evaluating(self._model), torch.random.fork_rng(devices=[]):
             outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)

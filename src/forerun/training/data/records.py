@@ -184,8 +184,12 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     # Parquet fills what a row lacks with None.
     entry = {key: item for key, item in value.items() if item is not None}
     name = next((str(entry[key]) for key in NAMES if key in entry), fallback_id)
-    common: dict[str, Any] = {"where": where, "id": name, "category": str(entry.get("category", ""))}
-    common["truncated"] = bool(entry.get("truncated", False))
+    common: dict[str, Any] = {
+        "where": where,
+        "id": name,
+        "category": str(entry.get("category", "")),
+        "truncated": bool(entry.get("truncated", False)),
+    }
     messages, pair = _conversation(entry)
     if messages:
         system = entry.get("system") or entry.get("system_prompt")

@@ -387,8 +387,11 @@ class Director:
         the settings.
         """
         said = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
-        found: dict[str, Any] = {"prompt": hashlib.sha256(said.encode()).hexdigest()[:16], "by": self.by}
-        found |= {name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+        found: dict[str, Any] = {
+            "prompt": hashlib.sha256(said.encode()).hexdigest()[:16],
+            "by": self.by,
+            **{name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")},
+        }
         if record.messages:
             found["chat_template_kwargs"] = dict(self.variables)
         else:

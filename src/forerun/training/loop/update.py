@@ -140,8 +140,12 @@ def build_optimizers(
         moved = select_muon_parameters(module)
         matrices = _by_part([pair for pair in named if pair[0] in moved], parts)
         named = [pair for pair in named if pair[0] not in moved]
-        options: dict[str, Any] = {"weight_decay": settings.weight_decay, "momentum": settings.muon_momentum}
-        options |= {"lr": settings.muon_learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        options: dict[str, Any] = {
+            "weight_decay": settings.weight_decay,
+            "momentum": settings.muon_momentum,
+            "lr": settings.muon_learning_rate,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
         optimizers += [Muon(matrices, **options)] if matrices else []
     groups, embedded = [], embeddings(module)
     # Embeddings, norms and biases are not pulled to zero; output heads are.

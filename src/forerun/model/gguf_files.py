@@ -1,0 +1,279 @@
+"""The header of a GGUF file: metadata, the table of its tensors, and the files that a model is split into.
+
+Of a large vocabulary only the number of its entries is read, so that a header takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from forerun.errors import CheckpointError, refuse
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
+
+PART = re.compile(r"(?P<name>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+"""Matches the stem of a file that is one part of a model, named as llama.cpp expects; the first
+part has number 1.
+"""
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _LIST = 8, 9
+"""Type numbers of metadata: for scalars their `struct` formats, then strings and lists."""
+
+_FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+"""Tensor types that hold floating-point numbers as they are; any other is quantised."""
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file begins as GGUF files do, whatever its name."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Return the files of the model that `path` is, or is a part of, in their order, there or not."""
+    found = PART.fullmatch(path.stem)
+    if found is None:
+        return [path]
+    count = int(found["parts"])
+    return [path.with_name(f"{found['name']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)]
+
+
+def find_parts(path: Path) -> list[Path]:
+    """Return the files of the model that a file is, or is a part of. Raises CheckpointError if some
+    are missing.
+    """
+    parts = parts_of(path)
+    if absent := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
+        raise CheckpointError(
+            f"{path} is one of {len(parts)} parts of a model, and {', '.join(absent[:3])}{more} "
+            f"{'are' if len(absent) > 1 else 'is'} not beside it: put all parts into one directory"
+        )
+    return parts
+
+
+class GgufTensor(NamedTuple):
+    """The place of a tensor in the file, and how it is stored."""
+
+    name: str
+    shape: tuple[int, ...]  # Shape in torch's order: the last dimension is contiguous
+    type: int
+    offset: int  # From the beginning of all tensors of its file, bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GgufHeader:
+    """Everything in a GGUF file but its tensors."""
+
+    path: Path
+    metadata: Mapping[str, Any]  # Metadata; of long lists, and lists of strings, only the number of entries
+    short: tuple[tuple[int, int], ...]  # From where to where entries lie that are no such list
+    tensors: tuple[GgufTensor, ...]
+    table: tuple[int, int]  # From where to where the tensors' entries lie
+    start: int  # Offset at which the tensors begin
+    more: tuple[GgufHeader, ...] = ()  # Headers of the parts behind this one
+
+    @property
+    def everything(self) -> list[GgufTensor]:
+        """The tensors of all parts."""
+        return [tensor for part in (self, *self.more) for tensor in part.tensors]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The file's own floating type: the narrow one if norms are float32 between narrow weights,
+        bfloat16 if anything is quantised.
+        """
+        types = {tensor.type for tensor in self.everything}
+        if not types <= _FLOATS.keys() or 30 in types:
+            return torch.bfloat16
+        return torch.float16 if 1 in types else torch.float32
+
+    def bytes_of(self, tensor: GgufTensor) -> int:
+        """Return the bytes of a tensor in the file. Raises CheckpointError if the package ``gguf``
+        does not know its type.
+        """
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        try:
+            block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
+        except (ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"{self.path} stores {tensor.name} as type {tensor.type}, which the package gguf {version('gguf')} "
+                "does not know: update it, or take the file in another quantisation"
+            ) from error
+        return prod(tensor.shape) // block * size
+
+    @property
+    def end(self) -> int:
+        """The bytes that the file must have."""
+        return self.start + max((tensor.offset + self.bytes_of(tensor) for tensor in self.tensors), default=0)
+
+    def check(self) -> None:
+        """Raise CheckpointError unless this is a whole language model."""
+        kind, parts, found = (
+            self.metadata.get("general.type", "model"),
+            self.metadata.get("split.count", 1),
+            1 + len(self.more),
+        )
+        tensors = len(self.everything)
+        announced = self.metadata.get("split.tensors.count", tensors)
+        refuse(
+            (
+                kind == "mmproj" or self.architecture == "clip",
+                f"{self.path} is the projector of a multimodal model (mmproj), no language model: name the model's own "
+                "GGUF file",
+            ),
+            (
+                kind != "model" or not self.architecture,
+                f"{self.path} holds no language model but {kind!r}: name a model's GGUF file",
+            ),
+            (
+                parts > 1 and (parts != found or self.metadata.get("split.no", 0) != 0),
+                f"{self.path} is one of {parts} parts of a model, which are looked for beside it by their names: "
+                f"call the first NAME-{1:05}-of-{parts:05}.gguf, and the others likewise",
+            ),
+            (
+                found > 1 and announced != tensors,
+                f"{self.path} and the parts beside it hold {tensors} tensors, {announced} are announced: they are not "
+                "the parts of one model; download or copy them again",
+            ),
+            error=CheckpointError,
+        )
+
+
+class GgufReader:
+    """Reads a header's numbers and strings in order; raises struct.error or ValueError if it ends
+    too early.
+    """
+
+    def __init__(self, content: mmap.mmap) -> None:
+        self.content, self.place = content, 0
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        """Read the numbers that a format of `struct` describes."""
+        found = struct.unpack_from(form, self.content, self.place)
+        self.place += struct.calcsize(form)
+        return found
+
+    def skip(self, count: int) -> None:
+        """Pass over so many bytes."""
+        self.place += count
+        if self.place > len(self.content):
+            raise ValueError("a text reaches beyond the end")
+
+    def string(self) -> str:
+        """Read a text, behind its length."""
+        [length] = self.numbers("<Q")
+        start = self.place
+        self.skip(length)
+        return self.content[start : self.place].decode("utf-8")
+
+    def value(self, kind: int) -> tuple[Any, bool]:
+        """Return one entry's value, and whether it is the whole value (True) or only the length of
+        a list (False).
+        """
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind])[0], True
+        if kind == _STRING:
+            return self.string(), True
+        if kind != _LIST:
+            raise ValueError(f"an entry has the unknown type {kind}")
+        inner, count = self.numbers("<IQ")
+        if inner in _SCALARS:
+            if count <= _LONG:
+                return list(self.numbers(f"<{count}{_SCALARS[inner][1]}")), True
+            self.skip(count * struct.calcsize(_SCALARS[inner]))
+        elif inner == _STRING:
+            for _ in range(count):
+                self.skip(self.numbers("<Q")[0])
+        else:
+            raise ValueError(f"a list has entries of the type {inner}")
+        return count, False
+
+
+def join_parts(headers: Sequence[GgufHeader]) -> GgufHeader:
+    """Join the headers of a model in several parts. Raises CheckpointError unless they make a whole
+    language model.
+    """
+    header = replace(headers[0], more=tuple(headers[1:]))
+    header.check()
+    return header
+
+
+@cache
+def header_once(path: Path, size: int, _time: int) -> GgufHeader:
+    """Run `_read_header` once for each state of a file."""
+    if size < 24:
+        raise CheckpointError(f"{path} is no GGUF file: it has {size} bytes; download or copy it again")
+    with readable(path), path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        header = _read_header(path, GgufReader(content))
+    if size < header.end:
+        raise CheckpointError(
+            f"{path} is cut short: {size} bytes, its header announces {header.end}; download or copy it again"
+        )
+    return header
+
+
+def _read_header(path: Path, reader: GgufReader) -> GgufHeader:
+    magic, of_format, tensors, entries = reader.numbers("<4sIQQ")
+    if magic != MAGIC:
+        raise CheckpointError(f"{path} is no GGUF file: it does not begin as one; name a model's .gguf file")
+    if of_format not in VERSIONS:
+        raise CheckpointError(
+            f"{path} has GGUF version {of_format}; {' and '.join(map(str, VERSIONS))} are read, on little-endian "
+            "machines"
+        )
+    metadata, short = dict[str, Any](), list[tuple[int, int]]()
+    try:
+        for _ in range(entries):
+            start, key = reader.place, reader.string()
+            metadata[key], all_of_it = reader.value(reader.numbers("<I")[0])
+            if all_of_it:
+                short.append((start, reader.place))
+        start, table = reader.place, list[GgufTensor]()
+        for _ in range(tensors):
+            name, [dimensions] = reader.string(), reader.numbers("<I")
+            shape = reader.numbers(f"<{dimensions}Q")
+            table.append(GgufTensor(name, shape[::-1], *reader.numbers("<IQ")))
+    except (struct.error, ValueError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} is cut short or corrupt: its header cannot be read to the end ({error}); download or copy it again"
+        ) from error
+    aligned = metadata.get("general.alignment", 32)
+    return GgufHeader(
+        path=path,
+        metadata=metadata,
+        short=tuple(short),
+        tensors=tuple(table),
+        table=(start, reader.place),
+        start=-(-reader.place // aligned) * aligned,
+    )
+
+
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """Turn errors of the operating system into a CheckpointError while open."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
