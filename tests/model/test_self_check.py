@@ -1,4 +1,4 @@
-"""The self-check passes for every family, sees each way in which a model can fail to follow the tree, and is done once."""
+"""The self-check passes for every family, sees each way a model can fail to follow the tree, and is done once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, NumericError, UnsupportedModelError
-from forerun.model import Target, proof, self_check, support
+from forerun.model import Target, prepare, self_check, support
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import accelerate
 from forerun.model.masks import MaskStyle
@@ -102,7 +102,7 @@ def test_what_helps_is_tried_before_it_is_said(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(SlotCache, "write", rough)
     with pytest.raises(UnsupportedModelError, match=r"times its own noise.*In float32 it passes: load it with dtype="):
         Target.load(model)
-    monkeypatch.setattr(proof, "_copy", lambda *_: None)
+    monkeypatch.setattr(prepare, "_copy", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="No option of forerun changes that"):
         Target.load(model)
 
