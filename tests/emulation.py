@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forerun.devices import multiplies
-from forerun.model.kernels import native, packing, products
+from forerun.model.kernels import compiling, native, packing, products
 from forerun.model.kernels.packing import PackedWeight
 
 HAS_BFLOAT16 = multiplies(torch.device("cpu"), torch.bfloat16)
@@ -37,7 +37,7 @@ def kernels_in_c() -> Iterator[None]:
         return
     products.library()  # as the processor is; it is kept
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "FLAGS", FLAGS)
+        patch.setattr(compiling, "FLAGS", FLAGS)
         patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
         forget_kernels()
         if native.attention_kernel() is None:

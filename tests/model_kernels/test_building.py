@@ -17,7 +17,7 @@ import pytest
 
 from emulation import forget_kernels
 from forerun import writing
-from forerun.model.kernels import native
+from forerun.model.kernels import compiling
 from forerun.writing import cache_root
 
 pytestmark = pytest.mark.usefixtures("in_c")
@@ -37,7 +37,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     for folder in ("source", "cache", "temporary"):
         (tmp_path / folder).mkdir()
     (tmp_path / "source" / f"{NAME}.c").write_text(SOURCE)
-    monkeypatch.setattr(native, "FOLDER", tmp_path / "source")
+    monkeypatch.setattr(compiling, "FOLDER", tmp_path / "source")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     writing._without_home.cache_clear()
@@ -65,7 +65,7 @@ def says(found: ctypes.CDLL | None) -> int | None:
 
 
 def place(root: Path) -> Path:
-    return root / "cache" / "kernels" / f"{NAME}-{native.version()}.so"
+    return root / "cache" / "kernels" / f"{NAME}-{compiling.version()}.so"
 
 
 def lay_trap(root: Path, mode: int) -> Path:
@@ -74,7 +74,7 @@ def lay_trap(root: Path, mode: int) -> Path:
     source.write_text(TRAP)
     path.parent.mkdir()
     subprocess.run(
-        [native._compiler(), "-shared", "-fPIC", f'-DMARK="{mark}"', "-w", str(source), "-o", path], check=True
+        [compiling._compiler(), "-shared", "-fPIC", f'-DMARK="{mark}"', "-w", str(source), "-o", path], check=True
     )
     path.chmod(mode)
     return mark
@@ -85,7 +85,7 @@ def test_many_threads_ask_at_once(compilations: list[Any]) -> None:
 
     def ask(_: int) -> int | None:
         together.wait()
-        return says(native.compiled_library(NAME))
+        return says(compiling.compiled_library(NAME))
 
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(ask, range(8))) == [1] * 8
@@ -103,7 +103,7 @@ def test_many_processes_compile_at_once(elsewhere: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(subprocess, "run", slow)
     with ThreadPoolExecutor(6) as threads:
-        loaded = list(threads.map(lambda _: native._loaded(NAME, ctypes.CDLL, native.FLAGS), range(6)))
+        loaded = list(threads.map(lambda _: compiling._loaded(NAME, ctypes.CDLL, compiling.FLAGS), range(6)))
     assert [says(found) for found in loaded] == [1] * 6
     assert list(place(elsewhere).parent.iterdir()) == [place(elsewhere)]
 
@@ -113,12 +113,12 @@ def test_what_was_compiled_is_loaded_again(elsewhere: Path, compilations: list[A
     """Under any umask: others may not write to it."""
     before = os.umask(mask)
     try:
-        assert says(native.compiled_library(NAME)) == 1
+        assert says(compiling.compiled_library(NAME)) == 1
     finally:
         os.umask(before)
     assert not place(elsewhere).stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     forget_kernels()
-    assert says(native.compiled_library(NAME)) == 1 and len(compilations) == 1
+    assert says(compiling.compiled_library(NAME)) == 1 and len(compilations) == 1
 
 
 ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -132,14 +132,14 @@ def test_a_file_that_may_be_another_users_is_not_run(elsewhere: Path, how: int |
         place(elsewhere).symlink_to(elsewhere / "theirs.so")
     elif how == "another owner":
         os.chown(place(elsewhere), 12345, 12345)
-    assert says(native.compiled_library(NAME)) == 1 and not mark.exists()
+    assert says(compiling.compiled_library(NAME)) == 1 and not mark.exists()
 
 
 def test_whoever_exchanges_files_meanwhile_gains_nothing(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is loaded is what was looked at, though another stands there by then."""
     mark, look = lay_trap(elsewhere, 0o755), os.fstat
     place(elsewhere).rename(elsewhere / "theirs.so")
-    native._compile(NAME, place(elsewhere), native.FLAGS)
+    compiling._compile(NAME, place(elsewhere), compiling.FLAGS)
 
     def looked(descriptor: int) -> os.stat_result:
         if (elsewhere / "theirs.so").exists():
@@ -147,21 +147,21 @@ def test_whoever_exchanges_files_meanwhile_gains_nothing(elsewhere: Path, monkey
         return look(descriptor)
 
     monkeypatch.setattr(os, "fstat", looked)
-    assert says(native.compiled_library(NAME)) == 1 and not mark.exists()
+    assert says(compiling.compiled_library(NAME)) == 1 and not mark.exists()
 
 
 def test_a_file_that_is_no_library_is_compiled_anew(elsewhere: Path) -> None:
     place(elsewhere).parent.mkdir()
     place(elsewhere).write_bytes(b"\x7fELF half of it")
     place(elsewhere).chmod(0o500)
-    assert says(native.compiled_library(NAME)) == 1
+    assert says(compiling.compiled_library(NAME)) == 1
 
 
 def test_a_folder_that_cannot_be_written(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a read-only image: compiled for this process alone, and nothing is left behind."""
     (elsewhere / "file").write_text("where a folder should be")
     monkeypatch.setenv("FORERUN_CACHE", str(elsewhere / "file"))
-    assert says(native.compiled_library(NAME)) == 1
+    assert says(compiling.compiled_library(NAME)) == 1
     assert not list((elsewhere / "temporary").iterdir())
 
 
@@ -175,7 +175,7 @@ def test_nobody_without_a_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", unknown)
     assert cache_root().is_relative_to(elsewhere / "temporary")
-    assert says(native.compiled_library(NAME)) == 1
+    assert says(compiling.compiled_library(NAME)) == 1
     assert cache_root() == cache_root() and list(cache_root().rglob("*.so"))
 
 

@@ -276,7 +276,7 @@ def identity(target: Target) -> dict[str, Any]:
     """
     import torch
 
-    from forerun.model.kernels import native
+    from forerun.model.kernels import compiling, native
     from forerun.model.kernels.packing import PackedLinear
 
     on_cpu = target.device.type == "cpu"
@@ -289,7 +289,7 @@ def identity(target: Target) -> dict[str, Any]:
         "device": device_name(target.device),
         "dtype": str(target.dtype),
         "threads": torch.get_num_threads() if on_cpu else None,
-        "kernel": native.version() if on_cpu and native.attention_kernel() is not None else None,
+        "kernel": compiling.version() if on_cpu and native.attention_kernel() is not None else None,
         "packed": sum(isinstance(module, PackedLinear) for module in modules),
         "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
         "torch": torch.__version__,

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from forerun.devices import measure_once, multiplies
 from forerun.errors import ArgumentError
-from forerun.model.kernels import native
+from forerun.model.kernels import compiling
 
 LANES = 16  # Outputs of a panel
 STEP = 32  # The depth of packed bf16 weights is a multiple of it
@@ -54,13 +54,13 @@ def library() -> ctypes.CDLL | None:
     if torch.cpu._is_avx512_bf16_supported():
         builds.append(DOT_PRODUCTS)
     if torch.cpu._is_amx_tile_supported():
-        builds.append((*DOT_PRODUCTS, *native.AMX))
+        builds.append((*DOT_PRODUCTS, *compiling.AMX))
     return open_library(builds[-1])
 
 
 def open_library(flags: Sequence[str]) -> ctypes.CDLL | None:
     """Load the library as compiled with these flags."""
-    found = native.compiled_library("product", flags=flags)
+    found = compiling.compiled_library("product", flags=flags)
     if found is None:
         return None
     pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
@@ -169,7 +169,7 @@ def kind_of(dtype: torch.dtype) -> ProductKind:
     ]
     return ProductKind[
         measure_once(
-            f"bf16 by {', '.join(kind.name for kind in kinds)}, kernels {native.version()}",
+            f"bf16 by {', '.join(kind.name for kind in kinds)}, kernels {compiling.version()}",
             lambda: _fastest(found, kinds).name,
         )
     ]
@@ -204,7 +204,7 @@ def _takes_of_float32() -> float:
         taken = _seconds(found, (kind, ProductKind.FLOAT32))
         return taken[kind] / taken[ProductKind.FLOAT32]
 
-    return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {native.version()}", ratio))
+    return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {compiling.version()}", ratio))
 
 
 @torch.inference_mode()
