@@ -13,7 +13,7 @@ import pytest
 
 from cli.conftest import Forerun
 from cli.test_export import FOR_DEMO
-from forerun.heads.formats import write_head
+from forerun.heads.files import write_head
 from heads.samples import TARGET, sample
 
 REFUSED = [

@@ -47,9 +47,9 @@ from forerun.decode.drafter import DraftContext, Drafter
 from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, methods
 from forerun.drafters.kinds import KINDS
 from forerun.heads.layers import LatentConfig
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import write as write_datastore
 from forerun.types import Budget, DraftKind, Drawn
+from forerun.writing import TokenizerIdentity
 from llamas import HEAD_SIZES
 from selection import one_of_each
 

@@ -22,10 +22,10 @@ from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.drafters.lookup.rest import ITEM, SEPARATOR, SORTED_TOKENS, Datastore, RestConfig, RestDrafter, merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.datastore import build, sort_places, suffix_order, write
 from forerun.training.data.records import BadRecords
 from forerun.types import Budget
+from forerun.writing import TokenizerIdentity
 
 IDENTITY = TokenizerIdentity(name="tiny", vocab_size=9, vocabulary="abc", template="")
 TOKENS = st.integers(0, 3)

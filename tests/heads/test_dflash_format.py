@@ -12,8 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import CheckpointError
 from forerun.heads.engines import diagnose, diagnose_files, export_head
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import read_files, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, differences, read_files, read_head, write_head
 from heads.samples import FACTS, change, keys_of
 from training.ttt import VOCABULARY, dflash
 

@@ -13,9 +13,8 @@ from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleHead, EagleObjective, EagleSettings
 from forerun.losses import unrolled_attention
-from forerun.losses.batch import FeatureBatch
 from forerun.losses.chunked_loss import Divergence
-from forerun.losses.objective import FrozenTarget
+from forerun.losses.objective import FeatureBatch, FrozenTarget
 from forerun.losses.unrolled_attention import blocks_of, ttt_attention
 from forerun.types import LAST_HIDDEN
 from training.divergences import divergence_of

@@ -16,8 +16,7 @@ from forerun.heads.eagle import EagleConfig
 from forerun.heads.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILLED, adapt_head, mismatches
 from forerun.heads.eagle_files import write_flat
 from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import format_named, parse, read_files, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, differences, format_named, parse, read_files, read_head, write_head
 from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, change, keys_of, sample, written_as
 from selection import one_in
 

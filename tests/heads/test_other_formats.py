@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.engines import ENGINES, diagnose, export_head, worst
-from forerun.heads.files import HeadCheckpoint, differences
-from forerun.heads.formats import read_head, write_head
+from forerun.heads.files import HeadCheckpoint, differences, read_head, write_head
 from forerun.types import LAST_HIDDEN
 from heads.samples import FACTS, change, keys_of
 from training.ttt import HIDDEN, VOCABULARY, hydra, kangaroo, medusa, mlp_speculator, peagle

@@ -15,7 +15,7 @@ from transformers import LlamaConfig
 
 from forerun.cli import main
 from forerun.heads.eagle import EagleConfig
-from forerun.heads.formats import write_head
+from forerun.heads.files import write_head
 from heads.samples import FIRST, LATENT, PLAIN, TARGET, VARIANTS, change, sample
 
 IDS = "eagle_aux_hidden_state_layer_ids"

@@ -59,13 +59,13 @@ SETTINGS: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
     (EagleSettings, {"noise": -0.1}, "objective: "),
     (EagleSettings, {"regression_weight": 0.0, "token_weight": 0.0}, "objective: "),
     (EagleSettings, {"steps": 0}, "objective: "),
-    (DominoSettings, {"base_start": 1.5}, r"base_start must be in \[0, 1\]"),
-    (DominoSettings, {"base_until": 0.0}, r"base_until must be in \(0, 1\]"),
+    (DominoSettings, {"base_start": 1.5}, "base_start must be less than or equal to 1"),
+    (DominoSettings, {"base_until": 0.0}, "base_until must be greater than 0"),
     (PEagleSettings, {"depths": 0}, "depths"),
     (PEagleSettings, {"keep": 0.0}, "keep"),
     (PEagleSettings, {"floor": 1.5}, "floor"),
-    (MtpSettings, {"steps": 0}, "steps must be at least 1"),
-    (MtpSettings, {"decay": 0}, r"decay must be in \(0, 1\]"),
+    (MtpSettings, {"steps": 0}, "steps must be greater than or equal to 1"),
+    (MtpSettings, {"decay": 0}, "decay must be greater than 0"),
 ]
 
 

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 
 from forerun.cli import main
 from forerun.errors import ArgumentError
-from forerun.manifests import TokenizerIdentity
 from forerun.serve.settings import ServeSettings
 from forerun.serve.traffic import UNNAMED, Traffic, files_of, owner_of
 from forerun.training.data.records import BadRecords, read_records
+from forerun.writing import TokenizerIdentity
 from serve.conftest import Live, output, sent, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"

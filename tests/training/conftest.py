@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
-from forerun.manifests import TokenizerIdentity
 from forerun.training.data.store import write_prepared
 from forerun.types import SpeculationStats
+from forerun.writing import TokenizerIdentity
 from ports import free_ports
 from training.ttt import VOCABULARY, model
 

@@ -15,15 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from forerun.cli import main
 from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError, DataError
-from forerun.losses.batch import TokenBatch
-from forerun.losses.objective import ObjectiveSettings
-from forerun.manifests import TokenizerIdentity
+from forerun.losses.objective import ObjectiveSettings, TokenBatch
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import make_recipe
 from forerun.training.run import TrainingRun
 from forerun.training.trained import trained_class
+from forerun.writing import TokenizerIdentity
 from training.conftest import logged, same_weights, words
 from training.ttt import VOCABULARY, model
 

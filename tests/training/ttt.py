@@ -23,7 +23,7 @@ from forerun.heads.mlp_speculator import MlpSpeculatorConfig, MlpSpeculatorHead
 from forerun.heads.mtp import MtpConfig, MtpHead
 from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.heads.runner import BlockRunner
-from forerun.losses.batch import FeatureBatch, LossReport, TokenBatch
+from forerun.losses.objective import FeatureBatch, LossReport, TokenBatch
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
 from llamas import HEAD_SIZES, tiny_llama

@@ -13,10 +13,10 @@ import torch
 
 from damage import flipped
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
-from forerun.manifests import MANIFEST
 from forerun.training.data import store as prepared
 from forerun.training.data.prepare import prepare
 from forerun.training.data.store import PackedWindows, PreparedData, Segment, coverage, draft_vocabulary, token_counts
+from forerun.writing import MANIFEST
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, random_documents, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
