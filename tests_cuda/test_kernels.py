@@ -21,7 +21,7 @@ from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import accelerate, attention, forwards, packing
-from forerun.model.kernels.forwards import AttentionForward, GatedForward, NormForward
+from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.padding import TreePaths
 from model_kernels.conftest import COMMON

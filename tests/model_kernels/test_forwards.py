@@ -16,7 +16,8 @@ from forerun.core.tree import TokenTree
 from forerun.model import Target
 from forerun.model.kernels import forwards, packing, products
 from forerun.model.kernels.accelerate import accelerate, undo
-from forerun.model.kernels.forwards import AttentionForward, GatedForward, LayerForward, ModelForward, NormForward
+from forerun.model.kernels.forwards import LayerForward, ModelForward
+from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
 from model_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
