@@ -150,7 +150,8 @@ def _adapters(settings: Any) -> dict[str, tuple[Any, TypeAdapter[Any]]]:
 
 def check_fields(settings: Any, where: str = "") -> None:
     """Raise ArgumentError for a field of another type or range than it is declared with."""
-    for name, (hint, adapter) in _adapters(type(settings)).items():
+    kind: Any = type(settings)
+    for name, (hint, adapter) in _adapters(kind).items():
         try:
             adapter.validate_python(getattr(settings, name))
         except ValidationError as error:

@@ -20,7 +20,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, products
-from forerun.model.kernels.module_forwards import AttentionForward, Forward, GatedForward, NormForward, run_on_a_cache
+from forerun.model.kernels.module_forwards import (
+    AttentionForward,
+    GatedForward,
+    ModuleForward,
+    NormForward,
+    run_on_a_cache,
+)
 from forerun.model.kernels.native import Attention, LayerParts, LayerRoom, Layers
 from forerun.model.kernels.packing import PackedLinear, PanelWeight
 from forerun.model.layers import cache_argument
@@ -148,7 +154,7 @@ class _LayerRuns(dict[tuple[int, int], _LayerRun]):
         return _LayerRuns()
 
 
-class LayerForward(Forward):
+class LayerForward(ModuleForward):
     """A decoder layer on a CPU in one call, or in two with its attention between them. Its parts
     must have their own faster forwards already; the bits are those of the parts.
     """
@@ -232,7 +238,7 @@ class LayerForward(Forward):
         return run_on_a_cache(self.attention, forward, states, kwargs, lambda found: found)
 
 
-class ModelForward(Forward):
+class ModelForward(ModuleForward):
     """A base model whose whole layers run in one call where none of them is hooked. Embedding,
     rotary angles, last norm and other layers are called as its own forward calls them.
     """
@@ -383,12 +389,12 @@ def _install_tried(
 
 def list_installed(model: nn.Module) -> list[str]:
     """Return the names of the modules that have a faster forward."""
-    return [name for name, module in model.named_modules() if isinstance(module.__dict__.get("forward"), Forward)]
+    return [name for name, module in model.named_modules() if isinstance(module.__dict__.get("forward"), ModuleForward)]
 
 
 def remove(model: nn.Module) -> int:
     """Undo `install`, and return how many modules have their own forward again."""
-    replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), Forward)]
+    replaced = [module for module in model.modules() if isinstance(module.__dict__.get("forward"), ModuleForward)]
     for module in replaced:
         del module.forward
     return len(replaced)

@@ -21,7 +21,7 @@ ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Atte
 SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
 
 
-class Forward:
+class ModuleForward:
     """A `Replacement` that takes the place of a module's own forward."""
 
     def __init__(self, module: nn.Module, weight: Tensor) -> None:
@@ -45,7 +45,7 @@ class Forward:
         return [forward(states.contiguous(), **kwargs)]
 
 
-class NormForward(Forward):
+class NormForward(ModuleForward):
     """A root-mean-square norm computed in float32 whose weight is applied in bf16."""
 
     def __init__(self, module: Any) -> None:
@@ -80,7 +80,7 @@ class NormForward(Forward):
         return [forward((states * scale).contiguous(), **kwargs) for scale in (1.0, SMALL)]
 
 
-class _JointForward(Forward):
+class _JointForward(ModuleForward):
     """A forward for a module whose `PARTS` are computed as one product."""
 
     PARTS: ClassVar[tuple[str, ...]]
