@@ -39,6 +39,13 @@ def few_cases_and_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_TRIED", 8)
 
 
+@pytest.fixture
+def one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled answers are asked for in one way, where a test is about something else."""
+    whole = checks.settings_for
+    monkeypatch.setattr(checks, "settings_for", lambda run, temperature: whole(run, temperature)[:1])
+
+
 def drafting(checkpoint: Path, draft: Path, **options: object) -> LLM:
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
     return LLM(checkpoint, speculative_config=config, max_num_seqs=32)
@@ -56,6 +63,7 @@ def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path, op
     assert json.loads(json.dumps(report.record()))["passed"] is True
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_same_seed_same_text_for_deterministic_drafts(checkpoint: Path) -> None:
     llm = LLM(checkpoint, speculative_config={"method": "ngram"}, max_num_seqs=32)
     report = certify(llm, TEXTS, SMALL)
@@ -63,6 +71,7 @@ def test_same_seed_same_text_for_deterministic_drafts(checkpoint: Path) -> None:
     assert check.passed and check.figures["equal"] == 2
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
     """Its policy may rightly draft nothing in five tokens; then nothing would be proved."""
     llm = LLM(checkpoint, speculative_config={"method": "auto"}, max_num_seqs=32)
@@ -86,6 +95,7 @@ def test_another_drafts_where_there_is_nothing_to_copy(checkpoint: Path) -> None
     assert len(found) == len(KINDS) and "block" in run.rules
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_in(self: ArgmaxWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
         kept = tuple(range(1, tree.size + 1))
@@ -98,6 +108,7 @@ def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monke
     assert "NOT a tie" in check.summary and check.figures["differences"][0]["position"] >= 1
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_a_lossy_rule_is_not_certified(checkpoint: Path) -> None:
     config = {"method": "ngram", "rule": "typical"}
     report = certify(LLM(checkpoint, speculative_config=config, max_num_seqs=32), TEXTS, SMALL)
@@ -133,6 +144,7 @@ def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -
         assert far is not None and far.gap == pytest.approx(1.0, abs=0.01) and not far.tie
 
 
+@pytest.mark.usefixtures("one_setting")
 def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(TEXTS))

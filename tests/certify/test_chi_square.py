@@ -296,5 +296,5 @@ def test_a_residual_that_is_not_taken_is_seen(
     assert examined(llm, reference, prompt)[0].passed
     honest = HostResidual.reject
     monkeypatch.setattr(HostResidual, "reject", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
-    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 3))
+    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 2))
     assert not check.passed and rules == {"block"}
