@@ -286,7 +286,7 @@ def of_local_layers() -> Any:
         (partial(build, "mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes"),
         (of_local_layers, "layers of type local"),
     ],
-    ids=str,
+    ids=["bert", "bloom", "mpt", "falcon", "bart", "deepseek_v32", "mistral", "gpt_neo"],
 )
 def test_reasons_in_words(made: Any, reason: str) -> None:
     refused(made(), reason)
