@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from emulation import forget_kernels
 from forerun.errors import ArgumentError
-from forerun.model.kernels import native
+from forerun.model.kernels import compiling, native
 from forerun.model.kernels.attention import fold_attention
 from model_kernels.conftest import by_definition
 
@@ -122,7 +122,7 @@ def test_it_is_compiled_once(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -
     assert native.attention_kernel() is not None
     (library,) = (elsewhere / "kernels").iterdir()
     forget_kernels()
-    monkeypatch.setattr(native, "written", lambda *_: pytest.fail("compiled again"))
+    monkeypatch.setattr(compiling, "replace_file", lambda *_: pytest.fail("compiled again"))
     assert native.attention_kernel() is not None
     assert library.suffix == ".so"
 

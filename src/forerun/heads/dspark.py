@@ -16,9 +16,10 @@ from __future__ import annotations
 import dataclasses
 from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -180,7 +181,7 @@ class DSparkSettings(DFlashSettings):
     DeepSeek's.
     """
 
-    divergence: Divergence = Divergence.MIXED
+    divergence: Annotated[Divergence, Field(strict=False)] = Divergence.MIXED
     confidence_weight: NotNegative = 1.0
     """Weight of the confidence head's loss."""
 

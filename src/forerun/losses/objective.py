@@ -262,7 +262,7 @@ class FrozenTarget:
 class DistanceSettings(ObjectiveSettings):
     """`DistanceSettings` say how the distance of a head from the target's distribution is measured."""
 
-    divergence: Divergence = Divergence.CROSS_ENTROPY
+    divergence: Annotated[Divergence, Field(strict=False)] = Divergence.CROSS_ENTROPY
     lk_decay: NotNegative = 3.0
     mix: Share = 0.1
     """Share of the cross-entropy in `divergence` mixed; the rest is total variation."""
