@@ -486,14 +486,14 @@ FAULTS = [
         "a head's drafted nodes do not see what they descend from",
         "sees = torch.cat([inherited, own], dim=-1)",
         "sees = torch.cat([torch.zeros_like(inherited), own], dim=-1)",
-        "tests/heads/test_heads.py",
+        "tests/heads/test_unrolling.py",
     ),
     Fault(
         "drafters",
         "a head drafts at the positions of one level below",
         "positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)",
         "positions = (last.lengths + last.depth + 1).unsqueeze(1).expand(-1, width)",
-        "tests/heads/test_heads.py",
+        "tests/heads/test_unrolling.py",
     ),
     Fault(
         "drafters",
