@@ -146,9 +146,7 @@ _CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the n
 _LEAST_MS = 1e-3
 _STALE = 1024  # Steps after which plain passes are seen once more
 _LOOKUP_OVERHEAD = 2.0  # First guess of what asking copies adds to a step, over the time that they take themselves
-READING = (
-    32  # Tokens from which showing a drafter a row's text is reading it, and timed apart: more than a step commits
-)
+READING = 32  # Tokens, more than a step commits, from which showing a drafter a text is reading it, and timed apart
 Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
 
 

@@ -235,6 +235,7 @@ class _StepPlan:
     lookups: list[_Lookup] = field(default_factory=list)
     merged: dict[int, Ranking] = field(default_factory=dict)  # The trees of all that copy as one
     copies: dict[int, Bid] = field(default_factory=dict)
+    gained: dict[int, float] = field(default_factory=dict)  # Tokens that a row gains by these, less what they cost
     offers: list[Offer] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
     ranked: dict[int, Ranking] = field(default_factory=dict)  # Deterministic trees that are proposed, by row
@@ -418,7 +419,8 @@ class Policy:
                 estimate = self.agreement.of(row.cache_row)
                 ranking = plan.merged[index] = Ranking.merge(own, self._nodes, estimate, chain=self._chains)
                 gains = self._gains(ranking.worth, plan)
-                paying = gains.index(max(gains))
+                plan.gained[index] = max(gains)
+                paying = gains.index(plan.gained[index])
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
         if plan.lookups:
@@ -457,8 +459,8 @@ class Policy:
         for index, found, ms, each in plan.lookups:
             cost = gain = each * self.costs.lookup_ms(plan.batch, ms)
             if cost > SETTINGS.cheap * plain:
-                worths = [(plan.merged[row].worth, plan.merged[row].worth_without(index)) for row in found]
-                lost = sum(max(self._gains(all_, plan)) - max(self._gains(rest, plan)) for all_, rest in worths)
+                others = {row: self._gains(plan.merged[row].worth_without(index), plan) for row in found}
+                lost = sum(plan.gained[row] - max(gains) for row, gains in others.items())
                 gain = each * lost * plan.batch / plan.goodput
             asked.append((self.arms[index].lookup_trials, cost, gain))
         settle(asked, self.steps, plain_ms=plain)
