@@ -43,8 +43,9 @@ LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY, "initializer_r
 
 @functools.cache
 def model() -> LlamaForCausalLM:
-    """A random Llama of four layers in float32."""
-    return tiny_llama(VOCABULARY, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.2)
+    """A random Llama of four layers in float32; the generator that heads are drawn from stays as it was."""
+    with torch.random.fork_rng():
+        return tiny_llama(VOCABULARY, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.2)
 
 
 def head(**options: Any) -> EagleHead:
