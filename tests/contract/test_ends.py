@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from contract.harness import PROMPT, Variant, as_prompts, each_family, llm, model, oracle, plain_greedy, word_tokenizer
 from forerun import LLM, SamplingParams
+from forerun.engine.core import BLOCK
 from forerun.types import CompletionOutput
 
 LENGTH = 16
@@ -44,6 +45,7 @@ def test_max_tokens(variant: Variant) -> None:
     for length, found in zip(lengths, found_all, strict=True):
         assert found.token_ids == text_of_the_target()[:length]
         assert found.finish_reason == "length"
+        assert len(found.speculation.drafted_per_depth) <= max(0, length - 2), "the last token is the target's own"
 
 
 @pytest.mark.parametrize("variant", [oracle(5), *each_family(3)], ids=str)
@@ -94,3 +96,17 @@ def test_stop_strings(variant: Variant, tokenizer: PreTrainedTokenizerFast) -> N
         assert without.text == whole[: whole.index(stop)]
         assert (without.finish_reason, without.stop_reason) == ("stop", stop)
         assert with_it.text == whole[: whole.index(stop) + len(stop)]
+
+
+@pytest.mark.parametrize(("stops", "cached"), [(False, BLOCK), (True, 0)])
+def test_what_was_accepted_behind_a_stop_string_serves_no_prompt(
+    stops: bool, cached: int, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Else `num_cached_tokens` tells a prompt that guesses how the answer would have gone on that it is right."""
+    prompt = (PROMPT * BLOCK)[: BLOCK - 3]
+    whole, engine = plain_greedy(prompt, GREEDY), llm(oracle(5), tokenizer=tokenizer)
+    stop = tokenizer.decode([whole[2]]) if stops else None
+    [ended] = engine.generate(as_prompts([prompt]), replace(GREEDY, stop=stop))
+    assert ended.outputs[0].token_ids == (whole[:3] if stops else whole)
+    [longer] = engine.generate(as_prompts([[*prompt, *whole]]), replace(GREEDY, max_tokens=1))
+    assert longer.num_cached_tokens == cached

@@ -104,6 +104,8 @@ def test_any_history_of_growing_and_shrinking_drafts_what_a_fresh_search_finds(s
             keep = rng.randrange(len(text) + 1)
             del text[keep:]
             made.truncate([0], [keep])
+            expected = reference(text, 6, 3, 1)
+            assert not text or paths(propose(made, text)) == ([expected] if expected else [])
         fresh = [rng.randrange(4) for _ in range(rng.randrange(1, 5))]
         text += fresh
         made.extend(context(text, len(fresh)))
