@@ -40,6 +40,7 @@ ORDER = (
     ("plan", "certify", "demo", "serve", "bench"),
     ("deploy",),
     ("cli",),
+    ("__main__",),
 )
 """Packages and modules of forerun from the bottom up: nothing imports what stands in a later line. No exceptions."""
 FOR_TESTS_ALONE: set[str] = set()

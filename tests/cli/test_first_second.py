@@ -48,6 +48,11 @@ REFUSED = {
     "no device to serve on": ("serve demo --device cuda0", "'cuda0' is no device"),
     "an unknown option of a drafter": ("generate demo -p x --drafter ngram --drafter-option min_hit=2", "'min_hits'"),
     "a drafter without its model": ("generate demo -p x --drafter draft_model", "--drafter-model"),
+    "a head that is not named": ("generate demo -p x --drafter medusa", "medusa needs a head"),
+    "a draft model that is nowhere": (
+        "generate demo -p x --drafter draft_model --drafter-model /nowhere/draft",
+        "no directory /nowhere/draft",
+    ),
     "no answer": ("generate demo -p x -n 0", "Must be >= 1"),
     "no answer in the demo": ("demo -n 0", "Must be >= 1"),
     "a word too many": ("generate demo 'why?' -p x", "unexpected argument 'why?'"),

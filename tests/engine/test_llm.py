@@ -182,6 +182,14 @@ def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
     assert all(answer == answers[0] for answer in answers)
 
 
+def test_progress_is_shown_if_asked_for(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = plain.generate(PROMPTS[:2], GREEDY)
+    assert capsys.readouterr().err == ""
+    shown = plain.generate(PROMPTS[:2], GREEDY, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+    assert [one.outputs[0].text for one in shown] == [one.outputs[0].text for one in quiet]
+
+
 @pytest.mark.parametrize("made", [np.array, torch.tensor, tuple, lambda ids: list(map(np.int64, ids))])
 def test_token_ids_may_be_an_array(plain: LLM, made: Any) -> None:
     both, drafted = [5, 9, 12], {"method": "prediction"}

@@ -15,6 +15,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from forerun.control.config import (
     MAX_SPECULATIVE_TOKENS,
     NOT_WHILE_SERVING,
@@ -177,6 +179,7 @@ class LLM:
         trace: bool = False,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer all prompts; the outputs come in the prompts' order.
 
@@ -189,13 +192,14 @@ class LLM:
                 and the finish reason ``"abort"``.
             cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
                 domain only. None is a domain, too: all requests without a salt share it.
+            use_tqdm: show how many are answered while it runs, on stderr.
         """
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
         try:
             for prompt, params in pair_prompts(prompts, sampling_params):
                 ids.append(submit(prompt, params))
-            return [self._wait(request_id) for request_id in ids]
+            return [self._wait(request_id) for request_id in tqdm(ids, "Answers", disable=not use_tqdm)]
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)

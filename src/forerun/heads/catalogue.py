@@ -9,9 +9,11 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from typing import Any
 
 from forerun import shipped
-from forerun.drafters.kinds import KINDS
+from forerun.drafters.kinds import KINDS, HeadKind
+from forerun.errors import ArgumentError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +72,19 @@ def suggest(target_name: str) -> list[KnownHead]:
     loose = wanted.removesuffix("-instruct")
     found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
     return sorted(found, key=lambda head: _short(head.target) != wanted)
+
+
+def check_head_named(kind: HeadKind, head: Any, target_name: str) -> None:
+    """Raise ArgumentError if a drafter of that kind was given no head (None), and targets bring none themselves."""
+    if head is not None or kind.in_target is not None:
+        return
+    known = ", ".join(
+        found.model for found in suggest(target_name) if found.loadable and found.drafter == kind.stored_as
+    )
+    raise ArgumentError(
+        f"{kind.name} needs a head: name its directory or hub id with --drafter-model (in Python: model). Known for "
+        f"{target_name}: {known or 'none'}. To train one: forerun train {kind.stored_as} --help"
+    )
 
 
 def _short(name: str) -> str:

@@ -23,7 +23,7 @@ from forerun.drafters.kinds import READ_HEAD, HeadKind, import_named, kind_named
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, NodeLimits, TreeOptions
 from forerun.errors import ArgumentError
 from forerun.heads.base import Head, check_fits
-from forerun.heads.catalogue import suggest
+from forerun.heads.catalogue import check_head_named
 from forerun.heads.runner import RUNNERS
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
@@ -244,13 +244,7 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     loaded = isinstance(head, str | Path) or (head is None and kind.in_target is not None)
     if head is None and kind.in_target is not None:
         head = import_named(kind.in_target)(target.name_or_path).build(target.dtype)
-    if head is None:
-        heads = (found for found in suggest(target.name_or_path) if found.drafter == kind.stored_as)
-        known = ", ".join(found.model for found in heads if found.loadable)
-        raise ArgumentError(
-            f"{kind.name} needs a head: name its directory or hub id with --drafter-model (in Python: model). Known "
-            f"for {target.name_or_path}: {known or 'none'}. To train one: forerun train {kind.stored_as} --help"
-        )
+    check_head_named(kind, head, target.name_or_path)
     if isinstance(head, str | Path):
         from forerun.model.names import resolve
 

@@ -19,17 +19,24 @@ def check(name: str | Path, dtype: str, device: str | None = None) -> None:
     """Raise the errors of `resolve`, of `load.read_config` and of `load.LoadOptions` that a model's
     name, dtype and device already show, before anything is imported or loaded.
     """
-    path = Path(name).expanduser()
-    if path.suffix == ".gguf":
-        check_file(path)
     refuse(
         (f"'{dtype}'" not in DTYPES and dtype not in _ALSO, f"{dtype!r} is no dtype; expected {DTYPES}"),
         (device is not None and not _DEVICE.fullmatch(device), f"{device!r} is no device; expected {DEVICES}"),
     )
-    if not path.is_file() and not next(path.glob("*.gguf"), None):
+    check_found(name)
+    path = Path(name).expanduser()
+    if path.is_dir() and not next(path.glob("*.gguf"), None):
+        check_directory(path)
+
+
+def check_found(name: str | Path) -> None:
+    """Raise CheckpointError if a name is no file, no directory, no shipped model, and no hub id that the hub knows."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf":
+        check_file(path)
+    elif not path.exists() and str(name) not in (REAL, *MODELS):
         check_directory(name)
-        if not path.is_dir() and str(name) not in (REAL, *MODELS):
-            _check_on_hub(str(name))
+        _check_on_hub(str(name))
 
 
 def _check_on_hub(name: str) -> None:
