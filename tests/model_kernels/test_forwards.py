@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.tree import TokenTree
 from forerun.model import Target
-from forerun.model.kernels import forwards, packing, products
+from forerun.model.kernels import forwards, native, packing, products
 from forerun.model.kernels.accelerate import accelerate, undo
 from forerun.model.kernels.forwards import LayerForward, ModelForward
 from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
+from forerun.model.kernels.native import Layers
 from model_kernels.conftest import COMMON
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -278,6 +279,24 @@ def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(boundaries: tuple
     together = states()
     del base.forward
     assert all(map(torch.equal, together, states()))
+
+
+def test_rows_of_unequal_size_run_in_one_call_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not native.takes_attention(*[torch.zeros(1, 1, 1, 32).bfloat16()] * 4):
+        pytest.skip("attention runs in torch here")
+    tokens, run = list[int](), Layers.run
+
+    def counted(self: Layers, states: torch.Tensor, asked: native.Attention) -> torch.Tensor:
+        tokens.append(states.shape[:-1].numel())
+        return run(self, states, asked)
+
+    model = small("llama")
+    accelerate(model)
+    monkeypatch.setattr(Layers, "run", counted)
+    target = Target(model, rows=3, slots=64)
+    target.prefill([0, 1, 2], [[3, 4, 5], [9], [8, 7]])
+    target.score([0, 1, 2], [TokenTree.of(6, [7, 8, 9], [0, 1, 2]), TokenTree(5), TokenTree(4)])
+    assert tokens == [6, 6]
 
 
 def test_a_model_that_does_more_than_run_its_layers_keeps_its_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from emulation import forget_kernels
 from forerun.errors import ArgumentError
 from forerun.model.kernels import compiling, native
 from forerun.model.kernels.attention import fold_attention
+from forerun.model.padding import Flat
 from model_kernels.conftest import by_definition
 
 LOWEST = torch.finfo(torch.bfloat16).min
@@ -77,6 +78,27 @@ def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
     rows = torch.tensor([4, 0, 3])
     chosen = query[:3], key[rows], value[rows], mask[:3]
     assert torch.equal(native.attend(query[:3], key, value, mask[:3], 0.125, rows), native.attend(*chosen, 0.125))
+
+
+def test_queries_without_padding_stand_behind_each_other() -> None:
+    """Any of a sequence's places may have one, or none of them."""
+    query, key, value, mask = problem(4, 6, 2, 21, 700)
+    whole = native.attend(query, key, value, mask, 0.125)
+    real = torch.rand(4, 21) < torch.tensor([[0.3], [0.0], [1.0], [0.8]])
+    flat = Flat.of(real)
+    assert flat is not None
+    some = flat.flatten(query.transpose(1, 2)).transpose(1, 2)
+    assert torch.equal(native.Attention(some, key, value, mask, 0.125, flat=flat).run(), flat.flatten(whole))
+    for kept, starts in (
+        (flat.kept + 1, flat.starts),
+        (flat.kept - 21, flat.starts),
+        (flat.kept.flip(0), flat.starts),
+        (flat.kept, flat.starts.roll(1)),
+        (flat.kept, flat.starts + 1),
+        (flat.kept[1:], flat.starts),
+    ):
+        with pytest.raises(ArgumentError, match="places"):
+            native.Attention(some, key, value, mask, 0.125, flat=Flat(kept, starts, 4, 21)).run()
 
 
 @pytest.mark.parametrize("which", ["query", "key", "value"])

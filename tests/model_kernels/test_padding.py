@@ -12,7 +12,7 @@ from forerun.model.kernels import native as native_kernel
 from forerun.model.kernels import products as products_in_c
 from forerun.model.kernels.accelerate import accelerate
 from forerun.model.kernels.packing import PackedWeight, PanelWeight
-from forerun.model.padding import WORTH, Buckets, Flat
+from forerun.model.padding import Buckets, Flat
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -78,14 +78,13 @@ def test_the_reproducible_mode_multiplies_everything(products: list[int]) -> Non
     assert set(products) == {40}
 
 
-def test_little_padding_is_left_alone() -> None:
-    real = torch.ones(2, WORTH, dtype=torch.bool)
-    real[1, 1:] = False
-    assert Flat.worth(real) is None
+def test_real_tokens_are_taken_out_and_put_back() -> None:
+    real = torch.ones(2, 16, dtype=torch.bool)
+    assert Flat.of(real) is None
     real[1] = False
-    flat = Flat.worth(real)
-    assert flat is not None
-    values = torch.arange(1.0, 2 * WORTH + 1).view(2, WORTH, 1)
+    flat = Flat.of(real)
+    assert flat is not None and flat.starts.tolist() == [0, 16, 16]
+    values = torch.arange(1.0, 33).view(2, 16, 1)
     assert flat.flatten(values).equal(values[:1])
     assert flat.restore(flat.flatten(values)).equal(values * real.unsqueeze(2))
 

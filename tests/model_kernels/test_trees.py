@@ -15,7 +15,7 @@ from forerun.model import Buckets, Target
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import native
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.padding import TreePaths
+from forerun.model.padding import Flat, TreePaths
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")
@@ -73,6 +73,10 @@ def differing(
     paths = None if nodes.paths is None or not ordered else TreePaths(torch.tensor(lengths), nodes.paths)
     found = native.attend(query, key, value, mask, 0.125, paths=paths)
     wrong = 0
+    if (flat := Flat.of(nodes.real)) is not None:  # without the padding every node has the same bits
+        some = flat.flatten(query.transpose(1, 2)).transpose(1, 2)
+        alone = native.Attention(some, key, value, mask, 0.125, paths=paths, flat=flat).run()
+        wrong += not torch.equal(alone, flat.flatten(found))
     for row, own in enumerate(ways):
         for node, slots in enumerate(own):
             seen = torch.zeros(1, 1, 1, len(slots)).bfloat16()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.errors import ArgumentError
 
@@ -52,26 +53,22 @@ class Buckets:
         return min(width, slots)
 
 
-WORTH = 16  # Tokens that must be saved: a pass over fewer is paid by reading the weights
-
-
 @dataclass(frozen=True, slots=True)
 class Flat:
     """The indices of the M real tokens of a pass among its B rows of N."""
 
     kept: Tensor  # (M,) int64 index into B * N, rising
+    starts: Tensor  # (B + 1,) int64, on the CPU: which of the M are a row's, from its own entry to the next one
     rows: int
     nodes: int
 
     @classmethod
-    def worth(cls, real: Tensor) -> Flat | None:
-        """Return the real tokens by the mask `real` (B, N) bool, or None where too little is
-        padding to pay.
-        """
-        if real.numel() < WORTH:
+    def of(cls, real: Tensor) -> Flat | None:
+        """Return the real tokens by the mask `real` (B, N) bool, or None where nothing is padding."""
+        if bool(real.all()):
             return None
         kept = real.flatten().nonzero().squeeze(1)
-        return cls(kept, *real.shape) if real.numel() - len(kept) >= WORTH else None
+        return cls(kept, functional.pad(real.sum(1).cumsum(0), (1, 0)), *real.shape)
 
     def flatten(self, values: Tensor) -> Tensor:
         """Gather (B, N, ..) -> (1, M, ..)."""

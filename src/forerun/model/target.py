@@ -593,7 +593,7 @@ class Target:
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Return which tokens of a pass run, or None for all, padding included."""
         whole = (padded and self.buckets.nodes) or not self._folds
-        return None if whole else Flat.worth(nodes.real[:, nodes.start :])
+        return None if whole else Flat.of(nodes.real[:, nodes.start :])
 
     def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Record that so many more tokens of the rows are in the cache."""

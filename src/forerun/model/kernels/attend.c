@@ -39,8 +39,11 @@ typedef struct {
     uint16_t *out;              // (batch, count, heads, value_depth), contiguous
     const int64_t *lengths;     // (batch,) committed tokens, with which every path begins
     const int32_t *paths;       // (batch, count, longest) the nodes that follow, rising; -1 behind the last
+    const int64_t *kept;        // (tokens,) rising: which of the batch * count places have a query, all of them in one
+    const int64_t *starts;      // row behind each other, and (batch + 1,) where each sequence's begin; NULL: every place has
     int64_t batch, held, heads, key_heads, count, width, depth, value_depth;    // `held` rows of keys and values
     int64_t longest;            // 0: there are no paths, and ranks are slots
+    int64_t tokens;             // where `kept` says which
     int64_t query_batch, query_head, query_row;
     int64_t key_batch, key_head, key_slot;
     int64_t value_batch, value_head, value_slot;
@@ -91,6 +94,16 @@ INLINE void transpose(__m512i rows[LANES]) {
         rows[i] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0x88);
         rows[i + 8] = _mm512_shuffle_i32x4(other[i], other[i + 8], 0xdd);
     }
+}
+
+// Queries of a sequence for each head.
+INLINE int64_t count_of(const Problem *p, int64_t batch) {
+    return p->starts ? p->starts[batch + 1] - p->starts[batch] : p->count;
+}
+
+// The place of a sequence's query number `at` among its `count`.
+INLINE int64_t place_of(const Problem *p, int64_t batch, int64_t at) {
+    return p->starts ? p->kept[p->starts[batch] + at] - batch * p->count : at;
 }
 
 // The keys of a block, 16 beside each other; missing ones are zero. An even number of groups is written.
@@ -382,10 +395,11 @@ static void order_lanes(
 }
 
 static void begin(const Problem *p, int64_t batch, int64_t key_head, int64_t first, int64_t rows, Scratch *s) {
-    int64_t group = p->heads / p->key_heads;
+    int64_t group = p->heads / p->key_heads, count = count_of(p, batch);
+    const uint16_t *queries = p->query + (p->starts ? p->starts[batch] * p->query_row : batch * p->query_batch);
     for (int64_t row = 0; row < rows; row++) {
-        int64_t head = key_head * group + (first + row) / p->count, place = (first + row) % p->count;
-        const uint16_t *query = p->query + batch * p->query_batch + head * p->query_head + place * p->query_row;
+        int64_t head = key_head * group + (first + row) / count, at = (first + row) % count;
+        const uint16_t *query = queries + head * p->query_head + at * p->query_row;
         memcpy(s->query[row], query, (size_t)p->depth * sizeof *query);
         memset(s->sums[row], 0, (size_t)p->value_depth * sizeof(float));
         s->highest[row] = -INFINITY;
@@ -394,10 +408,11 @@ static void begin(const Problem *p, int64_t batch, int64_t key_head, int64_t fir
 }
 
 static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t first, int64_t rows, Scratch *s) {
-    int64_t group = p->heads / p->key_heads;
+    int64_t group = p->heads / p->key_heads, count = count_of(p, batch);
+    int64_t before = p->starts ? p->starts[batch] : batch * count;
     for (int64_t row = 0; row < rows; row++) {
-        int64_t head = key_head * group + (first + row) / p->count, place = (first + row) % p->count;
-        uint16_t *out = p->out + ((batch * p->count + place) * p->heads + head) * p->value_depth;
+        int64_t head = key_head * group + (first + row) / count, at = (first + row) % count;
+        uint16_t *out = p->out + ((before + at) * p->heads + head) * p->value_depth;
         __m512 total = _mm512_set1_ps(s->total[row] == 0.0f ? 1.0f : s->total[row]);
         for (int64_t column = 0; column < p->value_depth; column += LANES) {
             __m512 found = _mm512_div_ps(_mm512_load_ps(s->sums[row] + column), total);
@@ -406,18 +421,19 @@ static void finish(const Problem *p, int64_t batch, int64_t key_head, int64_t fi
     }
 }
 
-// Up to CHUNK rows of one sequence that share a key head. Row r is position r % count of head r / count of the group.
+// Up to CHUNK rows of one sequence that share a key head. Row r is query r % count of head r / count of the group.
 static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int64_t first, int64_t rows, Scratch *s) {
     int64_t held = p->rows ? p->rows[batch] : batch, length = p->longest ? p->lengths[batch] : p->width;
     const uint16_t *key = p->key + held * p->key_batch + key_head * p->key_head;
     const uint16_t *value = p->value + held * p->value_batch + key_head * p->value_head;
     const uint16_t *mask = p->mask + batch * p->mask_batch;
     const int32_t *paths[CHUNK];
+    int64_t count = count_of(p, batch), places[CHUNK];
     begin(p, batch, key_head, first, rows, s);
     s->value = value;
+    for (int64_t row = 0; row < rows; row++) places[row] = place_of(p, batch, (first + row) % count);
     if (p->longest) {
-        for (int64_t row = 0; row < rows; row++)
-            paths[row] = p->paths + (batch * p->count + (first + row) % p->count) * p->longest;
+        for (int64_t row = 0; row < rows; row++) paths[row] = p->paths + (batch * p->count + places[row]) * p->longest;
         score_paths(p, key + length * p->key_slot, paths, rows, s);
     }
     for (int64_t start = 0; start < p->width && start < length + p->longest; start += BLOCK) {
@@ -426,7 +442,7 @@ static void attend_chunk(const Problem *p, int64_t batch, int64_t key_head, int6
         Span span = {own ? BLOCK : size, own ? length > start ? length - start : 0 : size, start - length};
         const uint16_t *masks[CHUNK];
         for (int64_t row = 0; row < rows; row++) {
-            masks[row] = mask + (first + row) % p->count * p->mask_row + start;
+            masks[row] = mask + places[row] * p->mask_row + start;
             if (own) {
                 order_lanes(p, masks[row], start, length, paths[row], row, span, s);
                 masks[row] = s->masks[row];
@@ -472,20 +488,33 @@ static int leads_outside(const Problem *p, int64_t batch) {
     return 0;
 }
 
-// 0, or what is wrong: 1 the sizes, 2 the rows, 3 the paths.
+// Whether a sequence's queries are not at rising places of its own.
+static int misplaced(const Problem *p, int64_t batch) {
+    int64_t start = p->starts[batch], end = p->starts[batch + 1];
+    if (start < 0 || end < start || end > p->tokens) return 1;
+    for (int64_t at = start; at < end; at++) {
+        int64_t place = p->kept[at] - batch * p->count;
+        if (place < 0 || place >= p->count || (at > start && p->kept[at] <= p->kept[at - 1])) return 1;
+    }
+    return 0;
+}
+
+// 0, or what is wrong: 1 the sizes, 2 the rows, 3 the paths, 4 the places.
 int32_t forerun_attend_check(const Problem *p) {
     if (p->batch < 1 || p->count < 1 || p->width < 1 || p->key_heads < 1 || p->heads < 1 || p->heads % p->key_heads) return 1;
     if (!fits(p->depth) || !fits(p->value_depth) || p->threads < 1) return 1;
+    if (p->starts && (p->starts[0] || p->starts[p->batch] != p->tokens)) return 4;
     for (int64_t batch = 0; batch < p->batch; batch++) {
         int64_t row = p->rows ? p->rows[batch] : batch;
         if (row < 0 || row >= p->held) return 2;
         if (p->longest && leads_outside(p, batch)) return 3;
+        if (p->starts && misplaced(p, batch)) return 4;
     }
     return 0;
 }
 
 // One thread's share of a sound problem over other keys and values, which lie as its own; all threads of a team call it,
-// and none waits for the others. 0, or 4: there is no memory.
+// and none waits for the others. 0, or 5: there is no memory.
 int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const uint16_t *value) {
     Problem own = *problem, *p = &own;
     Scratch scratch;
@@ -502,15 +531,16 @@ int32_t forerun_attend_part(const Problem *problem, const uint16_t *key, const u
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < whole + left * parts; task++) {
         int64_t number = task < whole ? task : whole + (task - whole) / parts, part = task < whole ? 0 : (task - whole) % parts;
-        int64_t share = task < whole ? 1 : parts, start = number % chunks * CHUNK;
-        int64_t some = rows - start < CHUNK ? rows - start : CHUNK, first = some * part / share, end = some * (part + 1) / share;
+        int64_t share = task < whole ? 1 : parts, start = number % chunks * CHUNK, batch = number / chunks / p->key_heads;
+        int64_t own = p->heads / p->key_heads * count_of(p, batch);    // At most `rows`
+        int64_t some = own - start < CHUNK ? own - start : CHUNK, first = some * part / share, end = some * (part + 1) / share;
         if (scratch.found && first < end)
-            attend_chunk(p, number / chunks / p->key_heads, number / chunks % p->key_heads, start + first, end - first, &scratch);
+            attend_chunk(p, batch, number / chunks % p->key_heads, start + first, end - first, &scratch);
     }
 #ifdef __AMX_BF16__
     if (scratch.tiles) _tile_release();
 #endif
-    int32_t failed = scratch.found ? 0 : 4;
+    int32_t failed = scratch.found ? 0 : 5;
     free(scratch.found);
     return failed;
 }
@@ -522,7 +552,7 @@ int32_t forerun_attend(const Problem *p) {
 #pragma omp parallel num_threads(p->threads)
     if (forerun_attend_part(p, p->key, p->value)) {
 #pragma omp atomic write
-        failed = 4;
+        failed = 5;
     }
     return failed;
 }

@@ -140,11 +140,11 @@ class _LayerRun:
             for one, store in zip(seen, first, strict=True)
         )  # scattered rows may have been copied
         query = self.calls.query(states.shape[:-1]).transpose(1, 2)
-        if this.flat is not None or not aliased or mask.shape[1] != 1:
+        if not aliased or mask.shape[1] != 1:
             return None
         if not self.first.ops.takes_attention(query, *seen, mask):
             return None
-        return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths)
+        return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths, flat=this.flat)
 
 
 class _LayerRuns(dict[tuple[int, int], _LayerRun]):

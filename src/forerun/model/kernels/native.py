@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError
 from forerun.model.kernels.compiling import AMX, AVX512, FLAGS, FLOAT32, compiled_library
-from forerun.model.padding import TreePaths
+from forerun.model.padding import Flat, TreePaths
 
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 
@@ -34,8 +34,8 @@ class _Problem(ctypes.Structure):
     """The structure `Problem` of ``attend.c``."""
 
     _fields_ = _fields(
-        "query key value mask rows out lengths paths",
-        "batch held heads key_heads count width depth value_depth longest query_batch query_head query_row "
+        "query key value mask rows out lengths paths kept starts",
+        "batch held heads key_heads count width depth value_depth longest tokens query_batch query_head query_row "
         "key_batch key_head key_slot value_batch value_head value_slot mask_batch mask_row",  # Strides
         "scale",
     )
@@ -95,27 +95,34 @@ class Attention:
         rows: Tensor | None = None,
         *,
         paths: TreePaths | None = None,
+        flat: Flat | None = None,
     ) -> None:
-        """Describe a problem; the arguments are those of `attend`."""
+        """Describe a problem; the arguments are those of `attend`, or with `flat` queries (1, heads, M, D) of the real
+        tokens alone, and as many answers.
+        """
         batch, heads, count, depth = query.shape
         held, key_heads, width, _ = key.shape
+        self.out = query.new_empty(batch, count, heads, value.shape[-1])
+        tokens, kept, starts = count, None, None
+        if flat is not None:
+            batch, count, kept, starts = flat.rows, flat.nodes, flat.kept, flat.starts
         fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
+        fitting = fitting and (kept is None or (len(query), len(kept)) == (1, tokens))
         if rows is not None:
             fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
         lengths, nodes = (None, None) if paths is None else (paths.lengths, paths.nodes.contiguous())
         if lengths is not None and nodes is not None:
             fitting = fitting and (lengths.dtype, nodes.dtype) == (torch.int64, torch.int32) and lengths.is_contiguous()
             fitting = fitting and lengths.shape == (batch,) and nodes.shape[:2] == (batch, count) and nodes.dim() == 3
-        self.out = query.new_empty(batch, count, heads, value.shape[-1])
         self.scale, self.fitting = scale, fitting
         wide = mask.expand(batch, 1, count, width)
         longest = 0 if nodes is None else nodes.shape[-1]
-        sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest)
+        sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest, tokens)
         strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], wide.stride(0), wide.stride(2))
-        self.tensors = (query, key, value, mask, rows, self.out, lengths, nodes)
+        self.tensors = (query, key, value, mask, rows, self.out, lengths, nodes, kept, starts)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
         self._problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
-        self._paths = paths
+        self._paths, self._flat = paths, flat
 
     def run(self) -> Tensor:
         """Compute attention (B, N, heads, D'). Raises ArgumentError if the shapes do not belong
@@ -142,6 +149,8 @@ class Attention:
         chosen = "" if rows is None else f" in the {rows.dtype} rows {rows.tolist()}"
         if paths is not None:
             chosen += f" along paths {tuple(paths.nodes.shape)} behind {paths.lengths.tolist()}"
+        if self._flat is not None:
+            chosen += f" at the places {self._flat.kept.tolist()} of {self._flat.rows} x {self._flat.nodes}"
         raise ArgumentError(
             f"attention cannot be computed over query, key, value and mask {shapes}{chosen}; expected (B, heads, N, "
             "D), (R, kv_heads, W, D), (R, kv_heads, W, D'), (B, 1, N, W), int64 rows below R and int32 paths within W"
