@@ -9,8 +9,9 @@ Every answer is a line of `--out` as soon as it is there, and what stands in tha
 you like (or after `--minutes`), start it again, add arms, questions, rounds. The table is of all that the file holds.
 
 forerun's process starts anew with every category, so each category begins with drafters and a policy that know nothing
-(`--memory category`); with ``question`` drafters forget what they learned after each one, with ``run`` nothing is ever
-forgotten. Only a question's first turn is asked: the second one would depend on what an engine answered to the first.
+(`--memory category`), and no round or batch copies what another one answered; with ``question`` drafters forget what
+they learned after each one, with ``run`` nothing is ever forgotten. Only a question's first turn is asked: the second
+one would depend on what an engine answered to the first.
 """
 
 from __future__ import annotations
@@ -302,13 +303,13 @@ def measure(options: argparse.Namespace, arms: Mapping[str, Arm]) -> None:
                 if name not in warm:
                     arms[name].engine.ask(arms[name].how, _warm_up(options))
                     warm.add(name)
-                memory = question.category if options.memory == "category" else options.memory
+                memory = "run" if options.memory == "run" else f"{question.category} {rows} {number}"
                 asked = {
                     "prompts": question.prompts,
                     "tokens": options.tokens,
                     "temperature": options.temperature,
                     "seed": 1000 * number + turn,
-                    "memory": f"{question.name} {number}" if options.memory == "question" else memory,
+                    "memory": f"{question.name} {memory}" if options.memory == "question" else memory,
                 }
                 found = arms[name].engine.ask(arms[name].how, asked)
                 line = {**stamp, "arm": name, "prompt_tokens": sum(map(len, question.prompts)), **found}
