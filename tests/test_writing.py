@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.writing import alone, remove_folder, replace_file, replace_folder, tidy
+from forerun.errors import DataError
+from forerun.writing import ManifestKind, alone, remove_folder, replace_file, replace_folder, tidy
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -122,3 +123,33 @@ def test_one_is_alone_in_a_folder_until_it_ends(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with alone(tmp_path / "file") as found:
         assert found, "what cannot be written is told of by whoever writes"
+
+
+KIND = ManifestKind(format="boxes", version=3, what="a box", remedy="make it anew")
+"""Of directories as datastores, prepared data and features are, whose own tests change every byte of them."""
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"format": "x", "version": 3}', "does not describe a box"),
+        ('{"format": "boxes", "version": 99}', "format version 99, this forerun reads 3: another forerun wrote it"),
+        ('{"format": "boxes", "version": 2}', "format version 2, .*: an older forerun wrote it, without"),
+        ('{"format": "boxes", "version": 3, "holds": 1}', "has changed since it was written"),
+        ('{"format": "boxes", "version": 3, "holds": 1, "checksum": null}', "has changed since it was written"),
+        ("{", "is no JSON"),
+        ("[]", "holds no JSON object"),
+        (None, "is not a box, it has no manifest.json"),
+    ],
+)
+def test_a_manifest_that_does_not_describe_what_is_there_is_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    KIND.write(tmp_path, {"holds": 1})
+    assert KIND.read(tmp_path) == {"holds": 1}
+    if content is None:
+        (tmp_path / "manifest.json").unlink()
+    else:
+        (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(DataError, match=f"{message}.*make it anew"):
+        KIND.read(tmp_path)

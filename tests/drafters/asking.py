@@ -15,8 +15,6 @@ from forerun.types import Budget, SamplingParams
 
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=0)
 ROOMY = Budget(nodes=[64], depth=[64])
-BUDGETS = [(3, 9, 3), (9, 2, 2), (0, 9, 0), (9, 0, 0)]
-"""Nodes, depth, and how many nodes a chain that could be longer has then."""
 
 
 def contexts(

@@ -338,42 +338,6 @@ def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
         assert speaker.readable([3, 11, 14]) == [3, 11, 0]
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "given", [[], [{"method": "ngram"}], "ngram", {"method": "ngram"}, ["ngram", 3], ["ngram", {}], [{}, {}]]
-)
-@pytest.mark.parametrize("method", ["first_of", "merge"])
-def test_what_is_no_list_of_drafters_is_refused(method: str, given: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf'{method}: .*"method": "'):
-        build(method, {"drafters": given}, None)
-
-
-PAIR = [{"method": "ngram"}, {"method": "ngram"}]
-CASCADE = {"model": "demo-draft", "inner": PAIR[0]}
-
-
-@pytest.mark.parametrize(
-    ("method", "options", "says"),
-    [
-        ("first_of", {"drafters": [{"method": "ngrm"}, PAIR[0]]}, "ngram"),
-        ("merge", {"drafters": [{"method": "ngram", "wings": 2}, PAIR[0]]}, "no option"),
-        ("first_of", {"drafters": PAIR, "min_tokens": (1.0, 2.0)}, "min_tokens needs 1 numbers"),
-        ("first_of", {"drafters": PAIR, "min_tokens": -1}, "0 or more"),
-        ("merge", {"drafters": PAIR, "nodes": 0}, "nodes must be at least 1"),
-        ("cascade", {**CASCADE, "num_speculative_tokens": 0}, "cascade: "),
-        ("cascade", {**CASCADE, "tail": -1}, "cascade: "),
-        ("cascade", {**CASCADE, "inner_nodes": 0}, "cascade: "),
-        ("cascade", {**CASCADE, "inner": 3}, "cascade: a drafter is a name, or"),
-    ],
-)
-def test_unknown_members_and_senseless_numbers_are_refused(method: str, options: dict[str, Any], says: str) -> None:
-    setup = DrafterSetup(target=SimpleNamespace(vocab_size=12), tokenizer=None, rows=4, slots=64)
-    with pytest.raises(ArgumentError, match=says):
-        build(method, options, setup)
-
-
 @pytest.mark.parametrize("method", ["merge", "first_of", "cascade"])
 def test_members_have_defaults_and_may_be_names(method: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -395,3 +359,8 @@ def test_equal_members_share_one_drafter() -> None:
         return config.key
 
     assert key() == key()
+
+
+def test_a_members_unknown_option_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no option 'wings'"):
+        composed("merge", {"method": "ngram", "wings": 2}, {"method": "ngram"})

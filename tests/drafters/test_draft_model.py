@@ -12,11 +12,11 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from drafters.asking import BUDGETS, DRAWN, GREEDY, contexts, counted
+from drafters.asking import DRAWN, GREEDY, contexts, counted
 from drafters.asking import trees_of as propose
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
-from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.errors import VocabularyMismatchError
 from forerun.model import Target
 from forerun.types import Budget
 from llamas import tiny_llama
@@ -110,11 +110,6 @@ def test_truncation_forgets() -> None:
     assert made.model.lengths == [0]
 
 
-@pytest.mark.parametrize(("nodes", "depth", "count"), BUDGETS)
-def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert propose(drafter(model()), [PROMPT], nodes=nodes, depth=depth)[0].size == count
-
-
 def test_rows_with_different_budgets() -> None:
     made = drafter(model(seed=3), rows=3)
     budget = Budget(nodes=[5, 0, 2], depth=[5, 5, 5])
@@ -175,18 +170,3 @@ def test_another_vocabulary_is_refused(tmp_path: Path, theirs: Any, says: str) -
     folder = saved(tmp_path, model(16), theirs)
     with pytest.raises(VocabularyMismatchError, match=says):
         drafter(folder, words=tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"draw": "idd"}, "Did you mean 'iid'"),
-        ({"num_speculative_tokens": 0}, "at least 1"),
-        ({"shape": ()}, "shape"),
-        ({"shape": (2, 0)}, "shape"),
-        ({"temperature": 0.0}, "temperature must be in"),
-    ],
-)
-def test_senseless_options_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        DraftModelConfig(model="x", **options)

@@ -21,7 +21,6 @@ from forerun.drafters.lookup import drafts
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
 from forerun.drafters.lookup.prediction import Follower, PredictionConfig, PredictionDrafter
 from forerun.errors import ArgumentError
-from forerun.types import Budget
 
 SOURCE = list(range(10, 60))
 START = SOURCE[:6]
@@ -243,12 +242,6 @@ def test_a_row_that_shrinks_is_followed_anew(method: str) -> None:
 
 
 @each_method
-@pytest.mark.parametrize(("nodes", "depth"), [(2, 9), (9, 2), (0, 5), (5, 0)])
-def test_the_budget_is_kept(method: str, nodes: int, depth: int) -> None:
-    assert propose(*following(method, *CHANGED), Budget(nodes=[nodes], depth=[depth])).size == min(nodes, depth)
-
-
-@each_method
 def test_a_loop_is_drafted_in_full(method: str) -> None:
     made, tokens = following(method, *[1, 2, 3, 4, 5] * 6)
     assert propose(made, tokens).tokens[1:] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3, 4]
@@ -402,14 +395,6 @@ def test_text_is_read_by_the_tokenizer() -> None:
     assert paths(*made.propose(context(tokens, 0, prompt=len(PROMPT)), ROOMY)) == [ids[1:]]
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(0, 5), (3, 5), (5, 2), (5, 0)])
-def test_the_budget_of_a_prediction_is_kept(nodes: int, depth: int) -> None:
-    made = predicting(text=PREDICTED)
-    made.extend(context([9, 10], 2))
-    (tree,) = made.propose(context([9, 10], 0), Budget(nodes=[nodes], depth=[depth]))
-    assert tree.size == min(nodes, depth)
-
-
 @pytest.mark.parametrize("seed", range(10))
 def test_a_row_that_shrank_and_grew_stands_where_a_new_one_would(seed: int) -> None:
     rng = random.Random(seed)
@@ -457,9 +442,7 @@ def test_confidence_follows_how_good_predictions_were() -> None:
     assert confidence(True) > 0.8 and confidence(False) < 0.2
 
 
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="num_speculative_tokens"):
-        predicting(num_speculative_tokens=0)
+def test_a_text_that_the_target_cannot_read_is_refused() -> None:
     with pytest.raises(ArgumentError, match="token id 300"):
         predicting(text=[1, 300])
     with pytest.raises(ArgumentError, match="no tokenizer"):

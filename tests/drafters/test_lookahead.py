@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import PROMPT, PROMPTS, VOCABULARY, Variant, as_prompts, llm
+from contract.harness import PROMPT, PROMPTS, Variant, as_prompts, llm
 from drafters.asking import context
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree, ancestor_mask
@@ -22,7 +22,6 @@ from forerun.drafters.self_drafting.lookahead import (
     Pool,
     Window,
 )
-from forerun.errors import ArgumentError
 from forerun.types import Budget, Source, SpeculationStats, Verdict
 
 ROOMY = Budget(nodes=[200], depth=[64])
@@ -118,16 +117,6 @@ def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
         [tree.tokens[n] for n in tree.path(node)] for node in range(1, tree.size + 1) if node not in tree.probes
     ]
     assert accepted == [[6], [6, 2], [1], [1, 4], [1, 2]], "the most recent n-gram first"
-
-
-@pytest.mark.parametrize("nodes", [0, 1, 2, 5, 12, 30, 200])
-@pytest.mark.parametrize("depth", [0, 1, 3, 4, 9])
-def test_the_budget_is_kept_by_scouts_too(nodes: int, depth: int) -> None:
-    text = [1, 2, 3, 4, 5, 6] * 4
-    (tree,) = lookahead(text).propose(context(text), Budget(nodes=[nodes], depth=[depth]))
-    assert tree.size <= nodes
-    assert max(tree.depths) <= depth
-    assert bool(tree.size) == (nodes > 0 and depth > 0)
 
 
 def test_the_window_shrinks_before_the_guesses() -> None:
@@ -298,21 +287,3 @@ def test_a_jacobi_chain_is_the_targets_choice_after_the_last_one_moved_up() -> N
     taught(made, text, trees, [chain[1], 70])
     refined = [choice(chain[: length + 1]) for length in range(len(chain))]
     assert made.propose(context(text), ROOMY)[0].tokens[1:4] == refined[2:]
-
-
-def test_jacobi_keeps_the_budget_and_frees_rows() -> None:
-    made = JacobiDrafter(JacobiConfig(), setup=None)
-    text = list(range(VOCABULARY))
-    for nodes, depth, wanted in [(3, 9, 3), (9, 2, 2), (0, 5, 0), (5, 0, 0)]:
-        (tree,) = made.propose(context(text), Budget(nodes=[nodes], depth=[depth]))
-        assert tree.size == wanted
-    made.truncate([0], [0])
-    assert not made._rows
-
-
-@pytest.mark.parametrize("options", [{"window": 0}, {"level": 1}, {"guesses": 0}, {"pool_keys": 0}])
-def test_senseless_options_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ArgumentError, match="lookahead"):
-        lookahead(**options)
-    with pytest.raises(ArgumentError, match="jacobi"):
-        JacobiConfig(num_speculative_tokens=0)

@@ -11,8 +11,6 @@ import pytest
 
 from drafters.asking import context, paths, propose
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
-from forerun.errors import ArgumentError
-from forerun.types import Budget
 
 
 def drafter(**options: Any) -> NgramDrafter:
@@ -86,14 +84,6 @@ def test_a_history_shorter_than_the_n_gram_drafts_nothing(text: list[int]) -> No
     assert propose(fed(text, prompt_lookup_min=3), text).size == 0
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(0, 5), (3, 5), (5, 2), (5, 0)])
-def test_the_budget_is_kept(nodes: int, depth: int) -> None:
-    text = [1, 2, 5, 6, 0, 1, 2, 5, 7, 0, 1, 2]
-    tree = propose(fed(text, max_branches=3), text, Budget(nodes=[nodes], depth=[depth]))
-    assert tree.size <= nodes
-    assert max((len(path) for path in paths(tree)), default=0) <= depth
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_any_history_of_growing_and_shrinking_drafts_what_a_fresh_search_finds(seed: int) -> None:
     rng = random.Random(seed)
@@ -149,20 +139,3 @@ def test_what_has_become_improbable_is_not_drafted() -> None:
         made.extend(context(text, 1))
         sizes.append(propose(made, text).size)
     assert sizes[0] == 8 > sizes[1] > sizes[2] == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_speculative_tokens": 0},
-        {"prompt_lookup_min": 0},
-        {"prompt_lookup_max": 1, "prompt_lookup_min": 2},
-        {"min_hits": 0},
-        {"match": "latest"},
-        {"min_token_prob": 1.5},
-        {"min_token_prob": -0.1},
-    ],
-)
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match="ngram"):
-        drafter(**options)

@@ -12,9 +12,8 @@ from drafters.asking import trees_of as propose
 from drafters.test_draft_model import PROMPT, WORDS, model
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter
-from forerun.errors import ArgumentError
 from forerun.model import Target
-from forerun.types import Budget, Drawn, SamplingParams
+from forerun.types import Drawn, SamplingParams
 
 MASK = WORDS - 1
 
@@ -98,24 +97,3 @@ def test_rows_near_the_end_of_the_context_draft_less(options: dict[str, Any]) ->
     texts = [[1] * (96 - left) for left in (0, 1, 3, 40)]
     trees = propose(drafter(rows=4, **options), texts, nodes=300)
     assert [max(tree.depths) for tree in trees] == [0, 1, 3, 4]
-
-
-def test_a_budget_is_kept() -> None:
-    made = drafter(rows=3)
-    budget = Budget(nodes=[0, 5, 64], depth=[8, 2, 0])
-    trees = made.propose(contexts([PROMPT, [5, 6], [7]]), budget)
-    assert [tree.size for tree in trees] == [0, 5, 0] and max(trees[1].depths) <= 2
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"nodes": 0}, "pard: nodes must be at least 1"),
-        ({"stop": "svip"}, "pard: stop=svip ends chains and fixed trees"),
-        ({"shape": (2, 0)}, "pard: shape needs"),
-        ({"draw": "random"}, "pard: draw is one of"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any], named: str) -> None:
-    with pytest.raises(ArgumentError, match=named):
-        PardConfig(model="x", **options)

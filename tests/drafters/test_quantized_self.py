@@ -20,7 +20,7 @@ from forerun.drafters.draft_models.quantized_self import (
     QuantizedSelfDrafter,
     make_rounded_twin,
 )
-from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.errors import UnsupportedModelError
 from forerun.model import Target
 
 TOKENS = torch.tensor([PROMPT])
@@ -140,13 +140,6 @@ def test_a_model_without_plain_linears_is_refused() -> None:
     bare.lm_head._hf_hook = object()
     with pytest.raises(UnsupportedModelError, match="one device"):
         make_rounded_twin(bare)
-
-
-def test_other_widths_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="bits is 8 or 4, got 3"):
-        QuantizedSelfConfig(bits=3)
-    with pytest.raises(ArgumentError, match="quantized_self: num_speculative_tokens"):
-        QuantizedSelfConfig(num_speculative_tokens=0)
 
 
 def test_any_tree_is_drafted() -> None:

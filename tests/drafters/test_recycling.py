@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.asking import ROOMY, context
+from drafters.asking import ROOMY, context, contexts
 from drafters.test_rest import nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
@@ -147,19 +147,9 @@ def test_budget_and_options_are_kept(limit: int, depth: int) -> None:
 
 def test_rows_of_a_batch_do_not_mix() -> None:
     made, alone = taught(), taught()
-    both = context([0, 1])
-    many = type(both)(
-        rows=[0, 1, 2],
-        tokens=[[0, 1], [9], [2]],
-        prompt_lengths=[1, 1, 1],
-        fresh=[0, 0, 0],
-        samplers=[],
-        rng=[],
-        hidden_states={},
-    )
-    trees = made.propose(many, Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))
+    trees = made.propose(contexts([[0, 1], [9], [2]]), Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))
     assert [tree.tokens for tree in trees[1:]] == [[9], [2, 5, 1]]
-    assert trees[0].size and nodes(trees[:1]) == nodes(alone.propose(both, ROOMY))
+    assert trees[0].size and nodes(trees[:1]) == nodes(alone.propose(context([0, 1]), ROOMY))
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -240,10 +230,8 @@ def test_a_pair_is_found_where_it_was_put_or_not_at_all(pairs: list[tuple[int, i
     assert found[pairs[-1]] == [known[pairs[-1]]]
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_speculative_tokens": 0}, {"nodes": 0}, {"top_k": 0}, {"top_k": 13}, {"path": "/none/here"}]
-)
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"top_k": 13}, {"path": "/none/here"}])
+def test_more_successors_than_tokens_and_a_folder_that_is_missing_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ArgumentError, match="recycling: "):
         drafter(**options)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,33 +151,6 @@ def test_bits_that_changed_are_found_on_request(folder: Path) -> None:
     Datastore.open(folder).verify()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": "other"}, "does not describe a datastore"),
-        ({"version": 99}, "version 99"),
-        ({"version": 1}, "version 1.*older forerun"),
-        ({"documents": None}, "has changed"),
-        ({"files": {}}, "has changed"),
-        ({"checksum": None}, "has changed"),
-    ],
-)
-def test_a_damaged_manifest_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
-    path = folder / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-    with pytest.raises(DataError, match=message):
-        Datastore.open(folder)
-
-
-def test_what_is_no_datastore_is_refused(folder: Path) -> None:
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(DataError, match="no JSON"):
-        Datastore.open(folder)
-    shutil.rmtree(folder)
-    with pytest.raises(DataError, match="is not a datastore"):
-        Datastore.open(folder)
-
-
 def test_another_tokenizer_is_refused_by_hash(folder: Path) -> None:
     manifest = Datastore.open(folder).manifest
     other = TokenizerIdentity(name="other", vocab_size=9, vocabulary="xyz", template="")
@@ -321,14 +293,6 @@ def test_a_freed_row_remembers_no_draft(store: str) -> None:
     made.extend(context([1, 2, 8], 3))
     (fresh,), (later,) = (one.propose(context([1, 2]), ROOMY) for one in (drafter(store), made))
     assert fresh.size and fresh.confidence == later.confidence
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_speculative_tokens": 0}, {"min_match": 0}, {"max_match": 1}, {"max_match": 65}, {"max_hits": 0}]
-)
-def test_senseless_options_are_refused(store: str, options: dict[str, int]) -> None:
-    with pytest.raises(ArgumentError, match="rest: "):
-        drafter(store, **options)
 
 
 def llm(checkpoint: Path, folder: Path) -> LLM:

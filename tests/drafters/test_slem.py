@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from contract.tongues import tongue
-from drafters.asking import BUDGETS, contexts, counted
+from drafters.asking import contexts, counted
 from drafters.asking import trees_of as propose
 from drafters.tongues import byte_level, sentencepiece, unigram
 from engine.conftest import byte_llama
@@ -20,7 +20,6 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
 from forerun.drafters.draft_models.token_bytes import TokenBytes
-from forerun.errors import ArgumentError
 from forerun.model import Target
 from llamas import tiny_llama
 
@@ -217,11 +216,6 @@ def test_what_reads_otherwise_with_the_text_behind_it_is_run_again() -> None:
     assert drafted(propose(made, [text])) == drafted(propose(rounds(num_speculative_tokens=3), [text]))
 
 
-@pytest.mark.parametrize(("nodes", "depth", "count"), BUDGETS)
-def test_the_budget_is_kept(nodes: int, depth: int, count: int) -> None:
-    assert len(drafted(propose(rounds(), [pairs("ab")], nodes=nodes, depth=depth))) == count
-
-
 def test_special_tokens_end_a_draft_and_are_drafted_by_their_own_name() -> None:
     words, theirs = byte_level(eos_token="<end>"), byte_level("code", eos_token="</s>", pad_token="<nothing>")
     letter = theirs.convert_tokens_to_ids("a")
@@ -241,12 +235,3 @@ def test_a_draft_that_knows_the_text_is_accepted() -> None:
     found = engine.generate([{"prompt_token_ids": pairs("ab")}], params)[0].outputs[0]
     assert found.text == (ROUND * 5)[2:98]
     assert found.speculation.mean_acceptance_length > 4
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [({"look_behind": 0}, "slem: look_behind"), ({"num_speculative_tokens": 0}, "slem: num_speculative_tokens")],
-)
-def test_senseless_options_are_refused(options: dict[str, int], says: str) -> None:
-    with pytest.raises(ArgumentError, match=says):
-        SlemConfig(model="x", **options)

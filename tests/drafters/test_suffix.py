@@ -20,7 +20,6 @@ from forerun.drafters.lookup import suffixes
 from forerun.drafters.lookup.drafts import NONE, SEPARATOR
 from forerun.drafters.lookup.suffix import OutputStore, SuffixAutomaton, SuffixConfig, SuffixDrafter
 from forerun.drafters.lookup.suffixes import ROOT, Arrays
-from forerun.errors import ArgumentError
 from forerun.types import Budget
 
 TEXTS = st.lists(st.sampled_from([0, 1, 2, 7, SEPARATOR]), max_size=40) | st.lists(st.integers(0, 1), max_size=40)
@@ -419,23 +418,3 @@ def test_vllms_names_are_understood() -> None:
     given = {"max_tree_depth": 32, "max_cached_requests": 50, "max_spec_factor": 2.0, "min_token_prob": 0.2}
     parsed = SpeculativeConfig.parse({"method": "suffix", **{f"suffix_decoding_{k}": v for k, v in given.items()}})
     assert parsed is not None and SuffixConfig(**parsed.drafter_options) == SuffixConfig(**given)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"num_speculative_tokens": 0},
-        {"max_tree_depth": 1},
-        {"max_spec_factor": -1},
-        {"max_spec_factor": 0},
-        {"min_token_prob": 1.5},
-        {"min_match": 0},
-        {"nodes": 0},
-        {"max_cached_requests": 1},
-        {"max_cached_tokens": 3},
-    ],
-    ids=str,
-)
-def test_senseless_options_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError, match=next(iter(options))):
-        drafter(**options)

@@ -129,13 +129,9 @@ def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobod
         ({"shape": (10,)}, VocabularyMismatchError, "10 children"),
         ({"tokenizer": None}, ArgumentError, "pass tokenizer="),
         ({"target_tokenizer": None}, ArgumentError, "pass target_tokenizer="),
-        ({"min_shared": -1}, ArgumentError, "min_shared"),
-        ({"draw": "idd"}, ArgumentError, "tli: draw"),
     ],
 )
-def test_vocabularies_that_share_too_little_and_senseless_options_are_refused(
-    options: dict[str, Any], error: type[Exception], says: str
-) -> None:
+def test_vocabularies_that_share_too_little_are_refused(options: dict[str, Any], error: Any, says: str) -> None:
     with pytest.raises(error, match=says):
         drafter(**options)
 

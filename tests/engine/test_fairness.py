@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.loads import DRAFTERS, drafter, engine, greedy, run, sampled
+from engine.loads import engine, greedy, run, sampled
 from engine.test_scheduling import Clock, passes
 from forerun import LLM
 from forerun.engine import core
@@ -56,28 +56,6 @@ def test_a_short_prompt_waits_for_at_most_two_chunks(
         assert others <= 2
     outputs, _ = run(llm)
     assert len(outputs) == long + 1
-
-
-@pytest.mark.parametrize("name", [*DRAFTERS, None])
-def test_answers_are_those_of_requests_alone_however_prompts_are_cut(
-    checkpoint: Path, draft_checkpoint: Path, name: str | None
-) -> None:
-    config = None if name is None else drafter(name, draft_checkpoint)
-    llm = engine(checkpoint, config, max_num_seqs=3, max_num_batched_tokens=24)
-    draw, jobs, outputs = random.Random(4), dict[str, tuple[list[int], Any]](), dict[str, Any]()
-    for index in range(12):
-        prompt = long_prompt(index, draw.choice((3, 11, 40, 90, 160)))
-        params = draw.choice((greedy(12), sampled(12, seed=index), greedy(9, n=2)))
-        jobs[llm.submit(prompt, params, client=draw.choice("abc"))] = prompt, params
-        for _ in range(draw.randrange(6)):
-            outputs |= {chunk.request_id: chunk.output for chunk in llm.engine.step() if chunk.output is not None}
-    outputs |= run(llm)[0]
-    assert llm.engine.preemptions > 0
-    alone = engine(checkpoint, config, max_num_seqs=1)
-    for request_id, (prompt, params) in jobs.items():
-        [expected] = alone.generate([prompt], params)
-        found = outputs[request_id]
-        assert [one.token_ids for one in found.outputs] == [one.token_ids for one in expected.outputs]
 
 
 def rows_of(llm: LLM) -> dict[str | None, int]:

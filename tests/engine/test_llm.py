@@ -275,21 +275,6 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-def test_a_drafter_that_raises_loses_its_drafts_not_the_answer(
-    plain: LLM, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    from forerun.drafters.lookup.ngram import NgramDrafter
-
-    def broken(self: NgramDrafter, *_: object) -> None:
-        raise RuntimeError("out of ideas")
-
-    monkeypatch.setattr(NgramDrafter, "propose", broken)
-    llm = LLM(str(checkpoint), dtype="float32", speculative_config=NGRAM)
-    with caplog.at_level(logging.WARNING):
-        assert ids(llm, PROMPTS, GREEDY) == ids(plain, PROMPTS, GREEDY)
-    assert "out of ideas" in caplog.text
-
-
 def test_acceptance_at_the_level_of_chance_is_said_once(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -69,20 +69,6 @@ def test_a_long_prompt_delays_the_others_by_one_piece(
     alike(outputs[late].outputs[0], alone.generate(TEXT, sampled(12, seed=12))[0].outputs[0])
 
 
-def test_pieces_do_not_depend_on_who_else_runs(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False)
-    seen = passes(llm, monkeypatch)
-    size = len(llm.generate(TEXT, greedy(2))[0].prompt_token_ids)
-    alone = [(begin, min(begin + 16, size)) for begin in range(0, size, 16)]
-    assert [piece for passing in seen for piece in passing.values()] == alone and len(alone) > 3
-    seen.clear()
-    for prompt in (TEXT[30:], TEXT, TEXT[:9]):
-        llm.submit(prompt, greedy(20))
-    run(llm)
-    assert all(begin % 16 == 0 for passing in seen for begin, _ in passing.values())
-    assert all(len(passing) * max(end - begin for begin, end in passing.values()) <= 16 for passing in seen)
-
-
 def test_short_prompts_share_a_pass(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=16, enable_prefix_caching=False)
     seen = passes(llm, monkeypatch)

@@ -98,9 +98,3 @@ def test_the_first_of_several_stops_wins() -> None:
     text = AnswerText(stops=("world", "lo w"), include_stop=False)
     assert text.add("hello world", search=True) == "lo w"
     assert text.text == "hel"
-
-
-def test_before_min_tokens_a_stop_string_is_ordinary_text() -> None:
-    text = AnswerText(stops=("x",), include_stop=False)
-    assert text.add("axb", search=False) is None
-    assert text.text == "axb"

@@ -123,6 +123,16 @@ def sample(config: EagleConfig, seed: int = 0, dtype: torch.dtype = torch.float3
     return HeadCheckpoint(config=config, tensors=tensors)
 
 
+Written = tuple[dict[str, Any], dict[str, Tensor]]
+"""A head's config.json and its tensors."""
+
+
+def written(config: EagleConfig = PLAIN, name: str = "flat") -> Written:
+    """A sample as a format writes it; the keys as they come back from JSON."""
+    keys, tensors = heads.format_named(name).write(sample(config), TARGET)
+    return json.loads(json.dumps(keys)), tensors
+
+
 def keys_of(folder: Path) -> dict[str, Any]:
     """What a head's config.json holds."""
     return json.loads((folder / "config.json").read_text())

@@ -23,16 +23,10 @@ from forerun.heads.files import (
     write_head,
 )
 from forerun.types import LAST_HIDDEN
-from heads.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, logits, sample, written_as
+from heads.samples import FIRST, FORMATS, PLAIN, TARGET, VARIANTS, Written, logits, sample, written, written_as
 
 IDS = "eagle_aux_hidden_state_layer_ids"
-Written = tuple[dict[str, Any], dict[str, Tensor]]
 CASES = [(name, variant) for name in FORMATS for variant in written_as(name)]
-
-
-def written(config: EagleConfig = PLAIN, name: str = "flat") -> Written:
-    keys, tensors = format_named(name).write(sample(config), TARGET)
-    return json.loads(json.dumps(keys)), tensors
 
 
 def read(keys: dict[str, Any], tensors: dict[str, Tensor], num_layers: int | None = None) -> HeadCheckpoint:

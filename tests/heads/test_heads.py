@@ -53,25 +53,6 @@ def test_without_a_head_the_error_says_where_to_get_one() -> None:
         engine(None)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"shape": (2, 2), "top_k": 3},
-        {"top_k": 0},
-        {"nodes": 0},
-        {"top_k": 2, "draw": "iid"},
-        {"draw": "idd"},
-        {"temperature": 0.0},
-        {"stop_below": 1.0},
-        {"shape": (2, 0)},
-    ],
-    ids=str,
-)
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ArgumentError):
-        engine(head(), **options)
-
-
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(
     length: int, monkeypatch: pytest.MonkeyPatch

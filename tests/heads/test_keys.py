@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from forerun.errors import CheckpointError
-from forerun.heads.eagle import EagleConfig
 from forerun.heads.engines import ENGINES, diagnose, worst
 from forerun.heads.files import differences, format_named, format_of, parse, read_files, read_head, write_head
 from forerun.heads.keys import MEANINGLESS, NEUTRAL
 from forerun.training.convert.settings import ARCHITECTURE_KEYS
-from heads.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample
+from heads.samples import FIRST, FORMATS, LLAMA3, PLAIN, TARGET, VARIANTS, sample, written
 
 PLACES = {
     "flat": ("", "eagle_config"),
@@ -31,11 +29,6 @@ PLACES = {
 EVERYWHERE = [(name, place) for name, places in PLACES.items() for place in places]
 UNKNOWN: dict[str, Any] = {"norm_after_attention": True, "depth_gain": [1, 2], "mixing": {"use_cache": 0.5}}
 """Of each sort that JSON has; the last looks as if its inside were known."""
-
-
-def written(name: str, config: EagleConfig = PLAIN) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    keys, tensors = format_named(name).write(sample(config), TARGET)
-    return json.loads(json.dumps(keys)), tensors
 
 
 def at(keys: dict[str, Any], place: str) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def test_what_means_nothing_is_kept_without_a_word(name: str, place: str, tmp_pa
 
 @pytest.mark.parametrize(("name", "place"), EVERYWHERE)
 def test_what_changes_the_computation_is_refused_by_name(name: str, place: str) -> None:
-    stored, tensors = written(name)
+    stored, tensors = written(name=name)
     for key, meaningless in NEUTRAL.items():
         keys = copy.deepcopy(stored)
         for value in (None, *meaningless):
@@ -79,7 +72,7 @@ def test_what_changes_the_computation_is_refused_by_name(name: str, place: str) 
 
 
 def test_a_token_id_of_0_is_a_token_id() -> None:
-    keys, tensors = written("flat")
+    keys, tensors = written()
     with pytest.raises(CheckpointError, match="ptd_token_id 0"):
         format_of(keys).read(keys | {"ptd_token_id": 0}, tensors)
 
@@ -127,14 +120,14 @@ def test_what_is_kept_survives_each_change_of_format_and_back(first: str, second
 
 
 def test_a_meaning_inside_an_object_that_this_format_does_not_have_is_reported() -> None:
-    keys, tensors = written("speculators")
+    keys, tensors = written(name="speculators")
     keys["transformer_layer_config"]["eagle_config"] = {"eh_proj_bias": True, "norm_before_fc": True, "bos_token_id": 1}
     head = format_of(keys).read(keys, tensors)
     assert head.unknown == ["eagle_config.eh_proj_bias", "eagle_config.norm_before_fc"]
 
 
 def test_a_key_in_two_places_with_two_values_is_refused() -> None:
-    keys, tensors = written("speculators")
+    keys, tensors = written(name="speculators")
     keys["gain"] = keys["transformer_layer_config"]["gain"] = 3
     assert format_of(keys).read(keys, tensors).unknown == ["gain"]
     keys["gain"] = 4
@@ -144,7 +137,7 @@ def test_a_key_in_two_places_with_two_values_is_refused() -> None:
 
 @pytest.mark.parametrize("proposals", [{"proposal_type": "greedy"}, [{"tokens": 3}], ["greedy", 3]])
 def test_proposals_that_are_none_are_refused(proposals: Any) -> None:
-    keys, tensors = written("speculators")
+    keys, tensors = written(name="speculators")
     keys["speculators_config"]["proposal_methods"] = proposals
     with pytest.raises(CheckpointError, match="proposal_methods of speculators_config"):
         format_of(keys).read(keys, tensors)
@@ -153,7 +146,7 @@ def test_proposals_that_are_none_are_refused(proposals: Any) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_key_that_is_null_is_absent(name: str) -> None:
     """ModelOpt's template writes its deprecated ones so."""
-    keys, tensors = written(name)
+    keys, tensors = written(name=name)
     before = format_of(keys).read(keys, tensors)
     for place in PLACES[name]:
         at(keys, place).update(dict.fromkeys([*MEANINGLESS, *NEUTRAL, *UNKNOWN]))
@@ -179,14 +172,14 @@ def test_a_key_that_is_null_is_absent(name: str) -> None:
     ],
 )
 def test_what_nothing_can_compute_is_refused_when_it_is_read(changes: dict[str, Any], words: str) -> None:
-    keys, tensors = written("flat")
+    keys, tensors = written()
     with pytest.raises(CheckpointError, match=words):
         format_of(keys).read(keys | changes, tensors)
 
 
 @pytest.mark.parametrize("kind", [{"rope_type": "default", "sections": [1, 2]}, {**LLAMA3, "sections": [1]}])
 def test_an_unknown_key_of_the_rotary_embedding_is_kept_and_reported(kind: dict[str, Any]) -> None:
-    keys, tensors = written("flat")
+    keys, tensors = written()
     head = format_of(keys).read(keys | {"rope_scaling": kind}, tensors)
     assert head.unknown == ["rope_scaling.sections"]
     assert format_named("flat").write(head, TARGET)[0]["rope_scaling"] == kind
@@ -202,7 +195,7 @@ def test_an_unknown_key_of_the_rotary_embedding_is_kept_and_reported(kind: dict[
     ],
 )
 def test_a_head_of_a_multimodal_target_reads_text_as_any_other(kind: dict[str, Any]) -> None:
-    keys, tensors = written("flat")
+    keys, tensors = written()
     head = format_of(keys).read(keys | {"rope_scaling": kind}, tensors)
     assert head.unknown == [] and head.config.rope_scaling is not None
     assert head.config.rope_scaling["rope_type"] == "default", "the three positions of a text token are the same"
@@ -214,7 +207,7 @@ def test_a_head_of_a_multimodal_target_reads_text_as_any_other(kind: dict[str, A
 
 def test_the_trainers_defaults_change_nothing_for_a_reader() -> None:
     """ModelOpt 0.38 to 0.42 writes the defaults of its parallel heads into a head that has none."""
-    keys, tensors = written("modelopt")
+    keys, tensors = written(name="modelopt")
     keys["eagle_config"] |= {"parallel_draft_step": 1, "parallel_draft_heads_num_layers": 1}
     assert format_of(keys).read(keys, tensors).unknown == []
     for name, key in ARCHITECTURE_KEYS.items():
@@ -258,9 +251,9 @@ def test_a_head_of_another_layout_is_refused_by_its_projects_name(
 
 
 def test_trtllms_name_of_the_normed_feedback_is_read_and_written() -> None:
-    keys, tensors = written("flat", VARIANTS["eagle-3.1"])
+    keys, tensors = written(VARIANTS["eagle-3.1"])
     assert keys["norm_output"] is True and keys["eagle_config"]["return_hidden_post_norm"] is True
-    assert "return_hidden_post_norm" not in written("flat")[0]["eagle_config"]
+    assert "return_hidden_post_norm" not in written()[0]["eagle_config"]
     before = format_of(keys).read(keys, tensors)
     del keys["norm_output"]
     assert differences(before, format_of(keys).read(keys, tensors)) == [], "as TensorRT-LLM alone would read it"
@@ -273,10 +266,10 @@ def test_trtllms_name_of_the_normed_feedback_is_read_and_written() -> None:
 
 def test_a_bias_is_announced_by_its_tensor() -> None:
     """``bias`` means the attention's biases to vLLM and SGLang; EAGLE-1's own code takes its absence for true."""
-    assert "bias" not in written("flat", VARIANTS["biases"])[0] and "bias" not in written("flat")[0]
-    assert written("flat", FIRST)[0]["bias"] is False and "bias" not in written("flat", VARIANTS["first_bias"])[0]
+    assert "bias" not in written(VARIANTS["biases"])[0] and "bias" not in written()[0]
+    assert written(FIRST)[0]["bias"] is False and "bias" not in written(VARIANTS["first_bias"])[0]
     for variant in ("biases", "first_bias"):
-        keys, tensors = written("flat", VARIANTS[variant])
+        keys, tensors = written(VARIANTS[variant])
         before = format_of(keys).read(keys, tensors)
         assert before.config.fc_bias
         assert differences(before, format_of(keys).read(keys | {"bias": True}, tensors)) == [], "as it was written once"

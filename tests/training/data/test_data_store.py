@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data import store as prepared
 from forerun.training.data.prepare import prepare
 from forerun.training.data.store import PackedWindows, PreparedData, Segment, coverage, draft_vocabulary, token_counts
-from forerun.writing import MANIFEST
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, random_documents, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
@@ -61,24 +59,6 @@ def test_a_file_cut_short_or_missing_is_refused_by_name(tmp_path: Path, name: st
     path.unlink()
     with pytest.raises(DataError, match=f"{name} is missing"):
         PreparedData(tmp_path / "data")
-
-
-def test_another_version_and_other_directories_are_refused(tmp_path: Path) -> None:
-    store(tmp_path / "data", DOCUMENTS)
-    path = tmp_path / "data" / MANIFEST
-    manifest = json.loads(path.read_text())
-    for content, message in (
-        (json.dumps(manifest | {"version": 99}), "version 99"),
-        (json.dumps(manifest | {"format": "x"}), "does not describe"),
-        (json.dumps(manifest | {"version": 1}), "older forerun wrote it, without.*forerun data prepare"),
-        (json.dumps({key: manifest[key] for key in ("format", "version")}), "has changed since it was written"),
-        ("{", "no JSON"),
-    ):
-        path.write_text(content)
-        with pytest.raises(DataError, match=message):
-            PreparedData(tmp_path / "data")
-    with pytest.raises(DataError, match="is not prepared data"):
-        PreparedData(tmp_path)
 
 
 def test_another_tokenizer_or_template_is_refused_by_name(tmp_path: Path) -> None:

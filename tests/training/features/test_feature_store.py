@@ -223,23 +223,6 @@ def test_a_document_is_compared_when_it_is_read_and_a_deleted_shard_made_anew(st
     assert all(torch.equal(FeatureStore(store.directory).read(d)[3], given[d][3]) for d in given)
 
 
-def test_another_version_and_a_broken_manifest_are_refused(store: FeatureStore) -> None:
-    path = store.directory / "manifest.json"
-    good = path.read_text()
-    for version, why in ((4, "another forerun wrote it"), (2, "an older forerun wrote it, without")):
-        path.write_text(good.replace('"version": 3', f'"version": {version}'))
-        with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3: {why}.*forerun features"):
-            FeatureStore(store.directory)
-        with pytest.raises(DataError, match=f"format version {version}, this forerun reads 3"):
-            FeatureWriter(store.directory, store.manifest)
-    path.write_text(good[:40])
-    with pytest.raises(DataError, match=r"manifest\.json is no JSON"):
-        FeatureStore(store.directory)
-    path.unlink()
-    with pytest.raises(DataError, match="is not a feature store"):
-        FeatureStore(store.directory)
-
-
 def test_a_shard_cut_short_or_missing_is_refused_by_name_and_size(store: FeatureStore) -> None:
     path = store.directory / "shard-00001.bin"
     size = path.stat().st_size

@@ -177,13 +177,6 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path: Path) -> None:
     assert asked == [4, 4], "made up for once, and known to the checkpoint since"
 
 
-def test_a_copied_checkpoint_is_gone_on_from(tmp_path: Path) -> None:
-    run(tmp_path / "one", steps=4, save_every_steps=2)
-    shutil.copytree(tmp_path / "one" / "checkpoint-2", tmp_path / "two" / "checkpoint-2")
-    train(Toy(), Numbers(), settings(steps=4, save_every_steps=2), tmp_path / "two")
-    same_files(tmp_path / "one" / "checkpoint-4", tmp_path / "two" / "checkpoint-4")
-
-
 def test_a_copied_checkpoint_without_the_best_weights_says_what_is_missing(tmp_path: Path) -> None:
     """Before it trains; the best ones are copied, too, or forgotten."""
 

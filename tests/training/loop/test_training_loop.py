@@ -29,7 +29,7 @@ from forerun.training.loop.distributed import Parallel
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, tracker
 from forerun.training.loop.trainer import rate_factor
-from forerun.training.loop.update import Muon, build_optimizers, select_muon_parameters
+from forerun.training.loop.update import Muon, build_optimizers
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 
@@ -63,10 +63,6 @@ class _Products(TorchFunctionMode):
         if function in (torch.addmm, torch.Tensor.matmul, torch.Tensor.__matmul__):
             self.dtypes.add(args[0].dtype)
         return function(*args, **(kwargs or {}))
-
-
-def test_muon_moves_the_matrices_of_the_layers_and_nothing_else() -> None:
-    assert select_muon_parameters(Head()) == {"layers.0.weight", "layers.1.weight", "frozen.weight"}
 
 
 def test_optimizers_share_the_trainable_parameters_and_decay_only_matrices() -> None:
