@@ -1,7 +1,5 @@
 """An OpenAI-compatible endpoint that gives one answer to everything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """What every test module shares: loggers are left as they were found, workers do not fight for the cores, and nothing
 fails for having been slow."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import logging

@@ -1,7 +1,5 @@
 """Bytes of stored files that change on the disk, one after the other."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

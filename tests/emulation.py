@@ -3,8 +3,6 @@
 Where the processor has them they run as they are, so that a test which asks for them is skipped nowhere.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

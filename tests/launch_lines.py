@@ -1,7 +1,5 @@
 """Options of `forerun deploy`, and the command that it prints for them; the engines' own parsers read these, too."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

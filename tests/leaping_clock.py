@@ -5,8 +5,6 @@ another factor at every look, and leaps now and then. ``LEAPS`` seeds it. `time.
 on as ever.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -1,7 +1,5 @@
 """The tiny random Llama of all tests, and heads of its size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

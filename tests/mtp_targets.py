@@ -1,7 +1,5 @@
 """Tiny random targets whose checkpoints bring MTP layers, and what transformers' own layers say that these draft."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -7,8 +7,6 @@ A fault is found by its old text, which stands once in `src`: so the list outliv
 changed the command says so, and the fault is written anew.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

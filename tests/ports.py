@@ -1,7 +1,5 @@
 """Ports that nobody listens on."""
 
-from __future__ import annotations
-
 import socket
 from contextlib import ExitStack
 

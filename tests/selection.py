@@ -1,7 +1,5 @@
 """What `make test` runs of many cases that are alike: one of each kind. `make test-slow` runs the others."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """What differs from device to device."""
 
-from __future__ import annotations
-
 import torch
 
 from forerun.devices import attention_kernels

@@ -1,7 +1,5 @@
 """What README and CONTRIBUTING claim is there, and the drafter that the documents show works as it stands."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """The list of planted faults: each has one place in the source, and tests that there are."""
 
-from __future__ import annotations
-
 import pytest
 
 from mutations import FAULTS, ROOT

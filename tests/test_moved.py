@@ -1,7 +1,5 @@
 """Modules that had another place before 0.2 are found under their old names, with a warning that names the new one."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Brackets are counted as a JSON parser would meet them, whatever stands in strings, and in linear time."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """What is installed: wheel and sdist are built from the checkout, looked into, and the wheel is used from elsewhere."""
 
-from __future__ import annotations
-
 import datetime
 import email
 import json

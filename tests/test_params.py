@@ -1,7 +1,5 @@
 """Sampling parameters: what is refused when the request is made, and what reads as greedy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

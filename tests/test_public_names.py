@@ -1,7 +1,5 @@
 """The public namespace is complete and sorted, and what must be cheap to import is."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """House style, measured with `ast`: full annotations, docstrings on public names, no endless function or file."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What `forerun train` leaves behind, without the training."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of heads in the benchmark share: a head for `lively_llama`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

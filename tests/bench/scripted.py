@@ -1,7 +1,5 @@
 """A server that answers by script, as other engines do: models, metrics, streamed answers, and every way to fail."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

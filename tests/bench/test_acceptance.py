@@ -1,7 +1,5 @@
 """Acceptance of a head by shape of the draft, its goals and its report; the head's arms in the speed part."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from functools import partial

@@ -1,7 +1,5 @@
 """The goals of training: runs of seconds train, stop, go on and are measured beside their goals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The part `heads`: every head in its forms at equal drafted nodes, and the goals that come of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

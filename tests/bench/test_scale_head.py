@@ -1,7 +1,5 @@
 """An enlarged head beside the enlarged target drafts what the small head drafts beside the small target."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

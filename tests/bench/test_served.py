@@ -1,7 +1,5 @@
 """`forerun bench`: what is asked, when, what is counted, what is said of it; against servers that answer by script."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

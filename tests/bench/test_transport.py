@@ -1,7 +1,5 @@
 """The transport bound against its definition by brute force, and what rules reach against their exact distributions."""
 
-from __future__ import annotations
-
 from itertools import chain, combinations, pairwise, permutations, product
 
 import pytest

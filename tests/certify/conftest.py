@@ -1,7 +1,5 @@
 """The engine tests' tiny checkpoints."""
 
-from __future__ import annotations
-
 from engine.conftest import checkpoint, draft_checkpoint
 
 __all__ = ["checkpoint", "draft_checkpoint"]

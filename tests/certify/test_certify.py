@@ -1,7 +1,5 @@
 """The whole report on a tiny model, and that planted bugs make it fail."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

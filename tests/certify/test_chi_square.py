@@ -1,7 +1,5 @@
 """The chi-square test: its arithmetic, its cells, and that it tells a wrong distribution from the right one."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """certify on composites that sample, as users get them: they pass, and a rule chosen by the drawn tree fails."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """The engine tests' tiny checkpoints, and the command line as a function."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

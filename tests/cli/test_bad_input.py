@@ -3,8 +3,6 @@
 What is refused before a library is imported: `test_first_second`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

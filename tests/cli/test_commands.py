@@ -1,7 +1,5 @@
 """Every verb on a tiny model: data on stdout, the rest on stderr, one clear line and exit code 2 for bad input."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

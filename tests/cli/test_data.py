@@ -1,7 +1,5 @@
 """``forerun data``: figures on stdout, one JSON line if asked for, one clear error for bad input."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``forerun datastore``: figures on stdout, one JSON object if asked for, one clear error for bad input."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

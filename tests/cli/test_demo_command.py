@@ -1,7 +1,5 @@
 """``forerun demo``: both arms, honest figures, the right exit code."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``forerun demo`` with real questions: both arms side by side, honest figures, the shipped pair without a network."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """``forerun export`` and ``forerun doctor HEAD``: the shipped target, a fresh head, exit codes and JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

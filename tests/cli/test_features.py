@@ -1,7 +1,5 @@
 """``forerun features`` on a tiny target: says how much beforehand, goes on where it stopped, refuses clearly."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """What is wrong for all to see is said within the first second: before torch and transformers are imported."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

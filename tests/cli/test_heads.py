@@ -1,7 +1,5 @@
 """The catalogue of public heads: found by target, each with its hub id."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

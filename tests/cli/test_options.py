@@ -1,7 +1,5 @@
 """Options to the Python API's arguments."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

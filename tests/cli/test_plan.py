@@ -1,7 +1,5 @@
 """``forerun plan`` and ``forerun calibrate`` on the command line: figures, JSON, refusals, and no torch on paper."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

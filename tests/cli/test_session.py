@@ -1,7 +1,5 @@
 """Colours, JSON and the line of statistics."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

@@ -1,7 +1,5 @@
 """``forerun tune skip-layers``: what it writes, what reads it, how it ends."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -7,8 +7,6 @@ engine's own `Completion`. What comes out, completed by the target where the ans
 distribution of whole answers. The reference is transformers' own: logits of a pass without a cache, temperature, top-p.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import defaultdict
@@ -72,7 +70,7 @@ class ToyMatcher:
     def allowed(self, output: Sequence[int]) -> list[int]:
         return [token for token in range(VOCABULARY) if not output or token != sum(output) % VOCABULARY]
 
-    def deep_copy(self) -> ToyMatcher:
+    def deep_copy(self) -> "ToyMatcher":
         return copy.deepcopy(self)
 
     def is_error(self) -> bool:

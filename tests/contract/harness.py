@@ -4,8 +4,6 @@ A new drafter is tested without a line here. Where it needs options to run on th
 drawing, `VARIANTS` names them.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import random

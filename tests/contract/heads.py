@@ -1,7 +1,5 @@
 """Small random heads of every kind for a tiny target: mostly wrong, so that every path is walked."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each `Misbehaviour` is a steady drafter that does one thing wrong, and notes that it did.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A draft keeps to its budget, and with a smaller one a chain is the beginning of what it would have been."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

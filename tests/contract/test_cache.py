@@ -1,7 +1,5 @@
 """After every commit the caches of target and drafter hold what a fresh prefill of the same tokens would put there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

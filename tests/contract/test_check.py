@@ -1,7 +1,5 @@
 """What ``forerun drafters check`` says of drafters that are right, and of those with a fault of each kind."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Whatever NaN or infinity a cache row held, whoever is given it next is answered as if it had never been used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

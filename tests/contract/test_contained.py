@@ -1,7 +1,5 @@
 """Whatever a drafter does wrong, wherever it stands: no request is harmed, and what it did is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,8 +1,6 @@
 """Under control the distribution is the target's and greedy text is the target's own, however the decisions turn
 out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any

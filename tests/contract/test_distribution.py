@@ -1,7 +1,5 @@
 """Sampled answers follow the target's distribution exactly, whoever drafts and whichever lossless rule judges."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An answer ends where plain decoding ends it, also when the end falls inside an accepted block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Every registered drafter that can sample, under control and without; then a planted bug at each stage.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """In float32 greedy output is the target's own, token by token, as transformers' forward without a cache says it is."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

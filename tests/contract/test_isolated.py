@@ -4,8 +4,6 @@ A draft shows what its drafter has read, to whoever reads traces, counts accepte
 is drafted for as on an engine that never saw another: the same tokens, drawn alike, with the same confidence.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A drafter that is shown a prompt piece by piece drafts what it drafts of a prompt that it was shown at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a drafter records is what it drew from, and whether a node is submitted never depends on its own value."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """However wrong the distributions are that a drafter draws from, answers stay what they were."""
 
-from __future__ import annotations
-
 import pytest
 
 from contract.harness import LEVEL, PROMPTS, Variant, as_prompts, expected, installed, llm, p_value, sample, tokens_of

@@ -1,7 +1,5 @@
 """Two tokenizers for the tiny models: of twelve tokens each, nine of which spell the same in both."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Drafters that draw from distributions as wrong as can be; those that break their contract: `misbehaving`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ The text is fixed in advance. A drafter that copies proposes it with errors; one
 coin. Time is added up from the world's costs, so nothing here depends on a clock.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,8 +1,6 @@
 """Something else runs on the machine for a while: the policy drafts again when it has ended, and little is lost by
 trying where drafts do not pay."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Callable

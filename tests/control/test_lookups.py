@@ -1,7 +1,5 @@
 """When copying drafters are asked follows what they save, how much they are asked for what is taken of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.control.explore import LookupTrials, settle

@@ -1,7 +1,5 @@
 """The parts: what may be pruned, what a drafter is shown, what `auto` is made of, what a failing drafter leaves."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Sequence

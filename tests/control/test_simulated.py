@@ -1,7 +1,5 @@
 """The policy against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
 
-from __future__ import annotations
-
 import logging
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """When a drafter with a forward pass is tried although its figures speak against it, and which rows it is good for."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Estimates of survival: sensible before anything was seen, right after much was."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,6 @@
 """Every lossless rule emits exactly the target's distribution: all outcomes enumerated, over shapes, drawings and
 worlds."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import pytest

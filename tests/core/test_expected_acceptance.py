@@ -1,7 +1,5 @@
 """How much each rule keeps: exact expectations against published figures, formulas and upper bounds."""
 
-from __future__ import annotations
-
 from itertools import chain, product
 
 import pytest

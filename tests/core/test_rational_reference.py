@@ -1,7 +1,5 @@
 """The real rules against an independent implementation in rational numbers, verdict by verdict."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from fractions import Fraction

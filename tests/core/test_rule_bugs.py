@@ -1,7 +1,5 @@
 """Bugs that shipped elsewhere, planted here: each shows in the exact distribution or in the exact acceptance."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

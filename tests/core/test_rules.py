@@ -1,8 +1,6 @@
 """What a rule promises besides its distribution: the next token's kind, T = 0, real vocabularies, float32, probes,
 defaults."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Logits to distribution against a plain reference, processors exact per path, and rng: fair, keyed, independent."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

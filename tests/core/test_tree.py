@@ -1,7 +1,5 @@
 """The token tree: masks against brute force, what is merged, cut, joined and packed."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

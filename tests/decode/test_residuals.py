@@ -1,7 +1,5 @@
 """Residuals computed beforehand: rules that read them emit the target's distribution, and do what they do on a CPU."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The largest of many logits, found without computing with them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

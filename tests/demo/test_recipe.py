@@ -1,7 +1,5 @@
 """What the demo recipe trains on and how: edits are right, and both roles take a step and resume where they stopped."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import itertools

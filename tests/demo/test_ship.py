@@ -1,7 +1,5 @@
 """The last stage of the demo recipe, on a tiny model: an ordinary checkpoint, complete or not at all."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator

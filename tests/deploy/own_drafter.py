@@ -1,7 +1,5 @@
 """Drafters as somebody might write them outside of forerun."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

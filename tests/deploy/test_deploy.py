@@ -1,7 +1,5 @@
 """``forerun deploy``: the commands of every engine, what each cannot do, and files that fit the published schemas."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools

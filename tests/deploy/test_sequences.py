@@ -1,7 +1,5 @@
 """A drafter behind an engine that moves rows about and tells no ids: the same drafts as if each request were alone."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

@@ -1,8 +1,6 @@
 """A head in its engine beside forerun: what the comparison says of an engine that answers well, badly, or not at all;
 vLLM's plan, llama.cpp's conversion and its server's stream."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence

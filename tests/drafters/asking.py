@@ -1,7 +1,5 @@
 """How drafters are asked in these tests: texts in rows, a budget, and what a tree holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

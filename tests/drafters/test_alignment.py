@@ -1,7 +1,5 @@
 """Between two tokenizers: token bytes, shared tokens, aligned texts. Checked against the tokenizers' own decoding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 What remains is submitted by no value of its own, so the output keeps the target's distribution exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path

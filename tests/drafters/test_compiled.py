@@ -1,7 +1,5 @@
 """What all compiled code shares: the compiler, what is known of a copied token, what is learned of a draft."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Drafters made of drafters: who is asked, how trees are joined, and that a cascade drafts what its model would."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The draft model: its vocabulary, its budget, its cache. That it is lossless is shown in tests/contract."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

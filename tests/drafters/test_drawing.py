@@ -1,7 +1,5 @@
 """Children drawn from distributions, node by node on the host and a level at once, and EAGLE-2's dynamic tree."""
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Early exit: the target's answers, no layer twice for a token, in batches of every kind; heads and exits refused."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Following a text that is copied with changes, in the same sequence or another one, or a predicted answer."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Sequence

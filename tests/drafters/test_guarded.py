@@ -1,7 +1,5 @@
 """What a tree must be before it is scored, and rows that a drafter has failed, which are closed to it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -300,7 +298,7 @@ class Noting(Drafter):
 class Rows(list[int]):
     """Scores, as far as they are asked to be of some rows."""
 
-    def of(self, members: Sequence[int]) -> Rows:
+    def of(self, members: Sequence[int]) -> "Rows":
         return Rows(self[index] for index in members)
 
 

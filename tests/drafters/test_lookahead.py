@@ -1,7 +1,5 @@
 """Lookahead and Jacobi: the published mask and positions, the published update, the pool's bounds, what is copied."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompt lookup: what is found, in which order, and that no stale place is ever copied from."""
 
-from __future__ import annotations
-
 import gc
 import random
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Options that make no sense are refused by the names of drafter and option, before anything is built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

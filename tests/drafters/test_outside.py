@@ -1,7 +1,5 @@
 """A drafter outside of forerun, named ``module:Class``, is one like any other; what is none says so."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

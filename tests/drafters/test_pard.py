@@ -1,7 +1,5 @@
 """PARD drafts in one pass, drops what its masks leave behind, and keeps to its context. Lossless: tests/contract."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

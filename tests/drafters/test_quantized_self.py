@@ -1,7 +1,5 @@
 """The rounded twin: what it computes, what it shares, what it leaves alone. That it is lossless: tests/contract."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -4,8 +4,6 @@ A traced graph stands for the CUDA graph: like that it has the first call's cour
 proof needs no graph: on the meta device there are no values to read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

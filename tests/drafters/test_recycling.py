@@ -1,7 +1,5 @@
 """Token Recycling: the matrix against a naive loop, the tree against brute force, the file against everything."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """Datastores against a plain search and every damage by name; what is drafted from them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A request that comes to the end of a draft model's context goes on without drafts, and the others keep theirs."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import ExitStack
 

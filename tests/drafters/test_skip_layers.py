@@ -1,7 +1,5 @@
 """Drafting without some sub-layers: what a draft pass computes, where it stops, and the searches for a set."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """String-level exact match: what is drafted, where it is aligned, what is run. Losslessness: tests/contract."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The contract suite's own tests, the passes it takes, what is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Iterator

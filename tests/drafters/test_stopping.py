@@ -1,8 +1,6 @@
 """Early stopping: what each rule says of a distribution, that the text keeps its distribution, and that taking back a
 token would not."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Suffix decoding: the automaton against brute force; what is drafted, how much, and what is kept of past answers."""
 
-from __future__ import annotations
-
 import importlib.util
 import random
 from collections import Counter

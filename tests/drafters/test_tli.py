@@ -1,8 +1,6 @@
 """Token-level intersection: whose distribution is drafted from, what is read, what is refused. Losslessness:
 tests/contract."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A decoder that repeats its layers, as the drafter of ``examples/speed.py`` wants it."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from pathlib import Path

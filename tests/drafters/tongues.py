@@ -1,7 +1,5 @@
 """Small tokenizers of every kind: byte-level BPE, sentencepiece's BPE and Unigram, WordPiece, whole words."""
 
-from __future__ import annotations
-
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 

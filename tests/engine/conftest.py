@@ -1,7 +1,5 @@
 """A tiny Llama with a byte-level tokenizer, written as an ordinary checkpoint; random, but sharp."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafters on the tiny target and engines under a load: what the tests of the scheduler share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same engine under asyncio."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Whatever a conversation says is text: control tokens, such as marks of roles, come from the chat template alone."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

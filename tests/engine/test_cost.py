@@ -3,8 +3,6 @@
 No test here depends on how long anything takes: clocks are replaced where a time matters.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

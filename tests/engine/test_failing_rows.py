@@ -1,7 +1,5 @@
 """A request whose numbers fail ends alone, with the reason; those beside it get what they would get alone."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

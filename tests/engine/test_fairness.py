@@ -1,7 +1,5 @@
 """Nobody waits long for others' long prompts and many answers, counted in passes, in tokens, on a simulated clock."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Structured outputs hold for every drafter, and the drafts change nothing about them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

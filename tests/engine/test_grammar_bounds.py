@@ -1,7 +1,5 @@
 """What a grammar may cost: it is refused, or it ends its own answer, and the process and the other answers go on."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

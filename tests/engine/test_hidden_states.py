@@ -1,7 +1,5 @@
 """A drafter that asks for hidden states gets those of the token before each fresh one, after prompts and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``model.generate(custom_generate=forerun.hf(...))`` against transformers' own loop."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any

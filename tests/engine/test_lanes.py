@@ -1,7 +1,5 @@
 """The threads in which requests are prepared."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import AsyncIterator

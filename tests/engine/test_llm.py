@@ -1,7 +1,5 @@
 """The public face: what users of vLLM and transformers type, and that speculation changes nothing of what comes out."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Another head or draft model takes the place of the one that drafts while requests run, and no answer changes."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

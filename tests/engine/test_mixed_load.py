@@ -1,7 +1,5 @@
 """64 requests of all kinds at once, in an engine that is too small for them: each is answered as if it were alone."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A token whose keys and values are NaN harms no later occupant of its row, and no request that only drafted it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

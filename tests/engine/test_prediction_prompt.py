@@ -1,7 +1,5 @@
 """A prediction travels from the prompt to the drafter, by every door, and never changes an answer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

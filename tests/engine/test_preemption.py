@@ -1,7 +1,5 @@
 """An answer that gives its row back and goes on later says the same as one that never had to."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A prompt that begins like what a row holds is read from there on only, and answered as on a fresh engine."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Whose turn it is: prompts in pieces between decoding steps, rows shared fairly, answers whose time is up."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The seed of an engine and of a request: a run repeats, its answers differ, and a request's own seed is its own."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Detokenizing and stop strings, token by token."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

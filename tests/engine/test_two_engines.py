@@ -1,7 +1,5 @@
 """Engines of one process do not harm each other: not by module state, by a model that they share, or by loading."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import itertools

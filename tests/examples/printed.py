@@ -1,7 +1,5 @@
 """What the documents print: their commands and blocks of Python, in order."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -3,8 +3,6 @@
 The one table for `test_printed_commands`: a command is run with these, or is named here with the reason why not.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

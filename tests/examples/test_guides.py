@@ -1,7 +1,5 @@
 """Recipes are complete; every key, default and variant that the guides name is true."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

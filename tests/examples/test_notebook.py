@@ -1,7 +1,5 @@
 """The tutorial notebook is stored clean and runs from top to bottom. Its sizes follow FORERUN_EXAMPLE_STEPS."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

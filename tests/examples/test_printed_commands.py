@@ -4,8 +4,6 @@ A page is one session: what it prints is typed in order, in a fresh folder, in t
 the place of the reader's models and files, and what is only parsed, and why; a line that it does not know is a failure.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
 """Small EAGLE heads of every variant, the target that they fit, and what a head computes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """DFlash, DFlash 2, Domino and DSpark: what an objective computes is what is drafted; losses, anchors, corrections."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """DFlash's public formats: written and read bit for bit, contradictions refused by name."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The objectives of EAGLE-3 and EAGLE-1 against written-out references, attention's gradients, and noise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

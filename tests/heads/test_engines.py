@@ -1,7 +1,5 @@
 """The traps of every serving engine, as findings; and exports that keep out of them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

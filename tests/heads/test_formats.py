@@ -1,7 +1,5 @@
 """Every format gives back what it was given, speaks the public keys, and refuses what it cannot mean."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Directories: what is read, what is refused, and that nobody's data is ever replaced."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -174,7 +172,7 @@ class MultimodalConfig:
     architectures = ("SeeingForConditionalGeneration",)
     num_hidden_layers, hidden_size, vocab_size = 6, 32, 100
 
-    def get_text_config(self, decoder: bool) -> MultimodalConfig:
+    def get_text_config(self, decoder: bool) -> "MultimodalConfig":
         return self
 
 

@@ -1,7 +1,5 @@
 """Drafters that run a draft head: what they refuse, what they need, and that the head sees what it was trained on."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

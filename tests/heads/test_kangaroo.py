@@ -1,7 +1,5 @@
 """Kangaroo: what its objective computes is what it drafts, no layer runs twice for a token, the second exit, trees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keys that no reader asks for, at every place of every format: kept, refused or reported, and never passed over."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import json

@@ -1,7 +1,5 @@
 """EAGLE-3 heads with DeepSeek's latent attention: the equations, a public file, training, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which states of the target a file of an EAGLE-3 head means: every publisher's list of layers, in its own counting."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What engines' loaders leave unfilled, lose or stop at: of what we write, and of files with one fault each."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

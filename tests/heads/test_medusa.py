@@ -1,7 +1,5 @@
 """Medusa: what its objective computes is what it drafts; its tree, its start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

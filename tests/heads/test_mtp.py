@@ -1,7 +1,5 @@
 """MTP layers draft what transformers' own layers say, module by module and recursively; FastMTP's loss, written out."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

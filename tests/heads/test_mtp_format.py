@@ -1,7 +1,5 @@
 """MTP layers in targets' checkpoints: read where they lie, written by themselves, stitched back bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex
@@ -216,7 +214,7 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def __init__(self, *given: Any) -> None:
             self.inner = opened(*given)
 
-        def __enter__(self) -> Noted:
+        def __enter__(self) -> "Noted":
             self.file = self.inner.__enter__()
             return self
 

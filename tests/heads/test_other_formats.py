@@ -1,7 +1,5 @@
 """The public formats of Medusa, P-EAGLE, Hydra, MLP speculators and Kangaroo: read as they were written, or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shlex

@@ -1,7 +1,5 @@
 """PARD draft models for engines: what ``forerun doctor`` and ``forerun export`` say, copy and refuse."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """P-EAGLE: what its objective computes is what it drafts; its loss, its conditional drop, and that training helps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Faults that are planted in a head's files one by one: ``forerun doctor`` finds each, and says what to do."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Hydra and the MLP speculator: what their objective computes is what they draft; their loss, their start."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Shapes of heads and settings of objectives that make no sense, of every kind: refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The head in training is the head in drafting, step by step, and both are a reference that has no mask."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

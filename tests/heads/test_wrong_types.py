@@ -1,8 +1,6 @@
 """Every key of every format's ``config.json`` with a value of another type: a head, or an error that says what is
 wrong; never another exception. So in the whole of what ``forerun doctor`` reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The chunked loss is the plain one: value and gradients, for every divergence, whatever the chunk."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """FlexAttention over packed documents gives what the blockwise attention gives, and its blocks miss nothing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

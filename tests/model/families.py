@@ -1,7 +1,5 @@
 """Small random models of every family that the target claims, and what a plain forward of a token path says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny GGUF files, written by the package ``gguf`` as llama.cpp's converter writes large ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

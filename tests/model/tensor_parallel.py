@@ -1,7 +1,5 @@
 """One process of the tensor-parallel test; started by torchrun with the checkpoint as its argument."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Rows, slots, masks and buckets: what the families do not show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

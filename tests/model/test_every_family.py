@@ -1,7 +1,5 @@
 """Every causal LM of transformers, small and random: it is served as its own generate answers, or refused in words."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from itertools import cycle

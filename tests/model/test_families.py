@@ -1,7 +1,5 @@
 """Every family: ragged rows, branching trees and uneven acceptance must reproduce plain forwards of each path."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,8 +1,6 @@
 """GGUF files as models: the weights, tokenizer and chat template that transformers reads there; what is kept; and what
 is refused."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Layer ranges on the same cache: parts put together are the whole, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig

@@ -1,7 +1,5 @@
 """The memory plan: what it counts is what is allocated, and it speaks before anything is loaded."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Offloaded, adapted and quantised targets go through the same door, and score a tree like their own plain forward."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

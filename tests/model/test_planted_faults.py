@@ -1,8 +1,6 @@
 """The self-check sees every fault that is planted, in models of several kinds and in every dtype, and none in the sound
 model. What it sees of a trained model: `tests/real/test_planted_faults.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A pass that the first layers have begun is completed: the logits of a whole pass, and no layer twice for a token."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The self-check passes for every family, sees each way a model can fail to follow the tree, and is done once."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

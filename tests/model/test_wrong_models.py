@@ -1,7 +1,5 @@
 """What is no model, through every door: one line that names what was typed, and the exit code of bad input."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

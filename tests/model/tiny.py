@@ -1,7 +1,5 @@
 """A small random model of any family that transformers knows as a causal LM, without a line for each family."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Kernels are compiled once, whoever asks at the same time, and nobody else's file is ever run."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import stat

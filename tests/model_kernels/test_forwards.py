@@ -1,7 +1,5 @@
 """Faster forwards stand on the modules that they fit, change no answer, and step aside where they do not apply."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace

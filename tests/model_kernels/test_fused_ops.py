@@ -1,7 +1,5 @@
 """The kernels between a layer's products compute what transformers' modules compute, and a token's bits are its own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

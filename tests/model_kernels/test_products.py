@@ -1,7 +1,5 @@
 """Products in C: right, and a row's bits depend on nothing but the row, in every build and every way to multiply."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

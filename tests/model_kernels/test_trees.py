@@ -1,7 +1,5 @@
 """A node of a tree has the bits of plain decoding: in attention alone, and in whole models with what they keep."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

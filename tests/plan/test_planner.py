@@ -1,7 +1,5 @@
 """From acceptance and costs to a plan and a verdict; prompts files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

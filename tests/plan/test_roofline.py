@@ -1,7 +1,5 @@
 """The roofline, the devices and the assumptions: the sheet's figures come out of the formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.errors import ArgumentError

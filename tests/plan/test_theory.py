@@ -1,7 +1,5 @@
 """The formulas: the table of the reference, its list of best draft lengths, trees by brute force, and simulation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """The real model: an engine for each dtype, made once for all tests, and the checkpoint as transformers runs it."""
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

@@ -5,8 +5,6 @@ embeddings, interleaved ropes, experts. Where an architecture has a norm more (`
 the size that it has on average, and the model is another one, but still a trained one.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What every drafter answers on a real model is what the model answers without it, and what transformers answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """Trained weights in other architectures than their own: each loads by plain defaults in bf16, keeps the kernels that
 suit it and no others, and writes with trees what it writes without."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doors to the engine with a real model behind them: the server, `forerun.hf`, the proof, training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The real model in its own dtype: every fault of forerun's own parts that is planted is seen, and none without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

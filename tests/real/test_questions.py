@@ -3,8 +3,6 @@
 Any file that ``forerun data`` reads will do; Spec-Bench's is where the maintainers keep their data.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from functools import cache

@@ -1,8 +1,6 @@
 """``/v1/messages`` through Anthropic's official client: whole, streamed event by event, with calls, with reasoning, and
 what is refused."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

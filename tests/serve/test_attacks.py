@@ -1,7 +1,5 @@
 """Beside every attack that we know, another user is served within a second, and memory comes back."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

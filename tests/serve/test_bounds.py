@@ -1,7 +1,5 @@
 """What a request may cost is bounded before it reaches the engine, and what is large keeps nobody waiting."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

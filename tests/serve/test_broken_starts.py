@@ -1,7 +1,5 @@
 """A start that fails ends the command: an exit code that is not 0 and one clear message, within seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -62,7 +60,7 @@ class Scene:
         """A head for another target."""
         return str(shutil.copytree(self.draft, self.folder / "head"))
 
-    def words(self, start: str | Callable[[Scene], list[str]]) -> list[str]:
+    def words(self, start: "str | Callable[[Scene], list[str]]") -> list[str]:
         """Behind ``forerun serve``; in a text capitals stand for paths, and for a port in use."""
         if callable(start):
             return start(self)

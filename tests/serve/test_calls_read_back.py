@@ -1,7 +1,5 @@
 """Calls written by templates as the models' own write them are read back as they were: any values, any cuts."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

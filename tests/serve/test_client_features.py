@@ -1,8 +1,6 @@
 """What the answers to special parameters hold: log-probabilities of prompts, token ids, counts as they grow,
 prompts cut or continued, calls that are named. With the official client where it knows the parameter."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Options from a file: flags win over the environment, and that over the file; nothing in it is ignored."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, get_type_hints
 

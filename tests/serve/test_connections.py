@@ -1,7 +1,5 @@
 """Connections that come in crowds, that never say what they want, and that never read what they asked for."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

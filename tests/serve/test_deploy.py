@@ -1,7 +1,5 @@
 """The files in ``deploy/`` are well formed, and the dashboard asks for metrics that there are."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re

@@ -1,7 +1,5 @@
 """Clients that leave in the middle, many at once: the others notice nothing, and no row stays taken."""
 
-from __future__ import annotations
-
 import random
 import threading
 from contextlib import suppress

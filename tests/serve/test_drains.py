@@ -1,7 +1,5 @@
 """From the signal on: all is answered or cut off, and the process is gone when its drain time is over."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """What stands beside the answers: the model's card, probes, HEAD, HTTPS, a path in front of all paths."""
 
-from __future__ import annotations
-
 import shutil
 import ssl
 import subprocess

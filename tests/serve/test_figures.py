@@ -1,7 +1,5 @@
 """Tokens per pass is one figure wherever it is told: the passes are counted here independently, where they are run."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whatever is sent, the answer is one that the OpenAPI description names, in OpenAI's envelope, and never a 500."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

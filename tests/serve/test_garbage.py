@@ -1,7 +1,5 @@
 """A server that has answered thousands of requests holds no more objects than one that has answered a few."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

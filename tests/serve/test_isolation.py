@@ -4,8 +4,6 @@ Over HTTP, at the server as it is run: while the others are answered, one reques
 answers of a run without it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence

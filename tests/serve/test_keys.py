@@ -1,7 +1,5 @@
 """One API key learns nothing of another's requests from a live server, and takes none of its turns."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import json
@@ -64,7 +62,7 @@ class Server:
         self.live = live
         self._http = httpx.Client(base_url=live.url, timeout=60)
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         return self
 
     def __exit__(self, *_: object) -> None:

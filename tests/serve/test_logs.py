@@ -1,7 +1,5 @@
 """One line a request, and nothing in it that a client wrote."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Iterator

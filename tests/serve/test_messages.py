@@ -1,7 +1,5 @@
 """What a client is told of an error: no path of the server's machine, no place in a library's code, no panic."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

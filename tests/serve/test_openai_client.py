@@ -1,7 +1,5 @@
 """The official client drives every feature, and what comes back is what the engine says."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Loading, limits, disconnects, draining and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

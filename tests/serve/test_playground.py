@@ -1,7 +1,5 @@
 """The page is served whole, needs nothing from elsewhere, and gets from the server what it reads."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

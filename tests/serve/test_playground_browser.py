@@ -3,8 +3,6 @@
 ``FORERUN_SCREENSHOTS=folder`` keeps the screenshots.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Predicted Outputs: who drafts for a request that brings a prediction, and what its usage counts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

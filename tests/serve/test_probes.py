@@ -1,8 +1,6 @@
 """What clients of OpenAI, vLLM and llama-server send, field by field, with the official client: each value is answered,
 or refused with the field's name. Nothing else is an answer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Reasoning: split off wherever the text is cut, counted, and free of the form that only the answer must have."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

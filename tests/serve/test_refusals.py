@@ -1,7 +1,5 @@
 """What a refusal tells: the envelope, which parameter, method and content, and in which route it is counted."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from pathlib import Path

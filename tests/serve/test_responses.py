@@ -1,7 +1,5 @@
 """``/v1/responses`` through the official client: whole, streamed event by event, with calls, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

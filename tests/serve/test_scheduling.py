@@ -1,7 +1,5 @@
 """Deadlines, cached tokens and the scheduler's counters, as a client and an operator see them."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

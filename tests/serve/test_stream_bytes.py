@@ -3,8 +3,6 @@
 After a change that is meant: ``FORERUN_WRITE_GOLDEN=1 pytest tests/serve/test_stream_bytes.py``, then read the diff.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

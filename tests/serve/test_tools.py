@@ -1,7 +1,5 @@
 """Tool calls: read from any text however it is cut, forced by grammars, and offered through the official client."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a server records of its traffic, and how it is given another drafter."""
 
-from __future__ import annotations
-
 import json
 import logging
 import resource

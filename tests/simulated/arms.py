@@ -1,7 +1,5 @@
 """What is counted of a step's waits for the device: drafters of the shipped models, and how requests sample."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from forerun import SamplingParams

@@ -9,8 +9,6 @@ where the mode is not open. For inference only; there are no gradients. torch ca
 experimental: this file works with torch 2.13.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -100,7 +98,7 @@ class DeviceTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor) -> DeviceTensor:
+    def __new__(cls, held: Tensor) -> "DeviceTensor":
         with torch.inference_mode(held.is_inference()):
             made = Tensor._make_wrapper_subclass(
                 cls,
@@ -117,7 +115,7 @@ class DeviceTensor(Tensor):
     def __repr__(self) -> str:
         return f"DeviceTensor({tuple(self.shape)}, {self.dtype})"
 
-    def __deepcopy__(self, memo: Any) -> DeviceTensor:
+    def __deepcopy__(self, memo: Any) -> "DeviceTensor":
         return type(self)(self.held.clone())
 
     def tolist(self) -> Any:
@@ -156,7 +154,7 @@ class SimulatedDevice(TorchDispatchMode):
         self._recording: list[_Call] | None = None
         self._lifting: list[bool] = []
 
-    def __enter__(self) -> SimulatedDevice:
+    def __enter__(self) -> "SimulatedDevice":
         # torch.tensor(values, device="sim") makes a CPU tensor and copies it, as it does for an accelerator.
         self._lifting.append(torch._C._only_lift_cpu_tensors())
         torch._C._set_only_lift_cpu_tensors(True)

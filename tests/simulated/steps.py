@@ -1,7 +1,5 @@
 """Every registered drafter on the tiny target, in four settings, and what is compared between devices."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The simulated device refuses and counts what it should: a fault of each kind, planted, is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every registered drafter on the simulated device: the text and the drafts of the CPU, no tensors of two devices."""
 
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from pathlib import Path

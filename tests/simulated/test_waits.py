@@ -1,7 +1,5 @@
 """`make waits` counts what happens, for every arm, and what its last line says can be read."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

@@ -6,8 +6,6 @@ launches of each drafter on the simulated device.
 The shipped demo models answer on the device of `device.py`. Prints a table and, as its last line, one JSON object.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

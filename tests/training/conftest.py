@@ -1,7 +1,5 @@
 """A tiny target on disk, what it writes, and the words that train a head for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The divergences of training, written out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Distillation of draft models: the loss and AdaSPEC's filter written out, on-policy text, resuming, and drafting."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

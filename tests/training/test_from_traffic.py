@@ -1,7 +1,5 @@
 """A head is trained on what a server recorded, and swapped in: more of its drafts are accepted on that traffic."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every kind of head is trained, evaluated, written, read and drafted with by the same code."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LayerSkip: the loss written out, dropped layers, curricula, and a target whose early exits draft better."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Medusa-2: the loss of both stages written out, the stages' learning rates, and a target that stays what it was."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

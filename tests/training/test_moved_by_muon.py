@@ -1,7 +1,5 @@
 """Which matrices of every kind of head Muon moves: those of the layers, not those with a row for each token."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """A kind of head is one file and one entry: the page that says so is taken at its word."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """PARD: what its objective computes is what it drafts; its loss, PARD-2's weights, its format, and that it helps."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

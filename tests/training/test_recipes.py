@@ -1,7 +1,5 @@
 """Every command that a recipe prints runs as printed, on small models and little data in place of the large ones."""
 
-from __future__ import annotations
-
 import glob
 import json
 import re

@@ -1,7 +1,5 @@
 """A run that is started again goes on under the recipe that it was begun with, or says what has changed."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """`forerun train eagle3` from prepared data to a head that drafts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """A shrunk target: with all it has it is the target, and what writes nothing goes without a trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

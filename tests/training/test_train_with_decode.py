@@ -1,7 +1,5 @@
 """Train with decode: the target writes while what is trained drafts for it; resumed to the bit, and worth its time."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the tests of training-time test share: a tiny target, heads for it, and features of a text."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

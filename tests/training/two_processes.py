@@ -1,7 +1,5 @@
 """One process of the test that trains a real head on two: the command line, run after run."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """What the tests of `forerun.convert` share: a tiny model of one's own, a small configuration, a text."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

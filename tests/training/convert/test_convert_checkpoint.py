@@ -1,7 +1,5 @@
 """Saving and loading a converted model, the base for everybody and the head beside it; transformers' own Trainer."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

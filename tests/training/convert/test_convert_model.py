@@ -1,7 +1,5 @@
 """A converted model: the same model in eval mode, a head's loss in train mode."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

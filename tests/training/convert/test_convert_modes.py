@@ -1,7 +1,5 @@
 """The modes beside EAGLE's: Medusa, DFlash and the checkpoint's own MTP layers, trained, saved, loaded and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

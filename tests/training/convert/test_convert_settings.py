@@ -1,7 +1,5 @@
 """ModelOpt's keys: what they mean here, and what is refused with its reason."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A tokenizer of bytes and four special tokens, chat templates of every temper, and files of records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Against an endpoint: concurrent, patient, resumable, and clear when it is refused. The server is in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal

@@ -1,7 +1,5 @@
 """The local engine writes the same answers as the engine asked directly, whatever else is in the batch."""
 
-from __future__ import annotations
-
 import json
 from itertools import count
 from pathlib import Path

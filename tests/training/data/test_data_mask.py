@@ -1,7 +1,5 @@
 """Only what the assistant wrote counts, with and without generation markers, and is read as the server reads it."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

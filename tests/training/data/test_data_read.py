@@ -1,7 +1,5 @@
 """Every input format gives the same records; what cannot be read is named by file and line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prepared data comes back as written or is refused; windows hold every document once; the draft vocabulary."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Prepared data and packed windows that live in memory, and the manifest of features made from them."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass

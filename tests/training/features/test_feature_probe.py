@@ -1,7 +1,5 @@
 """The probe names the boundary that is off; the final norm alone; features from vLLM, and its connector on the CPU."""
 
-from __future__ import annotations
-
 import fcntl
 import importlib
 import os
@@ -110,7 +108,7 @@ class FakeVllm:
             module.__dict__.update(members)
             monkeypatch.setitem(sys.modules, name, module)
 
-    def start(self, **arguments: Any) -> FakeVllm:
+    def start(self, **arguments: Any) -> "FakeVllm":
         self.arguments = arguments
         return self
 

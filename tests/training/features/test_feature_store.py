@@ -1,7 +1,5 @@
 """The store gives back what went in, resumes, and refuses what does not belong together."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Features of packed documents are those of the documents alone; nothing of the model is changed."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Two processes train the model that one process trains, however it is spread; and checkpoints change hands."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Nothing saved is lost: exact resume, writes that fail, rotation, and checkpoints that do not fit."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

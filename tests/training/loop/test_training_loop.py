@@ -1,7 +1,5 @@
 """The loop on one process: gradients, optimizers, schedules, logs, trackers, best weights, and every way to end."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """A drafter of two layers and data made of numbers: everything the loop needs, nothing more."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """One process of the distributed tests: every scenario in turn, so that torch is imported once."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
