@@ -91,15 +91,3 @@ def test_rules_keep_their_order(shape: str, drawing: Drawing, seed: int) -> None
     if len(SHAPES[shape]) == 1:
         assert kept["block"] == pytest.approx(kept["traversal"], abs=1e-12)
     assert kept["traversal"] >= max(kept["greedy_k"], kept["block"]) - 1e-12
-
-
-def test_a_draft_that_is_the_target_is_kept_whole() -> None:
-    for name in ("token_rejection", "block", "recursive_rejection", "traversal"):
-        check = check_rule(rule_named(name), "chain of 3", Drawing.IID, World.SAME)
-        assert check.accepted == pytest.approx(3.0, abs=1e-12)
-
-
-def test_a_draft_off_the_support_is_never_kept() -> None:
-    for name in ("token_rejection", "block", "recursive_rejection", "traversal", "sample_walk"):
-        check = check_rule(rule_named(name), "chain of 3", Drawing.IID, World.OFF_SUPPORT)
-        assert check.accepted == 0.0

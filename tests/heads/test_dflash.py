@@ -37,6 +37,8 @@ from training.ttt import (
     reads,
     taught,
     tokens,
+    trained_logits,
+    two_texts,
 )
 
 VARIANTS: list[dict[str, Any]] = [
@@ -54,11 +56,6 @@ def objective(made: DFlashHead, **settings: Any) -> Any:
     """That of the head's kind."""
     cls = objective_for(kind_named(made.config.kind))
     return cls(made, FrozenTarget.of(model()), cls.Settings(**settings))
-
-
-def trained_logits(made: DFlashHead, output: torch.Tensor) -> torch.Tensor:
-    own = made.logits(output)
-    return model().get_output_embeddings()(output) if own is None else own
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
@@ -83,9 +80,8 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
 
 
 def test_the_loss_equals_a_written_out_reference() -> None:
-    made, texts, start = dflash(), [tokens(12), tokens(9, seed=5)], 4
-    batch = batch_of(texts, made.config.boundaries, padding=3)
-    batch.batch.loss_mask[0, :start] = False
+    made = dflash()
+    batch = two_texts(made.config.boundaries)
     of = objective(made, gamma=3.0)
     blocks, report = of.blocks(batch), of(batch)
     logits, anchors = trained_logits(made, blocks.output)[0], blocks.anchors[0].tolist()
@@ -93,8 +89,7 @@ def test_the_loss_equals_a_written_out_reference() -> None:
     assert counted == {*range(3, 11), *range(13, 20)}, "each root whose first prediction counts"
     agrees_with_what_is_written_out(
         report,
-        texts,
-        start,
+        batch,
         depths=4,
         own=lambda entry, depth: logits[anchors.index(entry + 1)][depth],
         wanted=taught(batch),

@@ -36,6 +36,7 @@ from training.ttt import (
     one_hot,
     reads,
     tokens,
+    two_texts,
 )
 
 
@@ -57,19 +58,17 @@ def test_every_depth_equals_drafting(options: dict[str, int], checkpointed: bool
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_loss_equals_a_written_out_reference(temperature: float) -> None:
-    made, texts, start = medusa(), [tokens(12), tokens(9, seed=5)], 4
-    batch = batch_of(texts, made.config.boundaries, padding=3)
-    batch.batch.loss_mask[0, :start] = False
+    made = medusa()
+    batch = two_texts(made.config.boundaries)
     target = replace(FrozenTarget.of(model()), temperature=temperature)
     report = MedusaObjective(made, target, MedusaSettings(decay=0.8))(batch)
     logits = made.logits(made.states(batch.features[LAST_HIDDEN][0], 3)) / temperature
     agrees_with_what_is_written_out(
         report,
-        texts,
-        start,
+        batch,
         depths=3,
         own=lambda entry, depth: logits[entry, depth],
-        wanted=one_hot(texts),
+        wanted=one_hot(batch),
         share=lambda depth: 0.8**depth,
     )
     assert all_learn(report, made)

@@ -17,7 +17,7 @@ from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from llamas import tiny_llama
 from mtp_targets import FAMILIES, LAYERS, VOCABULARY, Checkpoint
-from training.ttt import agrees_with_what_is_written_out, all_learn, batch_of, model, mtp, one_hot, tokens
+from training.ttt import agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
 
 TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -139,18 +139,16 @@ def objective(made: MtpHead, **settings: Any) -> MtpObjective:
     ("options", "temperature"), [({}, 1.0), ({}, 0.6), ({"experts": EXPERTS}, 1.0)], ids=["dense", "at 0.6", "experts"]
 )
 def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temperature: float) -> None:
-    made, texts, start = mtp(**options), [tokens(12), tokens(9, seed=5)], 4
-    batch = batch_of(texts, made.config.boundaries, padding=3)
-    batch.batch.loss_mask[0, :start] = False
+    made = mtp(**options)
+    batch = two_texts(made.config.boundaries)
     of = MtpObjective(made, replace(FrozenTarget.of(model()), temperature=temperature))
     report, steps = of(batch), list(of.unroll(batch))
     agrees_with_what_is_written_out(
         report,
-        texts,
-        start,
+        batch,
         depths=3,
         own=lambda entry, depth: model().get_output_embeddings()(steps[depth].output[0, entry]) / temperature,
-        wanted=one_hot(texts),
+        wanted=one_hot(batch),
         share=lambda depth: 0.6**depth / 1.96,
     )
     assert all_learn(report, made) and all(parameter.grad is None for parameter in model().parameters())

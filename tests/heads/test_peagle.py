@@ -23,6 +23,8 @@ from training.ttt import (
     reads,
     taught,
     tokens,
+    trained_logits,
+    two_texts,
 )
 
 WHOLE = {"draft_vocab_size": VOCABULARY}
@@ -38,11 +40,6 @@ VARIANTS: list[dict[str, Any]] = [
 
 def objective(made: PEagleHead, **settings: Any) -> PEagleObjective:
     return PEagleObjective(made, FrozenTarget.of(model()), PEagleSettings(**settings))
-
-
-def trained_logits(made: PEagleHead, output: torch.Tensor) -> torch.Tensor:
-    own = made.logits(output)
-    return model().get_output_embeddings()(output) if own is None else own
 
 
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "recomputed"])
@@ -69,9 +66,8 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
 
 @pytest.mark.parametrize("few", [False, True], ids=["all", "dropped"])
 def test_the_loss_equals_a_written_out_reference(few: bool) -> None:
-    made, texts, start = peagle(**WHOLE), [tokens(12), tokens(9, seed=5)], 5
-    batch = batch_of(texts, made.config.boundaries, padding=3)
-    batch.batch.loss_mask[0, :start] = False
+    made = peagle(**WHOLE)
+    batch = two_texts(made.config.boundaries, start=5)
     of = objective(made, depths=3, keep=0.5 if few else 1.0)
     (masked, output), report = of.masked(batch), of(batch)
     logits, kept = trained_logits(made, output)[0], [kept_by(masked, depth) for depth in range(3)]
@@ -80,7 +76,7 @@ def test_the_loss_equals_a_written_out_reference(few: bool) -> None:
     def own(entry: int, depth: int) -> torch.Tensor:
         return logits[(masked.entries[0] == entry) & (masked.depths == depth)][0]
 
-    agrees_with_what_is_written_out(report, texts, start, 3, own, taught(batch), kept=kept)
+    agrees_with_what_is_written_out(report, batch, 3, own, taught(batch), kept=kept)
     assert all_learn(report, made)
 
 

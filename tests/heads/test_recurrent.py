@@ -30,6 +30,7 @@ from training.ttt import (
     reads,
     taught,
     tokens,
+    two_texts,
 )
 
 Make = Callable[..., RecurrentHead]
@@ -82,13 +83,11 @@ def test_every_depth_equals_drafting(make: Make, options: dict[str, Any], checkp
 
 @pytest.mark.parametrize("make", [hydra, mlp_speculator])
 def test_the_loss_equals_a_written_out_reference(make: Make) -> None:
-    made, texts, start = make(), [tokens(12), tokens(9, seed=5)], 4
-    batch = batch_of(texts, (LAST_HIDDEN,), padding=3)
-    batch.batch.loss_mask[0, :start] = False
+    made, batch = make(), two_texts((LAST_HIDDEN,))
     of = objective(made)
     report = of(batch)
     logits = [made.logits(output, depth)[0] for depth, output in enumerate(of.outputs(batch))]
-    agrees_with_what_is_written_out(report, texts, start, 3, lambda entry, depth: logits[depth][entry], taught(batch))
+    agrees_with_what_is_written_out(report, batch, 3, lambda entry, depth: logits[depth][entry], taught(batch))
     assert all_learn(report, made)
 
 

@@ -220,8 +220,7 @@ def below_twins(runner: Any, depths: int) -> Callable[[torch.Tensor], list[torch
 
 def agrees_with_what_is_written_out(
     report: LossReport,
-    texts: list[list[int]],
-    start: int,
+    batch: FeatureBatch,
     depths: int,
     own: Callable[[int, int], torch.Tensor],
     wanted: Callable[[int], torch.Tensor],
@@ -229,30 +228,30 @@ def agrees_with_what_is_written_out(
     share: Callable[[int], float] = lambda depth: 1.0,
     kept: list[set[int]] | None = None,
 ) -> None:
-    """A loss prediction by prediction: behind an entry, depth d is about the token d + 2 further, which counts from
-    `start` on in its own document. Acceptance is of chains whose every depth counts.
+    """A loss prediction by prediction: behind an entry, depth d is about the token d + 2 further, where that counts and
+    is of the entry's document. Acceptance is of chains whose every depth counts.
 
     Args:
         own: entry and depth -> what is predicted, (V,) logits.
         wanted: place of a token -> its distribution, (V,).
         kept: by depth the entries that were drawn, where not all are.
     """
-    total, weight, right, chains, first = torch.zeros(()), 0.0, [0] * depths, [0] * depths, 0
-    for text in texts:
-        for entry in range(first, first + len(text)):
-            drafted = agreed = True
-            for depth in range(depths):
-                place = entry + 2 + depth
-                counts = start <= place < first + len(text) and (kept is None or entry in kept[depth])
-                drafted = drafted and counts
-                if counts:
-                    logits, target = own(entry, depth).detach(), wanted(place)
-                    total -= share(depth) * (target * logits.log_softmax(-1)).sum()
-                    weight += share(depth)
-                    agreed = agreed and int(logits.argmax()) == int(target.argmax())
-                right[depth] += drafted and agreed
-                chains[depth] += drafted
-        first += len(text)
+    total, weight, right, chains = torch.zeros(()), 0.0, [0] * depths, [0] * depths
+    documents, mask = batch.batch.documents[0].tolist(), batch.batch.loss_mask[0].tolist()
+    for entry, document in enumerate(documents):
+        drafted = agreed = True
+        for depth in range(depths):
+            place = entry + 2 + depth
+            counts = place < len(documents) and documents[place] == document and mask[place]
+            counts = counts and (kept is None or entry in kept[depth])
+            drafted = drafted and counts
+            if counts:
+                logits, target = own(entry, depth).detach(), wanted(place)
+                total -= share(depth) * (target * logits.log_softmax(-1)).sum()
+                weight += share(depth)
+                agreed = agreed and int(logits.argmax()) == int(target.argmax())
+            right[depth] += drafted and agreed
+            chains[depth] += drafted
     torch.testing.assert_close(report.loss.detach(), total, atol=1e-3, rtol=1e-5)
     assert abs(float(report.weight) - weight) < 1e-3 * weight
     for part, expected in enumerate((right, chains)):
@@ -266,16 +265,28 @@ def taught(batch: FeatureBatch) -> Callable[[int], torch.Tensor]:
     return lambda place: probs[place - 1]
 
 
-def one_hot(texts: list[list[int]]) -> Callable[[int], torch.Tensor]:
+def one_hot(batch: FeatureBatch) -> Callable[[int], torch.Tensor]:
     """Place of a token -> all of the distribution on the token itself."""
-    flat = [token for text in texts for token in text]
-    return lambda place: torch.nn.functional.one_hot(torch.tensor(flat[place]), VOCABULARY).float()
+    return lambda place: torch.nn.functional.one_hot(batch.batch.tokens[0, place], VOCABULARY).float()
 
 
 def all_learn(report: LossReport, module: torch.nn.Module) -> bool:
     """Whether every parameter gets a gradient from the loss."""
     report.loss.backward()
     return all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in module.parameters())
+
+
+def trained_logits(made: DecoderHead, output: torch.Tensor) -> torch.Tensor:
+    """Those of the head's own output, or of the target's."""
+    own = made.logits(output)
+    return model().get_output_embeddings()(output) if own is None else own
+
+
+def two_texts(boundaries: tuple[int, ...], start: int = 4) -> FeatureBatch:
+    """Two documents and padding; of the first what stands from `start` on counts."""
+    batch = batch_of([tokens(12), tokens(9, seed=5)], boundaries, padding=3)
+    batch.batch.loss_mask[0, :start] = False
+    return batch
 
 
 def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:
