@@ -7,14 +7,14 @@ import pytest
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import EagleConfig, default_boundaries
 from forerun.training.convert.modes import EagleMode, read_mode
-from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG, ConvertSettings, head_shape
+from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG, EAGLE3_DEFAULT_CFG
 from forerun.types import LAST_HIDDEN
 from training.convert.converted import config
 from training.ttt import model
 
 
 def shape_of(architecture: dict[str, Any]) -> EagleConfig:
-    return head_shape(model(), ConvertSettings(config(architecture)))
+    return shape_meant([("eagle", config(architecture))])
 
 
 def shape_meant(mode: Any) -> Any:
@@ -52,10 +52,11 @@ def test_the_preset_is_a_head_for_a_model() -> None:
 
 
 def test_what_is_missing_takes_the_preset() -> None:
-    assert vars(ConvertSettings({})) == vars(ConvertSettings({"eagle_architecture_config": {}}))
-    filled = ConvertSettings(EAGLE3_DEFAULT_CFG["config"])
-    empty = ConvertSettings({})
-    assert (empty.steps, empty.decay, empty.architecture) == (filled.steps, filled.decay, filled.architecture)
+    filled, empty = EagleMode(EAGLE3_DEFAULT_CFG["config"]), EagleMode({})
+    assert empty.values == EagleMode({"eagle_architecture_config": {}}).values
+    steps = "eagle_ttt_steps"
+    assert (empty.values[steps], empty.architecture) == (filled.values[steps], filled.architecture)
+    assert empty.settings(empty.shape(model())) == filled.settings(filled.shape(model()))
 
 
 def test_layer_ids_are_outputs_of_layers_counted_from_0() -> None:
@@ -112,7 +113,7 @@ def test_variants_that_modelopt_lacks() -> None:
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: Any, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        ConvertSettings(given)
+        EagleMode(given)
 
 
 @pytest.mark.parametrize(

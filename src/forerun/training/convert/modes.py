@@ -18,19 +18,24 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.kinds import import_named, kind_named, objective_for
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, choices, refuse
 from forerun.heads.base import Head, HeadConfig
+from forerun.heads.decoders import from_outputs
 from forerun.heads.dflash import DFlashConfig
+from forerun.heads.eagle import EagleConfig
 from forerun.heads.files import HeadCheckpoint
 from forerun.heads.medusa import MedusaConfig
 from forerun.losses.objective import FrozenTarget, Objective
 from forerun.training.convert.settings import (
+    ARCHITECTURE,
+    ARCHITECTURE_KEYS,
     DTYPES,
+    FEATURE_NORMS,
+    KEYS,
     SAME_NAME,
-    ConvertSettings,
+    VOCABULARY_IDS,
     Key,
     check_config,
-    head_shape,
     rope_of,
 )
 
@@ -41,13 +46,16 @@ class Mode:
     algorithm: ClassVar[str]
     child: ClassVar[str]  # The head's name among the model's children, ModelOpt's
     KEYS: ClassVar[Mapping[str, Key]]
+    export_dtype: torch.dtype | None = None  # Dtype of an exported head; None: the base model's
+    token_ids: Sequence[int] | None = None  # Token ids (Vd,) of a reduced draft vocabulary, where they were given
 
     def __init__(self, config: Any) -> None:
         """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
-        wrong type, or an unsupported one.
+        wrong type, or an unsupported one. What is missing takes its default.
         """
         self.values = check_config(config, self.KEYS, "")
-        self.given: dict[str, Any] = json.loads(json.dumps(dict(config)))  # As the user wrote it: saved with the head
+        # As the user wrote it, in JSON's types: saved beside the head.
+        self.given: dict[str, Any] = json.loads(json.dumps(config, default=_make_plain))
 
     @property
     def folder(self) -> str:
@@ -58,18 +66,6 @@ class Mode:
     def report_accuracy(self) -> bool:
         """Return whether the output has `train_acc`; reading it waits for the device."""
         return bool(self.values.get(f"{self.algorithm}_report_acc", True))
-
-    @property
-    def export_dtype(self) -> torch.dtype | None:
-        """Return the dtype of an exported head; None: the base model's."""
-        return None
-
-    @property
-    def token_ids(self) -> Sequence[int] | None:
-        """Return the token ids (Vd,) of a reduced draft vocabulary, where the configuration names
-        them.
-        """
-        return None
 
     def shape(self, model: Any) -> HeadConfig:
         """Return the head's shape for a transformers causal LM; ArgumentError if it does not fit
@@ -107,32 +103,37 @@ class EagleMode(Mode):
 
     algorithm = "eagle"
     child = "eagle_module"
+    KEYS: ClassVar[Mapping[str, Key]] = KEYS
 
     def __init__(self, config: Any) -> None:
-        self.read = ConvertSettings(config)
-        self.given = self.read.given
-
-    @property
-    def report_accuracy(self) -> bool:
-        return self.read.report_accuracy
-
-    @property
-    def export_dtype(self) -> torch.dtype | None:
-        return _dtype(self.read.export_dtype)
-
-    @property
-    def token_ids(self) -> Sequence[int] | None:
-        return self.read.draft_vocab_ids
+        super().__init__(config)
+        self.given[VOCABULARY_IDS] = None  # which are saved with the head
+        self.architecture = check_config(self.values[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
+        _check_generation(self.values, self.architecture)
+        self.export_dtype = _dtype(self.architecture["torch_dtype"])
+        if (ids := self.values[VOCABULARY_IDS]) is not None:
+            self.token_ids = [int(token) for token in ids]
 
     def shape(self, model: Any) -> HeadConfig:
-        return head_shape(model, self.read)
+        shape, text = self.architecture, model.config.get_text_config()
+        _check_sizes(shape, text, ARCHITECTURE)
+        draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
+        options = {name: shape[name] for name in SAME_NAME} | rope_of(shape)
+        options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
+        if shape["max_position_embeddings"] is not None:
+            options["max_position_embeddings"] = shape["max_position_embeddings"]
+        third = shape["use_aux_hidden_state"]
+        if third and (given := _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)):
+            options["boundaries"] = given
+        return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
     def settings(self, config: Any) -> dict[str, Any]:
-        common: dict[str, Any] = {"steps": self.read.steps, "decay": self.read.decay}
+        common = {"steps": self.values["eagle_ttt_steps"], "decay": float(self.values["eagle_loss_decay_factor"])}
         if config.generation == 3:
             return common
         # ModelOpt pulls features only on request, and reads them as they are.
-        weights = {} if self.read.distill_features else {"regression_weight": 0.0, "token_weight": 1.0}
+        pulls = self.values["eagle_hidden_state_distillation"]
+        weights = {} if pulls else {"regression_weight": 0.0, "token_weight": 1.0}
         return common | weights | {"noise": 0.0}
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
@@ -140,8 +141,53 @@ class EagleMode(Mode):
         if config.generation == 3 and not config.own_lm_head:
             config = dataclasses.replace(config, own_lm_head=True)
             tensors["lm_head.weight"] = model.get_output_embeddings().weight.detach().cpu()
-        config = _with_rope_scaling(config, self.read.export_rope_scaling)
+        config = _with_rope_scaling(config, self.values["eagle_export_rope_scaling"])
         return HeadCheckpoint(config=config, tensors=tensors)
+
+
+def _check_generation(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
+    """Raise ArgumentError if the architecture is neither EAGLE-3's nor EAGLE-1's."""
+    third = shape["use_aux_hidden_state"]
+    kind = "an EAGLE-3 head (use_aux_hidden_state)" if third else "an EAGLE-1 head (no use_aux_hidden_state)"
+    for name in ("use_input_layernorm_in_first_layer", "use_last_layernorm"):
+        if shape[name] != third:
+            raise ArgumentError(f"convert: {kind} has {ARCHITECTURE}.{name} {third}, got {shape[name]}")
+    refuse(
+        (
+            not third and shape["eagle_aux_hidden_state_layer_ids"],
+            f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty",
+        ),
+        (
+            not third and any(shape[name] for name in FEATURE_NORMS),
+            f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away",
+        ),
+        (
+            third and config["eagle_hidden_state_distillation"],
+            f"convert: eagle_hidden_state_distillation must be False for {kind}: it learns tokens, and its features "
+            "are its own",
+        ),
+    )
+
+
+def _check_sizes(architecture: Mapping[str, Any], text: Any, where: str) -> None:
+    """Raise ArgumentError for a size in `architecture` that is not the base model's."""
+    for name in ("hidden_size", "vocab_size"):
+        given, own = architecture.get(name), getattr(text, name)
+        if given not in (None, own):
+            raise ArgumentError(f"{where}.{name} must be the base model's {own}, got {given}")
+
+
+def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
+    """Convert ModelOpt's 0-based layers, whose outputs are meant, to boundaries; empty: our
+    default.
+    """
+    wrong = [layer for layer in layers if not 0 <= layer < count]
+    if wrong:
+        raise ArgumentError(
+            f"{ARCHITECTURE}.eagle_aux_hidden_state_layer_ids counts the base model's {count} layers from 0, "
+            f"got {wrong[0]}"
+        )
+    return from_outputs(layers)
 
 
 class MedusaMode(Mode):
@@ -243,20 +289,10 @@ class DFlashMode(Mode):
             if self.values[name] not in known:
                 raise ArgumentError(f"convert: {name} must be {' or '.join(known)}, got {self.values[name]!r}")
         self.architecture = shape
-        self.dtype = _dtype(shape.get("torch_dtype", "bfloat16"))
-
-    @property
-    def export_dtype(self) -> torch.dtype | None:
-        return self.dtype
+        self.export_dtype = _dtype(shape.get("torch_dtype", "bfloat16"))
 
     def shape(self, model: Any) -> HeadConfig:
-        text = model.config.get_text_config()
-        for name in ("hidden_size", "vocab_size"):
-            if self.architecture.get(name) not in (None, getattr(text, name)):
-                raise ArgumentError(
-                    f"{self.ARCHITECTURE}.{name} must be the base model's {getattr(text, name)}, got "
-                    f"{self.architecture[name]}"
-                )
+        _check_sizes(self.architecture, model.config.get_text_config(), self.ARCHITECTURE)
         names = (*SAME_NAME, "max_position_embeddings")
         options = {name: value for name, value in self.architecture.items() if name in names and value is not None}
         if self.architecture.keys() & {"rope_theta", "rope_scaling"}:
@@ -277,7 +313,7 @@ class DFlashMode(Mode):
         return anchors | {"gamma": float(self.values["dflash_loss_decay_factor"]) or math.inf}
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
-        scaling = self.values["dflash_export_rope_scaling"] or None
+        scaling = self.values["dflash_export_rope_scaling"]
         return HeadCheckpoint(config=_with_rope_scaling(head.config, scaling), tensors=head.tensors)
 
 
@@ -346,6 +382,11 @@ def check_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:
     return ids
 
 
+def _make_plain(value: Any) -> Any:
+    """Return what stands in JSON for a value that is none of JSON's."""
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
 def _dtype(given: Any) -> torch.dtype:
     name = str(given).removeprefix("torch.")
     if name not in DTYPES:
@@ -354,7 +395,7 @@ def _dtype(given: Any) -> torch.dtype:
 
 
 def _with_rope_scaling(config: Any, scaling: Mapping[str, Any] | None) -> Any:
-    """Return a configuration with a rope scaling in the place of none."""
-    if scaling is None or config.rope_scaling is not None:
+    """Return a configuration with a rope scaling in the place of none; an empty one changes nothing."""
+    if not scaling or config.rope_scaling is not None:
         return config
     return dataclasses.replace(config, rope_scaling=dict(scaling))

@@ -7,17 +7,13 @@ The defaults are those of ``modelopt.torch.speculative.config``, but for those t
 from __future__ import annotations
 
 import copy
-import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forerun.errors import ArgumentError, nearest, refuse
+from forerun.errors import ArgumentError, nearest
 from forerun.heads.keys import NEUTRAL
-
-if TYPE_CHECKING:
-    from forerun.heads.eagle import EagleConfig
 
 ARCHITECTURE = "eagle_architecture_config"
 VOCABULARY_IDS = "eagle_draft_vocab_ids"
@@ -126,62 +122,8 @@ SAME_NAME = (
 """`EagleConfig` has the same names for these architecture keys."""
 
 
-class ConvertSettings:
-    """`ConvertSettings` are a configuration, checked key by key; what is missing takes the value of
-    `EAGLE3_DEFAULT_CFG`.
-    """
-
-    def __init__(self, config: Any) -> None:
-        """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
-        wrong type, or an unsupported one.
-        """
-        found = check_config(config, KEYS, "")
-        shape = check_config(found[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
-        _check_kind(found, shape)
-        dtype, ids = str(shape["torch_dtype"]).removeprefix("torch."), found[VOCABULARY_IDS]
-        if dtype not in DTYPES:
-            raise ArgumentError(f"{ARCHITECTURE}.torch_dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-        plain = {**config, ARCHITECTURE: {**config.get(ARCHITECTURE, {})}, VOCABULARY_IDS: None}
-        if "torch_dtype" in plain[ARCHITECTURE]:
-            plain[ARCHITECTURE]["torch_dtype"] = dtype
-        # As the user wrote it, in JSON's types and without token ids: saved beside the head.
-        self.given: dict[str, Any] = json.loads(json.dumps(plain))
-        self.architecture, self.export_dtype = shape, dtype
-        self.steps: int = found["eagle_ttt_steps"]
-        self.decay = float(found["eagle_loss_decay_factor"])
-        self.report_accuracy: bool = found["eagle_report_acc"]  # Reports `train_acc`; reading it waits for the device
-        # EAGLE-1 only: also pull the head's features towards the target's.
-        self.distill_features: bool = found["eagle_hidden_state_distillation"]
-        # Replaces a default rope in an exported head; None: as trained.
-        self.export_rope_scaling: dict[str, Any] | None = found["eagle_export_rope_scaling"] or None
-        self.draft_vocab_ids = None if ids is None else tuple(int(token) for token in ids)
-
-
-def head_shape(model: Any, settings: ConvertSettings) -> EagleConfig:
-    """Return the shape of the head that these settings mean for a causal LM; ArgumentError if it
-    does not fit the model.
-    """
-    from forerun.heads.eagle import EagleConfig
-
-    shape, text = settings.architecture, model.config.get_text_config()
-    for name in ("hidden_size", "vocab_size"):
-        if shape[name] not in (None, getattr(text, name)):
-            raise ArgumentError(
-                f"{ARCHITECTURE}.{name} must be the base model's {getattr(text, name)}, got {shape[name]}"
-            )
-    draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
-    options = {name: shape[name] for name in SAME_NAME} | rope_of(shape)
-    options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
-    if shape["max_position_embeddings"] is not None:
-        options["max_position_embeddings"] = shape["max_position_embeddings"]
-    third = shape["use_aux_hidden_state"]
-    if third and (given := _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)):
-        options["boundaries"] = given
-    return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
-
-
 def check_config(given: Any, known: Mapping[str, Key], where: str) -> dict[str, Any]:
-    """Return `given` with the defaults of what is missing; errors as in `ConvertSettings`. `where`
+    """Return `given` with the defaults of what is missing; errors as in `Mode`. `where`
     stands before its keys.
     """
     if not isinstance(given, Mapping):
@@ -205,45 +147,6 @@ def _check_type(value: Any, default: Any, name: str) -> None:
     wanted: Any = {float: (int, float), dict: Mapping, list: Sequence}.get(kind, kind)
     if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentError(f"convert: {name} must be of the type {kind.__name__}, got {value!r}")
-
-
-def _check_kind(config: Mapping[str, Any], shape: Mapping[str, Any]) -> None:
-    """Raise ArgumentError if the architecture is neither EAGLE-3's nor EAGLE-1's."""
-    third = shape["use_aux_hidden_state"]
-    kind = "an EAGLE-3 head (use_aux_hidden_state)" if third else "an EAGLE-1 head (no use_aux_hidden_state)"
-    for name in ("use_input_layernorm_in_first_layer", "use_last_layernorm"):
-        if shape[name] != third:
-            raise ArgumentError(f"convert: {kind} has {ARCHITECTURE}.{name} {third}, got {shape[name]}")
-    refuse(
-        (
-            not third and shape["eagle_aux_hidden_state_layer_ids"],
-            f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty",
-        ),
-        (
-            not third and any(shape[name] for name in FEATURE_NORMS),
-            f"convert: {kind} has no norms around its features; leave norm_* and fc_norm away",
-        ),
-        (
-            third and config["eagle_hidden_state_distillation"],
-            f"convert: eagle_hidden_state_distillation must be False for {kind}: it learns tokens, and its features "
-            "are its own",
-        ),
-    )
-
-
-def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Convert ModelOpt's 0-based layers, whose outputs are meant, to boundaries; empty: our
-    default.
-    """
-    from forerun.heads.decoders import from_outputs
-
-    wrong = [layer for layer in layers if not 0 <= layer < count]
-    if wrong:
-        raise ArgumentError(
-            f"{ARCHITECTURE}.eagle_aux_hidden_state_layer_ids counts the base model's {count} layers from 0, "
-            f"got {wrong[0]}"
-        )
-    return from_outputs(layers)
 
 
 def rope_of(shape: Mapping[str, Any]) -> dict[str, Any]:
