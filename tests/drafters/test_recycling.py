@@ -20,13 +20,13 @@ from drafters.asking import ROOMY, context, contexts
 from drafters.test_rest import nodes
 from engine.conftest import checkpoint, tiny_tokenizer
 from forerun import LLM, SamplingParams
+from forerun.core.acceptance import best_tree
 from forerun.decode.scores import top_ids
 from forerun.drafters.lookup.recycling import (
     PairTable,
     RecyclingConfig,
     RecyclingDrafter,
     SuccessorMatrix,
-    best_tree,
     count_paying,
     measured_rates,
 )
@@ -152,25 +152,22 @@ def test_rows_of_a_batch_do_not_mix() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_best_tree_holds_the_likeliest_paths_in_order(seed: int) -> None:
-    rates = np.random.default_rng(seed).uniform(0.01, 0.9, (3, 4))
-    every = {
-        path: float(np.prod([rates[depth, rank] for depth, rank in enumerate(path)]))
+    rates = -np.sort(-np.random.default_rng(seed).uniform(0.01, 0.9, (3, 4)))
+    every = [
+        float(np.prod([rates[depth, rank] for depth, rank in enumerate(path)]))
         for length in (1, 2, 3)
         for path in itertools.product(range(4), repeat=length)
-    }
-    tree = best_tree(rates, 20)
-    paths: list[tuple[int, ...]] = []
-    for rank, parent, _ in tree:
-        paths.append((*(paths[parent] if parent >= 0 else ()), rank))
-    assert paths == sorted(every, key=lambda path: -every[path])[:20]
-    assert [node.depth for node in tree] == [len(path) for path in paths]
-    assert len(best_tree(rates, 10**6)) == len(every)
+    ]
+    tree = best_tree(rates.tolist(), nodes=20, depth=3)
+    assert [node.survival for node in tree] == pytest.approx(sorted(every, reverse=True)[:20])
+    assert all(node.level == (tree[node.parent - 1].level if node.parent else 0) + 1 for node in tree)
+    assert len(best_tree(rates.tolist(), nodes=10**6, depth=3)) == len(every)
 
 
 def test_rates_beyond_those_measured_fall() -> None:
-    rates = measured_rates(9, 12)
+    rates, known = np.array(measured_rates(9, 12)), np.array(measured_rates(9, 8))
     assert rates.shape == (9, 12) and np.all(np.diff(rates, axis=1) <= 0)
-    assert np.allclose(rates[:, :8].sum(1), measured_rates(9, 8).sum(1)) and rates.sum(1).max() < 1
+    assert np.allclose(rates[:, :8].sum(1), known.sum(1)) and rates.sum(1).max() < 1
 
 
 def fed(made: RecyclingDrafter, steps: int) -> None:
@@ -331,7 +328,7 @@ def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:
     ]
     assert sizes[0] == 80 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
     for slope, size in zip((0.3, 1.0), sizes[1:3], strict=True):
-        speed = [tokens / (10.0 + slope * count) for count, tokens in enumerate(_worths(rates))]
+        speed = [tokens / (10.0 + slope * count) for count, tokens in enumerate(_worths(np.array(rates)))]
         assert size == speed.index(max(speed))
 
 

@@ -9,15 +9,14 @@ accepted; of a chain, ``survival[d]`` is that of depth ``d + 1``.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from forerun.control.costs import DraftCost, PassCost
+from forerun.core.acceptance import RankAcceptance, TreeNode, best_tree
 from forerun.errors import ArgumentError
 
 WORTH = 1.02  # Speed-ups below this are within what a measurement cannot tell from 1
@@ -99,46 +98,6 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
     return low
 
 
-RankAcceptance = Sequence[Sequence[float]]
-"""``[d][r]`` is the probability that the child of rank r at depth d + 1 is the accepted one if its
-parent was.
-
-Siblings exclude each other, so a line sums to at most 1. Deeper levels take the last line, further
-ranks 0.
-"""
-
-
-class TreeNode(NamedTuple):
-    """A `TreeNode` is a drafted node of a `best_tree`."""
-
-    parent: int  # Number of the node above, counted from 1; 0 is the root
-    level: int
-    survival: float
-
-
-def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[TreeNode]:
-    """Return the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
-
-    Its first n nodes are the best tree of n: the likeliest open child is taken each time. This is
-    exact, because a child survives no more often than its parent or an elder sibling (Sequoia's
-    dynamic programme, arXiv 2402.12374, finds the same tree).
-    """
-    check_ranks(acceptance)
-    found: list[TreeNode] = []
-    count = itertools.count()
-    open_nodes = [(-_rank_rate(acceptance, 0, 0), next(count), 0, 0, 0, 1.0)]
-    while open_nodes and len(found) < nodes:
-        negative, _, parent, level, rank, above = heapq.heappop(open_nodes)
-        if negative == 0 or level >= depth:
-            continue
-        found.append(TreeNode(parent, level + 1, -negative))
-        sibling = above * _rank_rate(acceptance, level, rank + 1)
-        child = -negative * _rank_rate(acceptance, level + 1, 0)
-        heapq.heappush(open_nodes, (-sibling, next(count), parent, level, rank + 1, above))
-        heapq.heappush(open_nodes, (-child, next(count), len(found), level + 1, 0, -negative))
-    return found
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeChoice:
     """A `TreeChoice` is a tree with its expected tokens and speed-up."""
@@ -163,6 +122,7 @@ def best_tree_size(
     `verify` is v(n), root included. `fixed_cost` (of every draft) and `level_cost` (of each level)
     are in plain passes.
     """
+    check_ranks(acceptance)
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels in range(1, depth + 1):
         tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0
@@ -196,11 +156,6 @@ def check_ranks(acceptance: RankAcceptance) -> None:
         _check_probabilities(line)
         if list(line) != sorted(line, reverse=True) or math.fsum(line) > 1 + 1e-9:
             raise ArgumentError(f"acceptance by rank must not rise and sum to at most 1, got {list(line)}")
-
-
-def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:
-    line = acceptance[min(depth, len(acceptance) - 1)]
-    return line[rank] if rank < len(line) else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

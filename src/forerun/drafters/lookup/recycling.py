@@ -15,14 +15,14 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from forerun.core.acceptance import Acceptance, Evidence
+from forerun.core.acceptance import Acceptance, Evidence, best_tree
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
@@ -404,55 +404,19 @@ def rates_of(where: Where, ranks: int) -> list[float]:
     return [known[min(rank, len(known) - 1)] * 0.5 ** max(0, rank - len(known) + 1) for rank in range(ranks)]
 
 
-def measured_rates(depth: int, ranks: int) -> NDArray[np.float64]:
-    """Return (depth, ranks): the measured probability, for known pairs, that the successor of some
-    rank is right, given that its parent is.
+def measured_rates(depth: int, ranks: int) -> list[list[float]]:
+    """Return, by depth and rank, the measured probability, for known pairs, that the successor of
+    some rank is right, given that its parent is.
     """
-    return np.array([rates_of((True, level == 0), ranks) for level in range(depth)])
+    return [rates_of((True, level == 0), ranks) for level in range(depth)]
 
 
-class RankedNode(NamedTuple):
-    """A node of a tree of ranks."""
-
-    rank: int  # Which successor of its parent's token it holds
-    parent: int  # Index of the parent in the tree, -1 for the root
-    depth: int  # 1 for children of the root
-
-
-def count_paying(rates: NDArray[np.float64], pass_ms: Callable[[int], float], most: int) -> int:
+def count_paying(rates: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> int:
     """Return the number of nodes, at most `most`, of the best tree for `rates` that yields most
     tokens for its time, `pass_ms`.
     """
-    tokens, best, alive = 1.0, (1.0 / pass_ms(0), 0), list[float]()
-    for count, node in enumerate(best_tree(rates, most), start=1):
-        above = alive[node.parent] if node.parent >= 0 else 1.0
-        alive.append(above * float(rates[node.depth - 1, node.rank]))
-        tokens += alive[-1]
+    tokens, best = 1.0, (1.0 / pass_ms(0), 0)
+    for count, node in enumerate(best_tree(rates, nodes=most, depth=len(rates)), start=1):
+        tokens += node.survival
         best = max(best, (tokens / pass_ms(count), count))
     return max(1, best[1])
-
-
-def best_tree(rates: NDArray[np.float64], nodes: int) -> list[RankedNode]:
-    """Return the `nodes` paths of largest product of `rates` (depth, ranks), by falling product;
-    all if there are fewer. Every beginning of it is the best tree of its size: a node comes after
-    its parent and its siblings of smaller rank.
-
-    A path survives with the product of its ranks' rates, so the likeliest are found greedily; the same argument as for
-    DDTree's marginals (arXiv 2604.12989).
-    """
-    falling = np.argsort(-rates, axis=1, kind="stable")
-    tree, entered = list[RankedNode](), 1
-    # (-probability, order of entry, index in the falling order, parent, probability of the parent)
-    heap = [(-float(rates[0, falling[0, 0]]), 0, 0, -1, 1.0)]
-    while heap and len(tree) < nodes:
-        negative, _, index, parent, above = heapq.heappop(heap)
-        depth = 0 if parent < 0 else tree[parent].depth
-        tree.append(RankedNode(int(falling[depth, index]), parent, depth + 1))
-        if index + 1 < rates.shape[1]:
-            rate = float(rates[depth, falling[depth, index + 1]])
-            heapq.heappush(heap, (-above * rate, entered, index + 1, parent, above))
-        if depth + 1 < len(rates):
-            rate = float(rates[depth + 1, falling[depth + 1, 0]])
-            heapq.heappush(heap, (negative * rate, entered + 1, 0, len(tree) - 1, -negative))
-        entered += 2
-    return tree
