@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from forerun.control.config import SpeculativeConfig
+from forerun.core.acceptance import RankAcceptance
 from forerun.errors import ArgumentError, refuse
 from forerun.plan import theory
 from forerun.plan.planner import PlanLoad, plan_tree
@@ -39,7 +40,7 @@ class Forecast:
 
     load: PlanLoad
     max_batch: int  # Most sequences that the server decodes together
-    ranks: theory.RankAcceptance | None = None  # Acceptance by depth and rank, where it was given
+    ranks: RankAcceptance | None = None  # Acceptance by depth and rank, where it was given
 
     def __post_init__(self) -> None:
         if self.max_batch < 1:

@@ -166,6 +166,10 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
 
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
     @classmethod
     @torch.no_grad()
     def initial(cls, model: Any, config: Any, token_ids: Tensor | None = None, *, seed: int = 0) -> Self:
@@ -187,11 +191,11 @@ class Head(nn.Module, ABC):
         of `initial`.
         """
 
-    @abstractmethod
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Combine the target's states at the boundaries, (B, N, Ht) each, into the feature (B, N,
-        H) that the head reads.
+        H) that the head reads. The default is for heads that read one boundary as it is.
         """
+        return features[0]
 
     @property
     @abstractmethod
@@ -342,6 +346,8 @@ class BlockHead(AttendingHead):
     of token i at position i.
     """
 
+    config: Any
+
     @property
     @abstractmethod
     def places(self) -> int | None:
@@ -358,9 +364,9 @@ class BlockHead(AttendingHead):
         """
 
     @property
-    @abstractmethod
     def mask_token(self) -> int:
         """The mask token that stands behind the root."""
+        return int(self.config.mask_token_id)
 
     @abstractmethod
     def causal(self, layer: int) -> bool:

@@ -40,6 +40,7 @@ from forerun.heads.engines import (
     Finding,
     Launch,
     Trait,
+    always,
     apply_traits,
     start_lines_with,
     vllm_line,
@@ -379,13 +380,13 @@ TRAITS = (
     ),
     Trait(_is_gated, TABLE, [("check", "sglang trtllm", "is not known to read it")], COMPARE),
     Trait(
-        lambda at: True,
+        always,
         "layer ids and mask token",
         [("check", "trtllm", f"reads them from {TRTLLM}")],
         "export --to trtllm",
     ),
     Trait(
-        lambda at: True,
+        always,
         "a {config.kind} head",
         [("check", "modelopt", "exports such heads, but is not known to read them")],
         "train on with forerun",
@@ -454,8 +455,7 @@ STORED = (
 class BlockEngines(Engines):
     """Known facts about engines and heads that draft a block."""
 
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        return apply_traits(TRAITS, head, target)
+    traits = TRAITS
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         return apply_traits(STORED if KIND in stored.config else (), head, target, keys=stored.config)

@@ -128,10 +128,6 @@ class DFlashHead(DecoderHead, BlockHead):
     def first(self) -> int:
         return 0 if self.config.sample_from_anchor else 1
 
-    @property
-    def mask_token(self) -> int:
-        return self.config.mask_token_id
-
     def causal(self, layer: int) -> bool:
         return self.config.is_causal or (self.config.causal_windows and self.config.window(layer) is not None)
 
@@ -220,7 +216,7 @@ class DFlashObjective(DecoderObjective):
         """Return the head's outputs behind the anchors."""
         tokens, config = batch.batch, self.head.config
         anchors, chosen = self._anchors(tokens)
-        fused = self.fused(batch)
+        fused = self.fused(batch, self.settings.noise)
         context = self.head.context(fused, self.head.angles(tokens.positions, fused))
         size, depths = self.head.places, config.max_depth
         assert depths is not None, "a block has so many depths"

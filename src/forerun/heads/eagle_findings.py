@@ -11,7 +11,7 @@ from typing import Any
 
 from forerun.heads.decoders import IDS, LAYER_IDS, is_default
 from forerun.heads.eagle_files import POST_NORM
-from forerun.heads.engines import EVERY, Trait
+from forerun.heads.engines import EVERY, Trait, always
 from forerun.heads.keys import KIND, NESTED
 from forerun.types import LAST_HIDDEN
 
@@ -438,7 +438,7 @@ STORED = (
 )
 """These traits say what is wrong with files of the flat format, as they lie."""
 SPECULATORS = (
-    Trait(lambda at: True, "speculators format", [("fails", "sglang trtllm lmdeploy", "reads the flat format only")]),
+    Trait(always, "speculators format", [("fails", "sglang trtllm lmdeploy", "reads the flat format only")]),
     *WINDOWS,
     Trait(
         lambda at: at.stored.config[KIND] == "eagle3" and at.stored.config.get("norm_before_residual") is None,

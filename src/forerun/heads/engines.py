@@ -80,6 +80,11 @@ class Trait(NamedTuple):
     remedy: str = ""
 
 
+def always(_at: Any) -> bool:
+    """Return True: every head of the kind has the trait."""
+    return True
+
+
 def apply_traits(traits: Iterable[Trait], head: HeadCheckpoint, target: TargetFacts, **more: Any) -> Iterator[Finding]:
     """Yield the findings of those traits that the head has; conditions and texts read the head, its
     `config`, the boundaries `shown`, the target, and `more`.
@@ -121,6 +126,7 @@ class Engines:
     """How engines treat heads of a kind; nothing is known by default."""
 
     destinations: ClassVar[Mapping[str, Destination]] = {}
+    traits: ClassVar[Sequence[Trait]] = ()  # Properties that heads of the kind may have, and what engines make of them
 
     def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         """Return the head as `engine` wants it, and the keys of ``config.json`` that it needs;
@@ -130,6 +136,8 @@ class Engines:
 
     def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
         """Return how engines treat the head if it is written in their format."""
+        if self.traits:
+            return apply_traits(self.traits, head, target)
         return check(
             EVERY,
             f"a {kind_named(head.config.kind).title} head",

@@ -14,7 +14,7 @@ published ``hydra_lm_head.pt`` is a pickle and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from forerun.errors import CheckpointError, find_problem, refuse
 from forerun.heads import decoders
 from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
 from forerun.heads.drafting import HeadDrafter
-from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Finding, fails
+from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
@@ -106,9 +106,6 @@ class HydraHead(DecoderHead, RecurrentHead):
             if getattr(target, "bias", None) is not None:
                 lm_head.bias.copy_(target.bias.float())  # type: ignore[operator]
             blocks.start()  # type: ignore[operator]
-
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         states = features
@@ -313,5 +310,4 @@ def _to_file(checkpoint: HeadCheckpoint, kind: str) -> Iterator[tuple[str, Tenso
 class HydraEngines(Engines):
     """Known facts about engines and Hydra heads."""
 
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        return fails(EVERY, "a Hydra head", NO_SUCH_DRAFTER, DRAFT_HERE)
+    traits = (Trait(always, "a Hydra head", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),)

@@ -22,7 +22,7 @@ Its file does not say after how many layers of the target the adapter stands, wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,22 +38,22 @@ from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.heads import decoders
 from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
-from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Finding, fails
+from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
 from forerun.heads.runner import AdapterRunner
-from forerun.losses.chunked_loss import soft_loss, working_dtype
+from forerun.losses.chunked_loss import soft_loss
 from forerun.losses.objective import (
     DistanceSettings,
     FeatureBatch,
     FrozenTarget,
+    HeadObjective,
     LossReport,
-    Objective,
     mark_counted,
     run_or_checkpoint,
 )
-from forerun.losses.unrolled_attention import blocks_of, ttt_attention
+from forerun.losses.unrolled_attention import attend_documents
 from forerun.model.partial import prove
 from forerun.types import LAST_HIDDEN, Budget
 
@@ -109,9 +109,6 @@ class KangarooHead(DecoderHead, AdapterHead):
     @property
     def recordable(self) -> bool:
         return False  # the target's layers are run in part
-
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     def context(self, features: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         layer: Any = self.layers[0]
@@ -199,7 +196,7 @@ class KangarooSettings(DistanceSettings):
     """`KangarooSettings` are the divergence of the objective."""
 
 
-class KangarooObjective(Objective):
+class KangarooObjective(HeadObjective):
     """A `KangarooObjective` is the loss of an adapter on a batch of features."""
 
     Settings: ClassVar[type[KangarooSettings]] = KangarooSettings
@@ -208,30 +205,22 @@ class KangarooObjective(Objective):
         """Check the target; UnsupportedModelError if it caps its logits, which must be a linear map
         of states.
         """
-        self.head, self.target, self.settings = head, target, settings or KangarooSettings()
+        super().__init__(head, target, settings)
         if target.softcap is not None:
             raise UnsupportedModelError(
                 f"kangaroo: the target caps its logits (final_logit_softcapping: {target.softcap:g}), which an adapter "
                 "that drafts through its output head cannot be trained for; train eagle3"
             )
 
-    def parameters_module(self) -> nn.Module:
-        return self.head
-
     def outputs(self, batch: FeatureBatch) -> Tensor:
         """Return what the output head reads, (B, S, H); entry i predicts token i + 1."""
-        tokens, [boundary] = batch.batch, self.head.config.boundaries
-        blocks = {window: blocks_of(tokens.documents, window) for window in self.head.windows}
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return ttt_attention(query, key, value, (), blocks[self.head.windows[layer]])
+        tokens = batch.batch
+        attend = attend_documents(tokens.documents, self.head.windows)
 
         def run(features: Tensor) -> Tensor:
             return self.head.adapt(features, self.head.angles(tokens.positions, features), attend)
 
-        states = batch.features[boundary]
-        features = self.head.fuse([states.to(working_dtype(states.device, self.head.weight.dtype))])
-        return run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
+        return run_or_checkpoint(run, self.fused(batch), again=self.settings.gradient_checkpointing)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the sum over all counted tokens, how often the likeliest token is the target's,
@@ -305,5 +294,4 @@ class KangarooFormat(Format):
 class KangarooEngines(Engines):
     """Known facts about engines and Kangaroo's adapters."""
 
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        return fails(EVERY, "a Kangaroo adapter", NO_SUCH_DRAFTER, DRAFT_HERE)
+    traits = (Trait(always, "a Kangaroo adapter", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),)

@@ -178,10 +178,6 @@ class DecoderHead(AttendingHead):
     norm: nn.Module
     d2t: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-
     def complete(self) -> None:
         """Make the remaining parts, and draw fresh weights: normal, biases zero."""
         config = self.config

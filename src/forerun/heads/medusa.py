@@ -25,7 +25,7 @@ LMDeploy 0.18.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -41,21 +41,19 @@ from forerun.heads.engines import (
     NO_SUCH_DRAFTER,
     Destination,
     Engines,
-    Finding,
-    check,
-    fails,
+    Trait,
+    always,
     plainly_named,
     vllm_line,
 )
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
-from forerun.losses.chunked_loss import hard_loss, working_dtype
+from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
     FeatureBatch,
     Fraction,
-    FrozenTarget,
+    HeadObjective,
     LossReport,
-    Objective,
     ObjectiveSettings,
     chain_metrics,
     mark_counted,
@@ -103,8 +101,7 @@ class MedusaHead(ParallelHead):
     config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         size, vocab = config.target_hidden_size, config.vocab_size
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResBlock(size) for _ in range(config.num_layers)), nn.Linear(size, vocab, bias=False))
@@ -123,9 +120,6 @@ class MedusaHead(ParallelHead):
         """Let each depth predict at first what the target's own output head predicts."""
         for depth in range(self.config.num_heads):
             self.output_weight(depth).copy_(model.get_output_embeddings().weight.float())
-
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     def states(self, features: Tensor, depths: int) -> Tensor:
         return torch.stack([head[:-1](features) for head in self.heads[:depths]], -2)  # type: ignore[index]
@@ -174,27 +168,19 @@ class MedusaSettings(ObjectiveSettings):
     """Base of the depths' weights: depth k weighs decay^k."""
 
 
-class MedusaObjective(Objective):
+class MedusaObjective(HeadObjective):
     """A `MedusaObjective` is the loss of a Medusa head on a batch of features."""
 
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
-
-    def __init__(self, head: MedusaHead, target: FrozenTarget, settings: MedusaSettings | None = None) -> None:
-        self.head, self.target, self.settings = head, target, settings or MedusaSettings()
-
-    def parameters_module(self) -> nn.Module:
-        return self.head
+    head: MedusaHead
+    settings: MedusaSettings
 
     def states(self, batch: FeatureBatch) -> Tensor:
         """Return what the output heads read, (B, S, depths, H); depth k of entry i predicts token i
         + 2 + k.
         """
-        features = self.head.fuse([batch.features[boundary] for boundary in self.head.config.boundaries])
-        features = features.to(working_dtype(features.device, self.head.weight.dtype))
-        depths = self.head.config.num_heads
-        return run_or_checkpoint(
-            lambda features: self.head.states(features, depths), features, again=self.settings.gradient_checkpointing
-        )
+        depths, again = self.head.config.num_heads, self.settings.gradient_checkpointing
+        return run_or_checkpoint(lambda features: self.head.states(features, depths), self.fused(batch), again=again)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the weighted sum over all depths and counted tokens, and how often a chain got to
@@ -282,25 +268,31 @@ class MedusaFormat(Format):
 class MedusaEngines(Engines):
     """Known facts about engines and Medusa heads."""
 
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        what = "a Medusa head"
-        why = "drafts a chain with it up to 0.32, with model runner V1; 0.33 has no such drafter"
-        yield from check("vllm", what, why, f"serve with vLLM 0.32, or {DRAFT_HERE}")
-        yield from fails("sglang trtllm llama.cpp lmdeploy", what, NO_SUCH_DRAFTER, DRAFT_HERE)
-        why = "trains such heads, but is not known to read this format"
-        yield from check("modelopt", what, why, "train on with forerun")
-
-
-MedusaEngines.destinations = {
-    "vllm": Destination(
-        title="vLLM",
-        engine="vllm",
-        command=lambda launch: vllm_line(
-            launch.target.name_or_path,
-            method="medusa",
-            model=str(plainly_named(launch)),
-            num_speculative_tokens=launch.head.config.num_heads,
+    traits = (
+        Trait(
+            always,
+            "a Medusa head",
+            [("check", "vllm", "drafts a chain with it up to 0.32, with model runner V1; 0.33 has no such drafter")],
+            f"serve with vLLM 0.32, or {DRAFT_HERE}",
         ),
-        counting="`num_speculative_tokens` counts drafted tokens: at most the head's depths.",
+        Trait(always, "a Medusa head", [("fails", "sglang trtllm llama.cpp lmdeploy", NO_SUCH_DRAFTER)], DRAFT_HERE),
+        Trait(
+            always,
+            "a Medusa head",
+            [("check", "modelopt", "trains such heads, but is not known to read this format")],
+            "train on with forerun",
+        ),
     )
-}
+    destinations: ClassVar[Mapping[str, Destination]] = {
+        "vllm": Destination(
+            title="vLLM",
+            engine="vllm",
+            command=lambda launch: vllm_line(
+                launch.target.name_or_path,
+                method="medusa",
+                model=str(plainly_named(launch)),
+                num_speculative_tokens=launch.head.config.num_heads,
+            ),
+            counting="`num_speculative_tokens` counts drafted tokens: at most the head's depths.",
+        )
+    }

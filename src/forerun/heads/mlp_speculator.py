@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from torch.nn.functional import gelu
 from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
 from forerun.heads.drafting import HeadDrafter
-from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Finding, fails
+from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
 from forerun.heads.layers import rms_norm
@@ -84,8 +84,7 @@ class MlpSpeculatorHead(RecurrentHead):
     config: MlpSpeculatorConfig
 
     def __init__(self, config: MlpSpeculatorConfig) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config)
         inner, vocab, first = config.inner_dim, config.vocab_size, config.target_hidden_size
         depths, projections = (1, 2) if config.tie_weights else (config.n_predict, config.n_predict)
         self.emb = nn.ModuleList(nn.Embedding(vocab, inner) for _ in range(depths))
@@ -103,9 +102,6 @@ class MlpSpeculatorHead(RecurrentHead):
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Copy nothing: the states are the speculator's own."""
-
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         if not self.config.scale_input:
@@ -238,8 +234,12 @@ def _canonical(tensors: Tensors, tied: bool) -> dict[str, Tensor]:
 class MlpSpeculatorEngines(Engines):
     """Known facts about engines and MLP speculators."""
 
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        what, others = "an MLP speculator", EVERY.replace("vllm ", "")
-        why = "has the format, and no drafter for it since its V1 engine (vLLM #47825)"
-        yield from fails("vllm", what, why, f"{DRAFT_HERE}, or in a vLLM that still has its V0 engine")
-        yield from fails(others, what, NO_SUCH_DRAFTER, DRAFT_HERE)
+    traits = (
+        Trait(
+            always,
+            "an MLP speculator",
+            [("fails", "vllm", "has the format, and no drafter for it since its V1 engine (vLLM #47825)")],
+            f"{DRAFT_HERE}, or in a vLLM that still has its V0 engine",
+        ),
+        Trait(always, "an MLP speculator", [("fails", EVERY.replace("vllm ", ""), NO_SUCH_DRAFTER)], DRAFT_HERE),
+    )

@@ -24,7 +24,7 @@ in groups, shared experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -254,9 +254,6 @@ class MtpHead(DecoderHead, SequentialHead):
     @property
     def unseen(self) -> tuple[int, ...]:
         return tuple(range(self.config.num_hidden_layers))  # the texts that module k learned begin k tokens later
-
-    def fuse(self, features: Sequence[Tensor]) -> Tensor:
-        return features[0]
 
     def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
         made, states = list[Advanced](), features

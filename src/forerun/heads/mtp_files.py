@@ -17,7 +17,7 @@ import dataclasses
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,10 +32,9 @@ from forerun.heads import decoders
 from forerun.heads.engines import (
     Destination,
     Engines,
-    Finding,
     Launch,
     Trait,
-    apply_traits,
+    always,
     plainly_named,
     start_lines,
     vllm_line,
@@ -372,7 +371,7 @@ TRAITS = (
         f"draft one token, or {_COMPARE}",
     ),
     Trait(
-        lambda at: True,
+        always,
         "MTP layers",
         [("check", "trtllm lmdeploy modelopt", "is not known here to read these layers")],
         _COMPARE,
@@ -405,6 +404,7 @@ def _stitch(launch: Launch) -> Path:
 class MtpEngines(Engines):
     """Known facts about engines and MTP layers."""
 
+    traits = TRAITS
     destinations: ClassVar[Mapping[str, Destination]] = {
         "vllm": Destination(
             title="vLLM",
@@ -434,6 +434,3 @@ class MtpEngines(Engines):
             write=_stitch,
         ),
     }
-
-    def findings(self, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
-        return apply_traits(TRAITS, head, target)

@@ -12,22 +12,21 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forerun.heads.base import RecurrentHead
-from forerun.losses.chunked_loss import soft_loss, working_dtype
+from forerun.losses.chunked_loss import soft_loss
 from forerun.losses.objective import (
     DistanceSettings,
     FeatureBatch,
-    FrozenTarget,
+    HeadObjective,
     LossReport,
-    Objective,
     chain_metrics,
     mark_counted,
     run_or_checkpoint,
     shift_left,
 )
-from forerun.losses.unrolled_attention import blocks_of, ttt_attention
+from forerun.losses.unrolled_attention import attend_documents
 from forerun.types import LAST_HIDDEN
 
 
@@ -36,16 +35,12 @@ class RecurrentSettings(DistanceSettings):
     """`RecurrentSettings` are the divergence of the objective; all depths weigh the same."""
 
 
-class RecurrentObjective(Objective):
+class RecurrentObjective(HeadObjective):
     """A `RecurrentObjective` is the loss of a recurrent head on a batch of features."""
 
     Settings: ClassVar[type[RecurrentSettings]] = RecurrentSettings
-
-    def __init__(self, head: RecurrentHead, target: FrozenTarget, settings: RecurrentSettings | None = None) -> None:
-        self.head, self.target, self.settings = head, target, settings or RecurrentSettings()
-
-    def parameters_module(self) -> nn.Module:
-        return self.head
+    head: RecurrentHead
+    settings: RecurrentSettings
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the sum over all depths and counted predictions, and how often a chain got to each
@@ -84,28 +79,15 @@ class RecurrentObjective(Objective):
         """
         tokens, depths = batch.batch, self.head.config.max_depth
         assert depths is not None, "a recurrent head has weights for so many depths"
-        states = [batch.features[boundary] for boundary in self.head.config.boundaries]
-        dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        blocks = {window: blocks_of(tokens.documents, window) for window in self.head.windows}
-
-        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return ttt_attention(query, key, value, (), blocks[self.head.windows[layer]])
+        attend = attend_documents(tokens.documents, self.head.windows)
 
         def run(features: Tensor) -> tuple[Tensor, ...]:
             memory, found = self.head.prefix(features, tokens.positions, attend), list[Tensor]()
             for depth in range(depths):
-                embeds = self._embed(shift_left(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
+                embeds = self.embed(shift_left(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
                 stepped = self.head.step(depth, embeds, memory)
                 memory = stepped.memory
                 found.append(stepped.output)
             return tuple(found)
 
-        features = self.head.fuse([state.to(dtype) for state in states])
-        return run_or_checkpoint(run, features, again=self.settings.gradient_checkpointing)
-
-    def _embed(self, ids: Tensor, depth: int) -> Tensor:
-        own = self.head.embed(ids, depth)
-        if own is not None:
-            return own
-        with torch.no_grad():
-            return self.target.embedding(ids)
+        return run_or_checkpoint(run, self.fused(batch), again=self.settings.gradient_checkpointing)

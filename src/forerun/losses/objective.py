@@ -280,43 +280,53 @@ class DecoderSettings(DistanceSettings):
     """
 
 
-class DecoderObjective(Objective):
-    """A `DecoderObjective` has what heads of decoder layers share: embedding, output head, and the
-    distance to the target.
+class HeadObjective(Objective):
+    """A `HeadObjective` has what the objectives of all heads share: the head and what it reads of
+    the frozen target.
     """
 
-    Settings: ClassVar[type[DecoderSettings]]
+    Settings: ClassVar[type[ObjectiveSettings]]
     head: Any
     settings: Any
 
     def __init__(self, head: Any, target: FrozenTarget, settings: Any = None) -> None:
-        if target.bias is not None and not head.config.own_lm_head:
-            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
-        self.head, self.target = head, target
-        self.settings = settings or self.Settings()
+        self.head, self.target, self.settings = head, target, settings or self.Settings()
 
     def parameters_module(self) -> nn.Module:
         return self.head
 
-    def embed(self, ids: Tensor) -> Tensor:
+    def embed(self, ids: Tensor, depth: int = 0) -> Tensor:
         """Embed token ids by the head's own table, or the target's, which is not trained."""
-        own: Tensor | None = self.head.embed(ids)
+        own: Tensor | None = self.head.embed(ids, depth)
         if own is not None:
             return own
         with torch.no_grad():
             return self.target.embedding(ids)
 
-    def fused(self, batch: FeatureBatch) -> Tensor:
-        """Return what the head reads of the target's states, (B, S, H), noisy while the head is in
-        training mode.
+    def fused(self, batch: FeatureBatch, noise: float = 0.0) -> Tensor:
+        """Return what the head reads of the target's states, (B, S, H), with uniform `noise` on
+        them while the head is in training mode.
         """
         # A target, a store and a head have each a dtype of their own.
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
         dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        if self.head.training and (noise := self.settings.noise):
+        if self.head.training and noise:
             draws = [2 * torch.rand_like(state, dtype=torch.float32) - 1 for state in states]
             states = [state + draw.to(state.dtype) * noise for state, draw in zip(states, draws, strict=True)]
         return self.head.fuse([state.to(dtype) for state in states])
+
+
+class DecoderObjective(HeadObjective):
+    """A `DecoderObjective` has what heads of decoder layers share: output head, and the distance to
+    the target.
+    """
+
+    Settings: ClassVar[type[DecoderSettings]]
+
+    def __init__(self, head: Any, target: FrozenTarget, settings: Any = None) -> None:
+        super().__init__(head, target, settings)
+        if target.bias is not None and not head.config.own_lm_head:
+            raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
 
     def output_head(self) -> Tensor:
         """Return the weight (Vd, H) of what reads the head's outputs."""

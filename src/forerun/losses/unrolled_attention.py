@@ -258,3 +258,15 @@ def _lines(grouped: Tensor, keys: Sequence[Tensor]) -> Tensor:
     if not keys:
         return grouped.new_empty(*grouped.shape[:-1], 0, dtype=torch.float32)
     return torch.stack([(grouped * key.unsqueeze(2)).float().sum(-1) for key in keys], -1)
+
+
+def attend_documents(documents: Tensor, windows: Sequence[int | None]) -> Callable[..., Tensor]:
+    """Return the attention of a head's layers over packed `documents` (B, S), called as
+    `heads.base.Attend`; `windows` are by layer.
+    """
+    blocks = {window: blocks_of(documents, window) for window in windows}
+
+    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return ttt_attention(query, key, value, (), blocks[windows[layer]])
+
+    return attend

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.control.costs import CostModel, DraftCost, PassCost
+from forerun.core.acceptance import RankAcceptance
 from forerun.drafters import DRAFTERS
 from forerun.errors import ArgumentError
 from forerun.plan import theory
@@ -109,7 +110,7 @@ def _line(load: PlanLoad, k: int) -> PlanLine:
     return PlanLine(k=k, tokens_per_pass=found.tokens_per_pass, speedup=found.speedup, v=verify, step_ms=found.step_ms)
 
 
-def plan_tree(load: PlanLoad, acceptance: theory.RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
+def plan_tree(load: PlanLoad, acceptance: RankAcceptance, *, nodes: int, depth: int) -> theory.TreeChoice:
     """Return the fastest tree of at most `nodes` nodes and `depth` levels for acceptance by depth
     and rank.
     """
