@@ -25,8 +25,8 @@ from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import NodeProbs
+from forerun.core.rng import Rng, Stream
 from forerun.core.rules import SampleWalk
-from forerun.core.sampling import Rng, Stream
 from forerun.core.tree import TokenTree
 from forerun.types import SamplingParams, Source, Verdict
 

@@ -282,15 +282,15 @@ FAULTS = [
     Fault(
         "model",
         "positions of siblings rise as slots do",
-        "positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)",
-        "positions = (lengths + torch.arange(nodes.ids.shape[1])).clamp(max=self.max_length - 1)",
+        "positions = (lengths + self.depths).clamp(max=longest - 1)",
+        "positions = (lengths + torch.arange(self.ids.shape[1])).clamp(max=longest - 1)",
         "tests/model/test_families.py tests/model/test_self_check.py",
     ),
     Fault(
         "model",
         "padding is written over the first token",
-        "slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)",
-        "slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), 0)",
+        "slots = torch.where(self.real, lengths + torch.arange(self.ids.shape[1]), dump)",
+        "slots = torch.where(self.real, lengths + torch.arange(self.ids.shape[1]), 0)",
         "tests/model/test_cache.py tests/contract/test_cache.py",
     ),
     Fault(

@@ -13,8 +13,8 @@ from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.certify.plan import CertifyPlan
 from forerun.cli import main
 from forerun.core.probs import NodeProbs
+from forerun.core.rng import Rng
 from forerun.core.rules import ArgmaxWalk
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
 from forerun.types import Source, Verdict

@@ -21,8 +21,8 @@ from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import HostResidual, NodeProbs
+from forerun.core.rng import Rng
 from forerun.core.rules import SampleWalk
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
 from forerun.types import Source, SpeculationStats, Verdict

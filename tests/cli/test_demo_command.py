@@ -15,8 +15,8 @@ from cli.conftest import Forerun
 from forerun import LLM, SamplingParams, shipped
 from forerun.cli import demo, leaderboard
 from forerun.core.probs import NodeProbs
+from forerun.core.rng import Rng
 from forerun.core.rules import ArgmaxWalk
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.demo import Edit, scale
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head

@@ -23,7 +23,7 @@ from contract.harness import Variant
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import EnumeratingRng, outcomes
 from forerun.control.policy import policy_for
-from forerun.core.sampling import Rng
+from forerun.core.rng import Rng
 from forerun.decode import step as stepping
 from forerun.decode.row import Row
 from forerun.decode.scores import Scores

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, installed, kind_for, llm, trees_of, variants
-from forerun.core.sampling import Rng
+from forerun.core.rng import Rng
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext
 from forerun.drafters import drafter_class

@@ -23,8 +23,8 @@ from forerun.certify.enumeration import (
     toy_distributions,
     toy_drafter,
 )
+from forerun.core.rng import Rng
 from forerun.core.rules import RULES, rule_named
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 

@@ -17,8 +17,8 @@ from forerun.certify.enumeration import (
 )
 from forerun.core import rules
 from forerun.core.probs import HostResidual, NodeProbs, Probs
+from forerun.core.rng import Rng
 from forerun.core.rules import TokenRejection, rule_named
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn, Source, Verdict
 

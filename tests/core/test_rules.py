@@ -8,8 +8,8 @@ from torch import Tensor
 from contract.harness import kind_of
 from forerun.certify.enumeration import SHAPES, Drawing, PrefixProbs, World, outcomes, toy_distributions, toy_drafter
 from forerun.core.probs import HostResidual, NodeProbs
+from forerun.core.rng import Rng
 from forerun.core.rules import RULES, check_fits, default_rule, rule_named
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind, Drawn, Source, Verdict

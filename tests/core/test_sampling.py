@@ -12,7 +12,8 @@ from scipy import stats
 from torch import Tensor
 
 from forerun.core import sampling
-from forerun.core.sampling import Rng, Sampler, Stream, distribution_of, quantiles
+from forerun.core.rng import Rng, Stream, quantiles
+from forerun.core.sampling import Sampler, distribution_of
 from forerun.decode.scores import logprobs_of
 from forerun.errors import ArgumentError, NoTokenLeftError, NumericError
 from forerun.types import SamplingParams

@@ -21,8 +21,9 @@ from forerun.certify.enumeration import (
     toy_drafter,
 )
 from forerun.core.probs import HostResidual
+from forerun.core.rng import Rng, first_of
 from forerun.core.rules import RULES, Reads, rule_named
-from forerun.core.sampling import Rng, Sampler, first_of, process_rows
+from forerun.core.sampling import Sampler, process_rows
 from forerun.core.tree import TokenTree
 from forerun.decode import residuals as device
 from forerun.decode.residuals import DeviceRow, Residuals, ResidualsInput

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.rng import Rng
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
 from forerun.types import Budget, SamplingParams

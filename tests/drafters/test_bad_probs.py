@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.conftest import checkpoint
 from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.core.rng import Rng
 from forerun.core.rules import rule_named
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row

@@ -13,8 +13,8 @@ from drafters.asking import contexts
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 from forerun.control.config import SpeculativeConfig
+from forerun.core.rng import Rng
 from forerun.core.rules import rule_named
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree, join
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from contract.test_recorded import LoggedRng
 from drafters.asking import contexts
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.rng import Rng
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext
 from forerun.drafters.drawing import (

@@ -11,8 +11,9 @@ import torch
 from core.test_tree import contents, random_tree
 from drafters.asking import trees_of
 from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
+from forerun.core.rng import Rng
 from forerun.core.rules import rule_named
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Checked, Deferred, Guarded, check

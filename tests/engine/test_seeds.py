@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.core.sampling import request_seed
+from forerun.core.rng import request_seed
 
 PROMPT = "the cat sat"
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from forerun.core.probs import HostResidual
+from forerun.core.rng import Rng
 from forerun.core.rules import RULES, Rule, rule_named
-from forerun.core.sampling import Rng
 from forerun.core.tree import TokenTree
 from forerun.types import Drawn
 

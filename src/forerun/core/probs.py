@@ -17,7 +17,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from forerun.core.sampling import Rng
+from forerun.core.rng import Rng
 from forerun.core.tree import TokenTree
 from forerun.devices import widest
 from forerun.types import Drawn

@@ -19,7 +19,7 @@ from forerun.types import DraftKind, Drawn, Source, Verdict
 
 if TYPE_CHECKING:  # rules are named before torch is imported
     from forerun.core.probs import NodeProbs, Probs
-    from forerun.core.sampling import Rng
+    from forerun.core.rng import Rng
     from forerun.core.tree import TokenTree
 
 __path__: list[str] = []  # It was a package: what lay in it is found by `forerun.moved`

@@ -13,7 +13,8 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from forerun.core.acceptance import Acceptance, Evidence, Proposal
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.rng import Rng
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, nearest
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict

@@ -22,15 +22,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.core.probs import TINY
+from forerun.core.rng import Rng, first_of
 from forerun.core.rules import Reads
 from forerun.core.sampling import (
     Edits,
-    Rng,
     Sampler,
     check_highest,
     check_raw,
     check_sums,
-    first_of,
     has_filters,
     probs_of,
     process_rows,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.rng import Rng
+from forerun.core.sampling import Sampler
 from forerun.errors import ForerunError
 from forerun.types import CommittedTokens
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forerun.core.rng import TOLERANCE
 from forerun.core.rules import default_rule, rule_named
-from forerun.core.sampling import TOLERANCE
 from forerun.core.tree import TokenTree, fetch_masses, without
 from forerun.decode.drafter import DraftContext, Drafter, warn_drafter
 from forerun.decode.residuals import DeviceRow, Logprobs

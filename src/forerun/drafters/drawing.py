@@ -21,17 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from forerun.core.sampling import (
-    Processing,
-    Rng,
-    Sampler,
-    distribution_of,
-    has_filters,
-    probs_of,
-    quantiles,
-    settings_of,
-    widen,
-)
+from forerun.core.rng import Rng, quantiles
+from forerun.core.sampling import Processing, Sampler, distribution_of, has_filters, probs_of, settings_of, widen
 from forerun.devices import constant, send, widest
 from forerun.errors import ArgumentError, NumericError, of_the_process
 from forerun.types import Drawn, SamplingParams

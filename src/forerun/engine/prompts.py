@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.control.config import SpeculativeConfig
-from forerun.core.sampling import Sampler, check_token_ids, request_seed
+from forerun.core.rng import request_seed
+from forerun.core.sampling import Sampler, check_token_ids
 from forerun.decode.row import Row
 from forerun.devices import trim_heap
 from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request

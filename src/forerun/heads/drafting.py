@@ -19,14 +19,24 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_least
 from forerun.devices import constant, rows_of
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
-from forerun.drafters.kinds import READ_HEAD, HeadKind, import_named, kind_named
+from forerun.drafters.kinds import READ_HEAD, HeadKind, Way, import_named, kind_named
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, NodeLimits, TreeOptions
 from forerun.errors import ArgumentError
+from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.base import Head, check_fits
 from forerun.heads.catalogue import check_head_named
-from forerun.heads.runner import RUNNERS
+from forerun.heads.runner import BlockRunner, HeadRunner, ParallelRunner, RecurrentRunner, SequentialRunner
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
+
+RUNNERS: dict[Way, type[HeadRunner]] = {
+    "sequential": SequentialRunner,
+    "recurrent": RecurrentRunner,
+    "parallel": ParallelRunner,
+    "block": BlockRunner,
+    "adapter": AdapterRunner,
+}
+"""The runner for each way to draft."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,8 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from forerun.devices import attention_kernels, rows_of, send
-from forerun.drafters.drawing import Shape
-from forerun.drafters.kinds import Way
 from forerun.heads.base import (
     Above,
     AdapterHead,
@@ -34,7 +32,6 @@ from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.kernels.attention import attend
 from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import LayerRange
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, extend_rows, first_rows, round_tokens, wide
@@ -45,6 +42,15 @@ _COMMITTED = 64  # Most entries that a recorded pass takes: what a step commits,
 Tree = TypeVar("Tree")
 Passed = TypeVar("Passed")
 HiddenStates = Mapping[Boundary, Tensor]
+
+
+@dataclass(kw_only=True, slots=True)
+class Committed:
+    """The tokens that are appended to the rows of a runner."""
+
+    index: Tensor  # (B,) int64 of the rows
+    ids: Tensor  # (B, N) int64
+    last: Tensor  # (B,) int64, where their last tokens stand
 
 
 class HeadRunner(ABC):
@@ -225,7 +231,7 @@ class AttendingRunner(HeadRunner):
             self._cache.begin(every, places, most, index=index, anywhere=recorded)
             sees = sees & real.unsqueeze(2)
             block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-            self._read(_Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
+            self._read(Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
 
         key = ("committed", len(every), nodes.fresh, most) if recorded else None
         self.recordings.run(key, work, *send(host, self.device), *padded)
@@ -233,11 +239,17 @@ class AttendingRunner(HeadRunner):
             self.lengths[row] += len(piece)
 
     @abstractmethod
-    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+    def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         """Read what was committed, in rows of a cache of `width` slots, with the features (B, N, H)
         that stand before its tokens. Doing it twice has the effect of doing it once, so it can be
         recorded.
         """
+
+    def _write_context(self, head: BlockHead | AdapterHead, fused: Tensor, block: Block) -> None:
+        """Write the keys and values that a head makes of features for each of its layers."""
+        angles = head.angles(block.query_positions, fused)
+        for layer, (keys, values) in enumerate(head.context(fused, angles)):
+            self._cache.write(keys, values, layer)
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         ends = [self.lengths[row] + self._behind(run) for row in rows]
@@ -261,14 +273,19 @@ class AttendingRunner(HeadRunner):
             return step(embeds, self.head.angles(block.query_positions, embeds), attend_cached)
 
     def _attend(self, block: Block, width: int) -> Attend:
-        """Return an attention function that appends a layer's keys and values to the cache and
-        attends over it.
-        """
-        kinds, this = self._kinds_unseen, Pass()
+        """Return an attention function for a pass whose entries see what is before them."""
+        kinds = self._kinds_unseen
         masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
+        return self._attend_masked([masks[kind] for kind in kinds])
+
+    def _attend_masked(self, masks: Sequence[Tensor]) -> Attend:
+        """Return an attention function that appends a layer's keys and values to the cache and
+        attends over it, under the mask of that layer.
+        """
+        this = Pass()
 
         def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
+            return attend(query, *self._cache.update(key, value, layer), masks[layer], this)
 
         return attend_cached
 
@@ -337,7 +354,7 @@ class SequentialRunner(AttendingRunner):
         self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
         return self.logits(advanced.output)
 
-    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+    def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         index, before = new.index, fused[:, :1]  # which nobody reads but who has a chain
         if self._chain.shape[1]:
             lengths = block.lengths.view(-1, 1)
@@ -362,7 +379,7 @@ class RecurrentRunner(AttendingRunner):
     """
 
     head: RecurrentHead
-    _frontier: _RecurrentLevel | None
+    _frontier: tuple[Tensor, int] | None  # (B, F, M) memory of the last level's nodes, and its depth
 
     def __init__(self, head: RecurrentHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -371,7 +388,7 @@ class RecurrentRunner(AttendingRunner):
     def _behind(self, run: int) -> int:
         return 0
 
-    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+    def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         with attention_kernels(self.device):
             states = self.head.prefix(fused, block.query_positions, self._attend(block, width))
         each = torch.arange(len(new.index), device=self.device)
@@ -385,14 +402,14 @@ class RecurrentRunner(AttendingRunner):
         return self._step(0, self._roots[index].unsqueeze(1), self._features[index].unsqueeze(1))
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
-        memory = last.memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.memory.shape[-1]))
-        return self._step(last.depth + 1, tokens, memory)
+        assert self._frontier is not None, "only inside unroll"
+        memory, depth = self._frontier
+        memory = memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, memory.shape[-1]))
+        return self._step(depth + 1, tokens, memory)
 
     def _step(self, depth: int, tokens: Tensor, memory: Tensor) -> Tensor:
         stepped = self.head.step(depth, self.embed(tokens, depth), memory)
-        self._frontier = _RecurrentLevel(memory=stepped.memory, depth=depth)
+        self._frontier = stepped.memory, depth
         return self.logits(stepped.output, depth)
 
 
@@ -417,7 +434,7 @@ class BlockRunner(AttendingRunner):
         self._places = self.head.places or max(1, run if levels is None else levels - 1)
         return super()._make_room(rows, self._places, levels, recorded)
 
-    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
+    def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         if self.head.places is None:
 
             def step(embeds: Tensor, angles: Angles, attend: Attend) -> Tensor:
@@ -426,13 +443,11 @@ class BlockRunner(AttendingRunner):
             each = torch.arange(len(new.index), device=self.device)
             self._outputs[new.index] = self._advance(new.ids, block, width, step)[each, new.last]
             return
-        angles = self.head.angles(block.query_positions, fused)
-        for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
-            self._cache.write(keys, values, layer)
+        self._write_context(self.head, fused, block)
         self._roots[new.index] = new.ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        places, first, this = self._places, self.head.first, Pass()
+        places, first = self._places, self.head.first
         roots = self._roots[index].unsqueeze(1)
         known = [] if self.head.places is None else [roots]
         masks_behind = torch.full_like(roots, self.head.mask_token).expand(-1, places - len(known))
@@ -447,9 +462,7 @@ class BlockRunner(AttendingRunner):
             block = Block(lengths=lengths, sees=seen, query_positions=positions, node_positions=positions)
             masks[kind, causal] = self._mask(kind, block, size)
 
-        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, *self._cache.update(key, value, layer), masks[kinds[layer]], this)
-
+        attend_cached = self._attend_masked([masks[kind] for kind in kinds])
         embeds = self.embed(tokens)
         with attention_kernels(self.device):
             output = self.head.block(embeds, self.head.angles(positions, embeds), attend_cached)[:, first:]
@@ -474,89 +487,6 @@ class BlockRunner(AttendingRunner):
         return followed.logits
 
 
-class AdapterRunner(AttendingRunner):
-    """Runs a head level by level: nodes run through the target's layers up to the head's boundary,
-    in the slots in which they are scored, then through the head. Entries are the target's states of
-    what is committed before the root.
-    """
-
-    head: AdapterHead
-    shape: Shape | None = None  # Shape of the trees to come; None: it differs by row, and parents are read on the host
-    _frontier: _Exited | None
-
-    def __init__(self, head: AdapterHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
-        self._plan = LayerRange(stop=head.config.boundaries[0])
-        self._roots = [0] * rows
-        self.rows: Sequence[int] = ()  # Rows of the latest trees
-        self.ran: list[Tensor] = []  # Their states (B, F, H) at the boundary, level by level, the root first
-
-    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
-        super().ingest(rows, tokens, hidden_states)
-        for row, row_tokens in zip(rows, tokens, strict=True):
-            self._roots[row] = row_tokens[-1]
-
-    def _behind(self, run: int) -> int:
-        return 1 + run
-
-    def _read(self, new: _Committed, fused: Tensor, block: Block, width: int) -> None:
-        angles = self.head.angles(block.query_positions, fused)
-        for layer, (keys, values) in enumerate(self.head.context(fused, angles)):
-            self._cache.write(keys, values, layer)
-
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        none = index.new_zeros(len(rows), 0)
-        self._cache.begin(rows, none, size, index=index)
-        self.rows, self.ran = rows, []
-        roots, fits = [[-1]] * len(rows), [0] * len(rows)
-        self._frontier = _Exited(lengths=lengths, ids=none, parents=roots, fits=fits, depth=0, width=size)
-        return self._level(self._frontier, 0)
-
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
-        start, depth = 1 + last.ids.shape[1], last.depth + 1
-        ids, target, fits = torch.cat([last.ids, tokens], dim=1), self.target, list[int]()
-        for row, count in zip(self.rows, last.fits, strict=True):
-            # A node behind the row's slots or the context is never submitted, and not run.
-            held = target.lengths[row] + 1
-            room = min(ids.shape[1], target.slots - held)
-            fits.append(room if count == start - 1 and held + depth <= target.max_length else count)
-        if self.shape is None:
-            above = (parents + (start - last.size)).tolist()
-            new: list[Sequence[int]] = [[*old, *row] for old, row in zip(last.parents, above, strict=True)]
-        else:
-            new = [self.shape.parents for _ in last.parents]
-        self._frontier = replace(last, ids=ids, parents=new, fits=fits, depth=depth, size=tokens.shape[1])
-        return self._level(self._frontier, start)
-
-    def _level(self, trees: _Exited, start: int) -> Tensor:
-        """Return logits (B, F, V) after the nodes from `start` on."""
-        roots = [self._roots[row] for row in self.rows]
-        nodes = Nodes.of_levels(roots, trees.ids, trees.parents, counts=trees.fits, start=start)
-        states = self.target.run(self.rows, nodes, self._plan)
-        self.ran.append(states)
-        sees, depths = send((nodes.sees[:, start:], nodes.depths), self.device)
-        lengths = trees.lengths.unsqueeze(1)
-        self._cache.go_on(lengths + torch.arange(start, nodes.ids.shape[1], device=self.device))
-        positions = lengths + depths
-        here = positions[:, start:]
-        block = Block(lengths=trees.lengths, sees=sees, query_positions=here, node_positions=positions)
-        fused = self.head.fuse([states.to(self.device, self._dtype)])
-        with attention_kernels(self.device):
-            output = self.head.adapt(fused, self.head.angles(here, fused), self._attend(block, trees.width))
-        return self.logits(output)
-
-
-@dataclass(kw_only=True, slots=True)
-class _Committed:
-    """The tokens that are appended to the rows of a runner."""
-
-    index: Tensor  # (B,) int64 of the rows
-    ids: Tensor  # (B, N) int64
-    last: Tensor  # (B,) int64, where their last tokens stand
-
-
 @dataclass(kw_only=True, slots=True)
 class _Frontier:
     """The last level of the trees that are being drafted."""
@@ -570,27 +500,6 @@ class _Frontier:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Exited:
-    """The trees that are being drafted by an adapter."""
-
-    lengths: Tensor  # (B,) committed entries
-    ids: Tensor  # (B, K) drafted tokens
-    parents: Sequence[Sequence[int]]  # (B, K + 1) or more, of each node, the root's first
-    fits: Sequence[int]  # (B,) drafted nodes, from the first, that each row has room for
-    depth: int
-    width: int  # Slots of the cache that hold all that any node will ever see
-    size: int = 1  # Nodes of the last level
-
-
-@dataclass(kw_only=True, slots=True)
-class _RecurrentLevel:
-    """The last level of the trees that are being drafted by a recurrent head."""
-
-    memory: Tensor  # (B, F, M)
-    depth: int
-
-
-@dataclass(kw_only=True, slots=True)
 class _Depths:
     """All depths of a block, and the depth that the trees being drafted have reached."""
 
@@ -598,13 +507,3 @@ class _Depths:
     states: Tensor  # (B, depths, H)
     depth: int = 0
     memory: Tensor | None = None  # (B, F, M) of the last level's nodes
-
-
-RUNNERS: dict[Way, type[HeadRunner]] = {
-    "sequential": SequentialRunner,
-    "recurrent": RecurrentRunner,
-    "parallel": ParallelRunner,
-    "block": BlockRunner,
-    "adapter": AdapterRunner,
-}
-"""The runner for each way to draft."""

@@ -95,6 +95,25 @@ class Nodes:
         steps = torch.arange(size, dtype=torch.int32)
         return steps.where(steps <= steps.unsqueeze(1), -1).expand(len(self.ids), -1, -1)
 
+    def structure(
+        self, committed: Sequence[int], *, missing: int, unseen: int, dump: int, longest: int
+    ) -> list[Tensor]:
+        """Return the parts of a `masks.Block` behind so many committed tokens (B,), and slots (B, N). N counts
+        `missing` nodes of padding, which are written to the slot `dump`, M `unseen` ones; a sequence has at most
+        `longest` positions.
+        """
+        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
+        positions = (lengths + self.depths).clamp(max=longest - 1)
+        slots = torch.where(self.real, lengths + torch.arange(self.ids.shape[1]), dump)
+        sees = (self.sees & self.real.unsqueeze(2))[:, self.start :]
+        return [
+            lengths.squeeze(1),
+            torch.nn.functional.pad(sees, (0, unseen, 0, missing)) if missing else sees,
+            pad_right(positions[:, self.start :], missing),
+            pad_right(positions, unseen),
+            pad_right(slots[:, self.start :], missing, dump),
+        ]
+
     @property
     def fresh(self) -> int:
         return self.ids.shape[1] - self.start
@@ -160,3 +179,14 @@ def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0)
     found = values.new_full((batch, *values.shape[1:]), rest)
     found[list(rows)] = values
     return found
+
+
+def take_last(values: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return each row's last of its first `counts` (B,): (B, N, ..) -> (B, 1, ..)."""
+    ends = send_ints([count - 1 for count in counts], values.device)
+    return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
+
+
+def pad_right(values: Tensor, missing: int, value: int = 0) -> Tensor:
+    """Pad (B, N) -> (B, N + missing)."""
+    return torch.nn.functional.pad(values, (0, missing), value=value) if missing else values

@@ -18,7 +18,7 @@ from forerun.devices import attention_kernels, send, send_ints
 from forerun.errors import ArgumentError
 from forerun.model import layers, masks
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Nodes, Scored, scatter_rows
+from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
@@ -154,7 +154,7 @@ class Target:
                     gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
                 gathered[boundary][send_ints(active, value.device), start : start + value.shape[1]] = value
             index = send_ints(active, states.device)
-            ending = _last(states, [len(piece) for piece in pieces])
+            ending = take_last(states, [len(piece) for piece in pieces])
             last = ending if last is None else last.index_copy_(0, index, ending)
         assert last is not None, "every row has a token"
         return Scored(
@@ -247,9 +247,7 @@ class Target:
             del self._ran[row]
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear`
-        zeroes the others.
-        """
+        """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear` zeroes the others."""
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
@@ -257,9 +255,7 @@ class Target:
             self._ran.pop(row, None)
 
     def clear(self, row: int) -> int:
-        """Zero the slots behind a row's committed tokens, and return how many were zeroed; see
-        `SlotCache.clear`.
-        """
+        """Zero the slots behind a row's committed tokens, and return how many were zeroed; see `SlotCache.clear`."""
         return self.cache.clear(row, self.lengths[row])
 
     @torch.inference_mode()
@@ -293,16 +289,12 @@ class Target:
 
     @torch.inference_mode()
     def lm_head(self, states: Tensor) -> Tensor:
-        """Return raw logits (.., V) of states after the final norm (.., H), soft caps and scales
-        included.
-        """
+        """Return raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
         return self.head(states)
 
     @property
     def computes_padding(self) -> bool:
-        """True if every row of a scoring pass costs what its widest row costs; False if only real
-        tokens run.
-        """
+        """True if every row of a scoring pass costs what its widest row costs; False if only real tokens run."""
         return bool(self.buckets.nodes) or not self._folds
 
     @property
@@ -418,7 +410,7 @@ class Target:
         """Run `prefill` of short chains as one recorded pass."""
         scored = self._recorded(rows, nodes, boundaries)
         self._note_appended(rows, counts)
-        return scored if all_logits else replace(scored, logits=_last(scored.logits, counts))
+        return scored if all_logits else replace(scored, logits=take_last(scored.logits, counts))
 
     def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """Run `score` as a recorded pass."""
@@ -493,9 +485,12 @@ class Target:
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
-        host = [*self._structure(committed, nodes, missing, 0), torch.tensor(rows, dtype=torch.int64)]
+        host = [
+            *nodes.structure(committed, missing=missing, unseen=0, dump=self.cache.dump, longest=self.max_length),
+            torch.tensor(rows, dtype=torch.int64),
+        ]
         host += self._paths(nodes, missing) if padded else []
-        ids = _pad(nodes.ids[:, nodes.start :], missing)
+        ids = pad_right(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
             *there, ids = send([*host, ids], self.device)
         else:
@@ -517,32 +512,18 @@ class Target:
         batch = min(self.cache.rows, bucket(max(rows) + 1))
         size = round_tokens(nodes.fresh, batch)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
-        *others, slots = self._structure(committed, nodes, missing, missing)
+        *others, slots = nodes.structure(
+            committed, missing=missing, unseen=missing, dump=self.cache.dump, longest=self.max_length
+        )
         host = [
             *(scatter_rows(part, rows, batch, 0) for part in others),
             scatter_rows(slots, rows, batch, self.cache.dump),
         ]
-        ids = _pad(nodes.ids[:, nodes.start :], missing)
+        ids = pad_right(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
             return send([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
         *there, index = send([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
         return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
-
-    def _structure(self, committed: Sequence[int], nodes: Nodes, missing: int, unseen: int) -> list[Tensor]:
-        """Return the parts of a `masks.Block`, and slots (B, N). N counts `missing` nodes of
-        padding, M `unseen` ones.
-        """
-        lengths = torch.tensor(committed, dtype=torch.int64).unsqueeze(1)
-        positions = (lengths + nodes.depths).clamp(max=self.max_length - 1)
-        slots = torch.where(nodes.real, lengths + torch.arange(nodes.ids.shape[1]), self.cache.dump)
-        sees = (nodes.sees & nodes.real.unsqueeze(2))[:, nodes.start :]
-        return [
-            lengths.squeeze(1),
-            nn.functional.pad(sees, (0, unseen, 0, missing)) if missing else sees,
-            _pad(positions[:, nodes.start :], missing),
-            _pad(positions, unseen),
-            _pad(slots[:, nodes.start :], missing, self.cache.dump),
-        ]
 
     def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
         """Return the paths (B, N, D) of a pass over `nodes` and `missing` ones of padding, or
@@ -578,9 +559,7 @@ class Target:
     def _forward(
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """Run one pass of the base model: states (B, N, H) after the final norm, and those asked
-        for.
-        """
+        """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
         with capture_states(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state
@@ -617,14 +596,3 @@ class Target:
                 raise ArgumentError(
                     f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
                 )
-
-
-def _last(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return each row's last of its first `counts` (B,): (B, N, ..) -> (B, 1, ..)."""
-    ends = send_ints([count - 1 for count in counts], values.device)
-    return values.gather(1, ends.view(-1, 1, 1).expand(-1, 1, values.shape[-1]))
-
-
-def _pad(values: Tensor, missing: int, value: int = 0) -> Tensor:
-    """Pad (B, N) -> (B, N + missing)."""
-    return nn.functional.pad(values, (0, missing), value=value) if missing else values

@@ -18,7 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from forerun.core.acceptance import Acceptance, by_draft_prob
-from forerun.core.sampling import Rng, Sampler
+from forerun.core.rng import Rng
+from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, graft
 from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least, with_params
 from forerun.decode.row import Row
