@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json as as_json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -130,48 +130,29 @@ def bench(
         Share by which a figure may be worse.
     """
     from forerun.bench.client import Server
-    from forerun.bench.workloads import count_repeated, draw_tasks, read_workload
+    from forerun.bench.workloads import draw_tasks, read_workload
 
     loads, limits, asking = _loads(load), parse_objectives(goodput), _asking(workload, load, sampling)
     _check_files(out=out, plot=plot, report=report)
     older = _older(compare, tolerance, loads)
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
-    count, seed = workload.num_prompts, sampling.seed or 0
-    asked = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=seed)
-    size = len(asked.loads[0])
-    about: dict[str, Any] = {
-        **{"server": server, "baseline_server": baseline_server, "model": model},
-        **{"workload": list(workload.workload), "subset": workload.subset, "split": workload.split, "tasks": size},
-        **{"endpoint": asking.endpoint, "max_tokens": asking.max_tokens},
-        **{"sampling": dict(asking.sampling), "goodput": limits},
-    }
-    about = as_json.loads(as_json.dumps(about))  # The form of a file: lists, no tuples
-    record = _begin_record(out, about)
-    for difference in _differences(older or {}, about):
+    count = workload.num_prompts
+    asked = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=sampling.seed or 0)
+    servers = {"server": server, "baseline_server": baseline_server, "model": model}
+    record = _begin_record(out, servers | _describe(workload, asking, limits, len(asked.loads[0])))
+    for difference in _differences(older or {}, record["about"]):
         console.warn(f"{compare} was measured with another {difference}")
+    record["repeated_prompts"] = _warn_of_repeated(asked, most=(len(tasks) - load.warmup) // len(loads))
     key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
-
-    def save() -> None:
-        if out is not None:
-            write_file(out, console.pretty(record) + "\n")
-
-    again = record["repeated_prompts"] = count_repeated(asked)
-    if again:
-        console.warn(_describe_repeated(asked, again, most=(len(tasks) - load.warmup) // len(loads)))
-
-    async def measure() -> int:
-        made = Bench(
-            server=Server(server, metrics_url=metrics_url, **key),
-            baseline=None if baseline_server is None else Server(baseline_server, **key),
-            loads=list(zip(loads, asked.loads, strict=True)),
-            asking=asking,
-            limits=limits,
-            warmup=asked.warmup,
-        )
-        return await _measure(made, record, save, size)
-
-    if not asyncio.run(measure()):
-        console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
+    made = Bench(
+        server=Server(server, metrics_url=metrics_url, **key),
+        baseline=None if baseline_server is None else Server(baseline_server, **key),
+        loads=list(zip(loads, asked.loads, strict=True)),
+        asking=asking,
+        limits=limits,
+        warmup=asked.warmup,
+    )
+    asyncio.run(_measure(made, record, out))
     if plot is not None:
         draw(record, plot)
     if report is not None:
@@ -184,16 +165,41 @@ def bench(
     return CHECK_FAILED if complaints else OK
 
 
-async def _measure(made: Bench, record: dict[str, Any], save: Callable[[], None], size: int) -> int:
-    """Measure the loads that the record lacks, and return how many those were."""
-    with console.progress_bar(made.loads[0][0].label, total=size) as bar:
+def _describe(
+    workload: WorkloadOptions, asking: RequestOptions, limits: Mapping[str, float], tasks: int
+) -> dict[str, Any]:
+    """Describe what a server is asked, in the form that a file gives back: lists, no tuples."""
+    about = {
+        "workload": list(workload.workload),
+        "subset": workload.subset,
+        "split": workload.split,
+        "tasks": tasks,
+        "endpoint": asking.endpoint,
+        "max_tokens": asking.max_tokens,
+        "sampling": dict(asking.sampling),
+        "goodput": dict(limits),
+    }
+    found: dict[str, Any] = as_json.loads(as_json.dumps(about))
+    return found
+
+
+async def _measure(made: Bench, record: dict[str, Any], out: Path | None) -> None:
+    """Measure the loads that the record lacks, and write it after each."""
+
+    def save() -> None:
+        if out is not None:
+            write_file(out, console.pretty(record) + "\n")
+
+    load, tasks = made.loads[0]
+    with console.progress_bar(load.label, total=len(tasks)) as bar:
         done = await made.run(record, save, lambda words, done: bar(description=words, completed=done))
     if made.server.without_metrics:
         console.warn(
             f"{made.server.url} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what "
             "drafts bring is known only as far as its answers tell; if they are elsewhere, say where with --metrics-url"
         )
-    return done
+    if not done:
+        console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
 
 
 def _loads(asked: ArrivalOptions) -> list[BenchLoad]:
@@ -218,18 +224,28 @@ def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingO
     )
 
 
-def _describe_repeated(asked: DrawnTasks, again: int, most: int) -> str:
-    """Say how many prompts are asked more than once, what that means, and what to do.
+def _warn_of_repeated(asked: DrawnTasks, most: int) -> int:
+    """Return how many prompts are asked more than once; say what that means, and what to do.
 
     `most` tasks leave each load, and the warm-up, its own.
     """
-    total = sum(map(len, asked.loads))
+    from forerun.bench.workloads import count_repeated
+
+    again, total = count_repeated(asked), sum(map(len, asked.loads))
+    if not again:
+        return 0
     what = f"{again} of the {total} prompts were asked before, by the warm-up, another load or an earlier prompt"
     meaning = "a prefix cache, and drafters that remember answers, know these then, and the figures are better for it"
     if asked.apart:
-        return f"{what}: {meaning}; the workload itself repeats them"
-    advice = "--warmup 0 leaves the warm-up out" if len(asked.loads) == 1 else "a larger workload would do without"
-    return f"{what}: {meaning}; {f'--num-prompts {most} asks others each time' if most > 0 else advice}"
+        advice = "the workload itself repeats them"
+    elif most > 0:
+        advice = f"--num-prompts {most} asks others each time"
+    elif len(asked.loads) == 1:
+        advice = "--warmup 0 leaves the warm-up out"
+    else:
+        advice = "a larger workload would do without"
+    console.warn(f"{what}: {meaning}; {advice}")
+    return again
 
 
 def _read(path: Path) -> dict[str, Any]:

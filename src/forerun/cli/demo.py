@@ -116,43 +116,25 @@ def demo(
         (heads is not None, "--heads goes with --all; for one head give --drafter and --drafter-model"),
         (repeats < 1, f"--repeats must be at least 1, got {repeats}"),
     )
-    names = {one.name for one in QUESTIONS}
+    real = [one for one in QUESTIONS if prompt_name in (None, one.name)]
     if model is None:
-        shipped_alone = offline or scale is not None or prompt_name not in (None, *names)
-        model = SHIPPED if shipped_alone else _real_or_shipped()
-    if prompt_name in names or (prompt_name is None and model != SHIPPED and scale is None):
-        chosen = [one for one in QUESTIONS if prompt_name in (None, one.name)]
-        sampling = {"top_p": top_p, "seed": seed, "max_tokens": max_tokens or QUESTION_TOKENS}
-        temperatures = QUESTION_TEMPERATURES if temperature is None else (temperature,)
-        settings = [{"temperature": one, **sampling} for one in temperatures]
-        return _real(model, chosen, settings, speculation, loading, json=json)
-    return _race(
-        model,
-        question(prompt_name or DEFAULT_PROMPT),
-        scale=scale,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        max_tokens=max_tokens,
-        repeats=repeats,
-        speculation=speculation,
-        loading=loading,
-        json=json,
-    )
+        model = SHIPPED if offline or scale is not None or not real else _real_or_shipped()
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
+    if real and (prompt_name is not None or (model != SHIPPED and scale is None)):
+        return _real(model, real, params, speculation, loading, json=json)
+    asked = question(prompt_name or DEFAULT_PROMPT)
+    return _race(model, asked, params, speculation, loading, scale=scale, repeats=repeats, json=json)
 
 
 def _race(
     model: str,
     asked: Prompt | Edit,
-    *,
-    scale: float | None,
-    temperature: float | None,
-    top_p: float | None,
-    seed: int,
-    max_tokens: int | None,
-    repeats: int,
+    params: SamplingParams,
     speculation: SpeculationOptions,
     loading: TargetOptions,
+    *,
+    scale: float | None,
+    repeats: int,
     json: bool,
 ) -> int:
     """Let both arms answer a held-out question several times, and show the texts and the speeds."""
@@ -162,9 +144,9 @@ def _race(
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
     continues = isinstance(asked, Prompt)
-    length = max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
-    temperature = (0.8 if continues else 0.0) if temperature is None else temperature
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=length, ignore_eos=continues, seed=seed)
+    length = params.max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
+    temperature = (0.8 if continues else 0.0) if params.temperature is None else params.temperature
+    params = replace(params, temperature=temperature, max_tokens=length, ignore_eos=continues)
     setting = _Setting(model=model, config=config, note=note, question=asked, params=params)
     if not json:
         _introduce(setting)
@@ -204,7 +186,7 @@ def _real_or_shipped() -> str:
 def _real(
     model: str,
     questions: Sequence[Question],
-    settings: Sequence[dict[str, Any]],
+    params: SamplingParams,
     speculation: SpeculationOptions,
     loading: TargetOptions,
     *,
@@ -215,8 +197,10 @@ def _real(
 
     config, out = speculation.config() or {"method": "auto"}, console.out()
     llm = session.load(model, loading, config, max_num_seqs=1)
-    params = [SamplingParams(**one) for one in settings]
-    answers = list(side_by_side.ask_all(llm, questions, params, show=not json))
+    temperatures = QUESTION_TEMPERATURES if params.temperature is None else (params.temperature,)
+    length = params.max_tokens or QUESTION_TOKENS
+    settings = [replace(params, temperature=one, max_tokens=length) for one in temperatures]
+    answers = list(side_by_side.ask_all(llm, questions, settings, show=not json))
     drafter, where = config.get("method", "draft_model"), f"{llm.target.dtype_name} on {llm.target.device}"
     if json:
         about = {
