@@ -5,7 +5,7 @@ do.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -146,6 +146,24 @@ def choices(name: str, known: Iterable[str], are: str = "There are") -> str:
     """
     names = list(known)
     return f"{nearest(name, names)} {are} {', '.join(names)}."
+
+
+def refuse_unknown(what: str, name: str, known: Iterable[str], are: str = "There are") -> None:
+    """Raise ArgumentError for a name that is not among the known ones, with the hint of `choices`."""
+    names = list(known)
+    if name not in names:
+        raise ArgumentError(f"{what} {name!r}.{choices(name, names, are)}")
+
+
+def list_some(names: Sequence[str], most: int = 6) -> str:
+    """Join the first few names, and say how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what an error says, the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @contextmanager

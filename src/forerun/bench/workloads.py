@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forerun import demo
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, DataError, first_line
 from forerun.training.data.records import BadRecords, Message, Record, read_entries, read_records
 
 DEMO = "demo"
@@ -128,8 +128,9 @@ def _hub(name: str, subset: str | None, split: str) -> Iterable[object]:
     try:
         yield from load_dataset(name, subset, split=split)
     except Exception as error:
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"there is no file {name}, and the hub's data set cannot be read: {said}") from error
+        raise DataError(
+            f"there is no file {name}, and the hub's data set cannot be read: {first_line(error)}"
+        ) from error
 
 
 def _task(record: Record, fallback: str) -> Task:

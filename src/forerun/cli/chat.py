@@ -11,7 +11,7 @@ from rich.text import Text
 
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, SamplingOptions, SpeculationOptions, TargetOptions
-from forerun.errors import ArgumentError, ForerunError, choices, refuse
+from forerun.errors import ArgumentError, ForerunError, refuse, refuse_unknown
 from forerun.shipped import REAL
 from forerun.types import SamplingParams, SpeculationStats
 
@@ -105,9 +105,7 @@ class Conversation:
             if line:
                 self._answer(line)
             return True
-        if command not in self._commands:
-            known = [*self._commands, "/quit"]
-            raise ArgumentError(f"unknown command {command!r}.{choices(command, known)}")
+        refuse_unknown("unknown command", command, [*self._commands, "/quit"])
         self._commands[command](argument.strip())
         return True
 

@@ -21,7 +21,7 @@ from forerun import shipped
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
-from forerun.errors import ArgumentError, DownloadError, choices, refuse
+from forerun.errors import ArgumentError, DownloadError, refuse, refuse_unknown
 from forerun.shipped import REAL
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -258,8 +258,7 @@ def question(name: str) -> Edit | Prompt:
     known: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
     for file in demo_texts.prompts():
         known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
-    if name not in known:
-        raise ArgumentError(f"no shipped prompt {name!r}.{choices(name, known)}")
+    refuse_unknown("no shipped prompt", name, known)
     return known[name]
 
 

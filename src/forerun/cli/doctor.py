@@ -18,7 +18,7 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import Flag, Json
-from forerun.errors import ArgumentError, CheckpointError, choices, refuse
+from forerun.errors import ArgumentError, CheckpointError, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from forerun.deploy.trials.trial import EngineTrial, HeadDrafting
@@ -135,9 +135,8 @@ def _examine_head(
         from forerun.heads.files import parse, read_files
         from forerun.heads.pard_files import PardModel
 
-        unknown = [name for name in engines if name not in ENGINES]
-        if unknown:
-            raise ArgumentError(f"unknown engine {unknown[0]!r}.{choices(unknown[0], ENGINES)}")
+        for name in engines:
+            refuse_unknown("unknown engine", name, ENGINES)
         facts, model, notes = _facts(target), PardModel.at(head), tuple[str, ...]()
         if model is not None:
             found = list(model.findings(facts))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, refuse_unknown
 from forerun.types import DraftKind, Drawn, Source, Verdict
 
 if TYPE_CHECKING:  # rules are named before torch is imported
@@ -59,8 +59,7 @@ class Rule(ABC):
 
 def check_named(name: str) -> None:
     """Raise ArgumentError unless there is a rule of that name. Imports nothing."""
-    if name not in RULES:
-        raise ArgumentError(f"unknown verification rule {name!r}.{choices(name, RULES)}")
+    refuse_unknown("unknown verification rule", name, RULES)
 
 
 @cache

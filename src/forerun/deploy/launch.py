@@ -29,7 +29,7 @@ from forerun.deploy.requests import (
 )
 from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import ArgumentError, CheckpointError, refuse_unknown
 from forerun.shipped import resolve
 from forerun.writing import read_object
 
@@ -293,8 +293,7 @@ class EngineInfo(ABC):
 
 def find_engine(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
-    if name not in ENGINES:
-        raise ArgumentError(f"unknown engine {name!r}.{choices(name, ENGINES)}")
+    refuse_unknown("unknown engine", name, ENGINES)
     return import_named(ENGINES[name])()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, choices, refuse_unknown
 
 if TYPE_CHECKING:
     from forerun.decode.drafter import Drafter, DrafterSetup
@@ -204,8 +204,7 @@ def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[
     """Raise ArgumentError, naming the nearest, for an option that a drafter does not have, and for one that it needs
     and was not given; `declared` are its options, and whether each is needed."""
     for option in options:
-        if option not in declared:
-            raise ArgumentError(f"drafter {name!r} has no option {option!r}.{choices(option, declared, 'It has')}")
+        refuse_unknown(f"drafter {name!r} has no option", option, declared, "It has")
     missing = [option for option, needed in declared.items() if needed and option not in options]
     if missing:
         hint = ": a directory, a hub id or a GGUF file, as --drafter-model" if missing == ["model"] else ""

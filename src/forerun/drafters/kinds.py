@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, refuse_unknown
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
@@ -247,8 +247,7 @@ KINDS: dict[str, HeadKind] = {
 
 def kind_named(name: str) -> HeadKind:
     """Return the kind of that name. Raises ArgumentError that names the nearest if there is none."""
-    if name not in KINDS:
-        raise ArgumentError(f"unknown kind of head {name!r}.{choices(name, KINDS)}")
+    refuse_unknown("unknown kind of head", name, KINDS)
     return KINDS[name]
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 from torch import Tensor, nn
 
-from forerun.errors import ArgumentError, VocabularyMismatchError, choices, refuse
+from forerun.errors import ArgumentError, VocabularyMismatchError, refuse, refuse_unknown
 from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
@@ -79,10 +79,7 @@ class HeadConfig(ABC):
         """
         config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
         for name in given:
-            if name not in known:
-                raise ArgumentError(
-                    f"a head of the kind {kind} has no option {name!r}.{choices(name, known, 'It has')}"
-                )
+            refuse_unknown(f"a head of the kind {kind} has no option", name, known, "It has")
         check_types(cls, given, f"a head of the kind {kind}")
         shape = {
             "target_hidden_size": config.hidden_size,

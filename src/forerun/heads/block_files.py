@@ -18,7 +18,6 @@ llama.cpp with DFlash, DFlash 2 and DSpark (``tests_llama``), no other engine wi
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,7 +32,7 @@ from forerun.heads.dflash2 import DFlash2Config
 from forerun.heads.domino import DominoConfig
 from forerun.heads.dspark import DSparkConfig
 from forerun.heads.eagle_engines import DESTINATIONS
-from forerun.heads.eagle_findings import LAST_BOUNDARY, SORTED_STATES, TRTLLM, WHOLE_ORDER
+from forerun.heads.eagle_findings import LAST_BOUNDARY, SORTED_STATES, WHOLE_ORDER
 from forerun.heads.engines import (
     NO_SUCH_DRAFTER,
     Engines,
@@ -43,9 +42,20 @@ from forerun.heads.engines import (
     always,
     apply_traits,
     start_lines_with,
+    trtllm_file,
     vllm_line,
 )
-from forerun.heads.files import Config, Format, HeadCheckpoint, StoredFiles, TargetFacts, Tensors, Written, target_mask
+from forerun.heads.files import (
+    TRTLLM,
+    Config,
+    Format,
+    HeadCheckpoint,
+    StoredFiles,
+    TargetFacts,
+    Tensors,
+    Written,
+    target_mask,
+)
 from forerun.heads.keys import KIND, NON_CAUSAL, Keys, architectures
 
 NESTED, RANK, PROJECTOR = "dflash_config", "markov_rank", "projector_type"
@@ -93,7 +103,7 @@ class DFlashFormat(Format):
                 )
         inner = {name: value for name, value in nested.items() if value is not None}
         keys = Keys({**config, **inner, NESTED: None})
-        keys.get("architectures"), keys.get("tie_word_embeddings")  # said again when written
+        keys.pass_over("architectures", "tie_word_embeddings", "num_anchors")
         fields, made = decoders.read_layers(keys), _kind_of(keys)
         size = fields["hidden_size"]
         fields |= {
@@ -108,14 +118,11 @@ class DFlashFormat(Format):
             **(read_markov(keys) if made is DSparkConfig else {}),
             **{name: keys.integer(name, LEAST.get(name)) for name in OWN.get(made, ())},
         }
-        keys.get("num_anchors")  # of its training
-        notes = {decoders.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
         rest = keys.rest()
         inside = {name: rest.pop(name) for name in nested if name in rest and name not in config}
         return decoders.make_head(
             made,
             _from_modelopt(decoders.to_canonical(tensors)),
-            notes,
             **fields,
             qk_norm=True,
             extra=rest | ({NESTED: inside} if inside else {}),
@@ -472,19 +479,10 @@ def _sglang(launch: Launch) -> str:
 
 
 def _trtllm(launch: Launch) -> Mapping[str, str]:
-    """Return TensorRT-LLM's own file, with values as JSON, which YAML understands."""
     config = launch.head.config
-    speculation: dict[str, Any] = {
-        "decoding_type": {"dflash": "DFlash", "dspark": "DSpark"}[METHODS[config.kind]],
-        "max_draft_len": config.max_depth,
-        "speculative_model": str(launch.directory),
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": to_outputs(config.boundaries),
-    }
-    return {
-        TRTLLM: "speculative_config:\n"
-        + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in speculation.items())
-    }
+    kind = {"dflash": "DFlash", "dspark": "DSpark"}[METHODS[config.kind]]
+    more = {"mask_token_id": config.mask_token_id, "target_layer_ids": to_outputs(config.boundaries)}
+    return trtllm_file(kind, config.max_depth, launch.directory, more)
 
 
 _OWN: dict[str, dict[str, Any]] = {

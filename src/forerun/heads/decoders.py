@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 
 from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.eagle import default_boundaries
-from forerun.heads.files import HeadCheckpoint, target_mask, with_vocabulary
+from forerun.heads.files import HeadCheckpoint, make_config, target_mask, with_vocabulary
 from forerun.heads.keys import Keys
 from forerun.heads.layers import ROPE_KINDS, DecoderConfig, LatentConfig
 from forerun.model.masks import FULL, SLIDING
@@ -190,8 +190,7 @@ def read_layers(keys: Keys) -> dict[str, Any]:
         ),
         error=CheckpointError,
     )
-    for name in ("model_type", "torch_dtype", "dtype"):
-        keys.get(name)  # said again when written, from what the head is
+    keys.pass_over("model_type", "torch_dtype", "dtype")
     layers = keys.integer("num_hidden_layers", 1)
     return {
         "hidden_size": size,
@@ -246,7 +245,12 @@ def write_layers(config: DecoderConfig) -> dict[str, Any]:
 
 
 def make_head(
-    made: type[DecoderConfig], tensors: Mapping[str, Tensor], notes: Mapping[str, bool], *, qk_norm: bool, **fields: Any
+    made: type[DecoderConfig],
+    tensors: Mapping[str, Tensor],
+    notes: Mapping[str, bool] | None = None,
+    *,
+    qk_norm: bool,
+    **fields: Any,
 ) -> HeadCheckpoint:
     """Build the head from a file's canonical tensors and the `fields` of its configuration, with
     the notes that apply. Raises CheckpointError if they contradict each other or are unknown.
@@ -255,16 +259,13 @@ def make_head(
     if fields["hidden_act"] not in ACT2FN:
         raise CheckpointError(f"hidden_act of config.json is {fields['hidden_act']!r}; expected {', '.join(ACT2FN)}")
     fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
-    try:
-        config = made(qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
-    except (ArgumentError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
-    told = tuple(note for note, applies in notes.items() if applies)
-    return HeadCheckpoint(config=config, tensors=found, notes=told)
+    config = make_config(made, qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
+    every = {**(notes or {}), WINDOW_NOTE: fields["sliding_window"] is not None and "full_layers" not in fields}
+    return HeadCheckpoint(config=config, tensors=found, notes=tuple(note for note, applies in every.items() if applies))
 
 
 def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
-    """Return ``sliding_window`` and ``full_layers`` of the head; empty if no layer has a window."""
+    """Return ``sliding_window`` of the head, and ``full_layers`` where the kinds of layers are named."""
     stated = None if keys.get("sliding_window") is None else keys.integer("sliding_window")
     switched, first = keys.flag("use_sliding_window", True), keys.get("max_window_layers")
     window = stated if switched else None
@@ -279,7 +280,7 @@ def _read_window(keys: Keys, layers: int) -> dict[str, Any]:
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in (FULL, SLIDING) for kind in kinds):
         raise CheckpointError(f"layer_types must be {layers} of {FULL} and {SLIDING}, one a layer, got {kinds!r}")
     if SLIDING not in kinds:
-        return {"sliding_window": None}
+        return {"sliding_window": None, "full_layers": ()}
     if window is None:
         raise CheckpointError(
             f"layer_types has {SLIDING}, but sliding_window is {stated!r} and use_sliding_window {switched!r}; name "

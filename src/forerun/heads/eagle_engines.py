@@ -11,7 +11,6 @@ were run on the CPU, no other engine.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forerun.errors import list_some
 from forerun.heads.decoders import IDS, canonical_names, to_file, to_outputs
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.eagle_files import FIRST_GENERATION, LATENT, LLAMA, REGULAR, write_flat
-from forerun.heads.eagle_findings import INPUTS, RETRAIN, SPECULATORS, STORED, TRAITS, TRTLLM
+from forerun.heads.eagle_findings import INPUTS, RETRAIN, SPECULATORS, STORED, TRAITS
 from forerun.heads.engines import (
     COUNTING,
     TOKENS,
@@ -36,9 +36,11 @@ from forerun.heads.engines import (
     fails,
     forerun_line,
     start_lines_with,
+    trtllm_file,
+    trtllm_line,
     vllm_line,
 )
-from forerun.heads.files import HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes, some
+from forerun.heads.files import TRTLLM, HeadCheckpoint, Shape, StoredFiles, TargetFacts, expected_shapes
 from forerun.heads.keys import KIND, LAYERS, NESTED
 from forerun.heads.keys import architectures as names_of
 from forerun.types import LAST_HIDDEN
@@ -102,14 +104,14 @@ def mismatches(
     stopping = [name for name in lost if strict or (engine == "vllm" and not name.endswith(".bias"))]
     unfilled = sorted(expected.keys() - given.keys())
     complaints = (
-        (odd, fails, f"expects {some([f'{name} {expected[name]}' for name in odd])}"),
+        (odd, fails, f"expects {list_some([f'{name} {expected[name]}' for name in odd])}"),
         (stopping, fails, "has no place for it and stops"),
         ([name for name in lost if name not in stopping], degrades, "does not use it, without a message"),
         (unfilled, *((fails, "stops without it") if strict else (degrades, UNFILLED))),
     )
     for names, judged, why in complaints:
         if names:
-            yield from judged(engine, some(names), why, RETRAIN)
+            yield from judged(engine, list_some(names), why, RETRAIN)
 
 
 def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
@@ -287,19 +289,13 @@ def _sglang_line(launch: Launch) -> str:
 
 
 def _trtllm_yaml(launch: Launch) -> Mapping[str, str]:
-    """Return TensorRT-LLM's own file, with strings as JSON, which YAML understands."""
-    config = launch.head.config
-    speculation: dict[str, Any] = {
-        "decoding_type": "Eagle3",
-        "max_draft_len": TOKENS,
-        "speculative_model": json.dumps(str(launch.directory)),
-    }
+    config, more = launch.head.config, dict[str, Any]()
     if config.generation == 3:
         aux = config.use_aux_hidden_state  # -1 is the last hidden state
-        speculation["eagle3_layers_to_capture"] = to_outputs(config.boundaries) if aux else [-1]
+        more["eagle3_layers_to_capture"] = to_outputs(config.boundaries) if aux else [-1]
     if config.num_hidden_layers > 1:
-        speculation["num_eagle_layers"] = config.num_hidden_layers
-    return {TRTLLM: "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in speculation.items())}
+        more["num_eagle_layers"] = config.num_hidden_layers
+    return trtllm_file("Eagle3", TOKENS, launch.directory, more)
 
 
 DESTINATIONS: dict[str, Destination] = {
@@ -323,9 +319,7 @@ DESTINATIONS: dict[str, Destination] = {
     "trtllm": Destination(
         title="TensorRT-LLM",
         engine="trtllm",
-        command=lambda launch: shlex.join(
-            ["trtllm-serve", launch.target.name_or_path, "--config", str(launch.directory / TRTLLM)]
-        ),
+        command=lambda launch: trtllm_line(launch.target.name_or_path, launch.directory),
         files=_trtllm_yaml,
         counting=f"`max_draft_len` in `{TRTLLM}` counts drafted tokens. The layers to capture stand there, too.",
     ),

@@ -114,7 +114,6 @@ def read_flat(
         TIED_NOTE: keys.flag("tie_word_embeddings"),
         COUNTED_NOTE: generation == 3 and named == [INNER],
         UNREAD_NOTE: not fields["use_aux_hidden_state"] and bool(named),
-        decoders.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None,
     }
     return decoders.make_head(
         made,

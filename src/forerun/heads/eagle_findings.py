@@ -12,10 +12,10 @@ from typing import Any
 from forerun.heads.decoders import IDS, LAYER_IDS, is_default
 from forerun.heads.eagle_files import POST_NORM
 from forerun.heads.engines import EVERY, Trait, always
+from forerun.heads.files import TRTLLM
 from forerun.heads.keys import KIND, NESTED
 from forerun.types import LAST_HIDDEN
 
-TRTLLM = "trtllm.yaml"
 RETRAIN = "train the head without it"
 UNKNOWN = "is not known to read it"
 UNKNOWN_VARIANTS = ("qk_norm", "attention_bias", "mlp_bias", "norm_before_fc", "fc_norm", "norm_output")

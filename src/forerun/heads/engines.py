@@ -21,9 +21,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 
 from forerun.drafters.kinds import import_named, kind_named
-from forerun.errors import ArgumentError, CheckpointError, choices
+from forerun.errors import ArgumentError, CheckpointError, refuse_unknown
 from forerun.heads.files import (
     README,
+    TRTLLM,
     HeadCheckpoint,
     StoredFiles,
     TargetFacts,
@@ -167,6 +168,18 @@ def vllm_line(target: str, **speculation: Any) -> str:
     return shlex.join(["vllm", "serve", target, "--speculative-config", json.dumps(speculation)])
 
 
+def trtllm_file(kind: str, tokens: int, directory: Path, more: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return TensorRT-LLM's own file for a draft model, with values as JSON, which YAML understands."""
+    speculation = {"max_draft_len": tokens, "speculative_model": str(directory), **more}
+    lines = [f"  {key}: {json.dumps(value)}\n" for key, value in speculation.items()]
+    return {TRTLLM: f"speculative_config:\n  decoding_type: {kind}\n" + "".join(lines)}
+
+
+def trtllm_line(target: str, directory: Path) -> str:
+    """Return the command that serves `target` with TensorRT-LLM and the file that lies beside the draft model."""
+    return shlex.join(["trtllm-serve", target, "--config", str(directory / TRTLLM)])
+
+
 NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")
 
 
@@ -255,9 +268,7 @@ def export_head(
     head = parse(stored, num_layers=target.num_layers)
     kind, engines = head.config.kind, engines_for(head.config.kind)
     known = {**engines.destinations, "hf": FORERUN}
-    if to not in known:
-        hint = choices(to, known, f"Heads of the kind {kind} go to")
-        raise ArgumentError(f"cannot export to {to!r}.{hint}")
+    refuse_unknown("cannot export to", to, known, f"Heads of the kind {kind} go to")
     destination = known[to]
     format_name = destination.format_name or format_for(kind)
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forerun.drafters.kinds import KINDS, import_named, kind_named
-from forerun.errors import ArgumentError, CheckpointError, choices, refuse
+from forerun.errors import ArgumentError, CheckpointError, list_some, refuse, refuse_unknown
 from forerun.heads.base import Head, HeadConfig
 from forerun.heads.keys import unknown_keys
 from forerun.model.load import INDEX, SINGLE, LoadOptions, read_config, read_header, weight_files
@@ -33,6 +33,17 @@ Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # Keys of ``config.json``, and tensors
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+Made = TypeVar("Made", bound=HeadConfig)
+
+
+def make_config(made: type[Made], **fields: Any) -> Made:
+    """Build a head's configuration from what its file says. Raises CheckpointError if that describes none."""
+    try:
+        return made(**fields)
+    except (ArgumentError, KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -204,7 +215,7 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
         "of the wrong shape": [f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}" for name in misshapen],
         "of the wrong dtype": [f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})" for name in odd],
     }
-    found = [f"{what}: {some(names)}" for what, names in complaints.items() if names]
+    found = [f"{what}: {list_some(names)}" for what, names in complaints.items() if names]
     if found:
         raise CheckpointError(
             f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
@@ -269,12 +280,6 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
     return found
 
 
-def some(names: list[str], most: int = 6) -> str:
-    """Join the first few names, and say how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
     if first is None or second is None or first.dtype != second.dtype or first.shape != second.shape:
         return False
@@ -308,8 +313,7 @@ def format_named(name: str) -> Format:
     """Return the format behind a registered name. Raises ArgumentError, naming the nearest, if
     there is none.
     """
-    if name not in FORMATS:
-        raise ArgumentError(f"unknown format {name!r}.{choices(name, FORMATS)}")
+    refuse_unknown("unknown format", name, FORMATS)
     return import_named(FORMATS[name].path)()
 
 
@@ -374,8 +378,8 @@ def is_head(config: Mapping[str, Any]) -> bool:
 
 
 log = logging.getLogger(__name__)
-CONFIG, README = "config.json", "README.md"
-OURS = {CONFIG, INDEX, README, "trtllm.yaml", ".gitattributes"}
+CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
+OURS = {CONFIG, INDEX, README, TRTLLM, ".gitattributes"}
 """Files that a directory may hold, beside weights, to be replaced by a new export."""
 UNKNOWN_NOTE = (
     "Nothing is known of these keys of config.json, so the head is drafted with as if they were not there: {}. They "

@@ -231,14 +231,11 @@ class HydraFormat(Format):
         shape = Keys(
             {**sizes, **{name: value for name, value in config.items() if value is not None and name not in OURS}}
         )
-        for name in ("architectures", "tie_word_embeddings"):
-            shape.get(name)  # said again when written
+        shape.pass_over("architectures", "tie_word_embeddings")
         fields = decoders.read_layers(shape)
-        notes = {decoders.WINDOW_NOTE: fields["sliding_window"] is not None and shape.get("layer_types") is None}
         return decoders.make_head(
             HydraConfig,
             found,
-            notes,
             **fields,
             qk_norm=False,
             num_heads=heads,

@@ -258,18 +258,15 @@ class KangarooFormat(Format):
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         exit_layer, fields = keys.integer(EXIT_KEY), decoders.read_layers(keys)
-        for name in ("architectures", "tie_word_embeddings"):
-            keys.get(name)  # said again when written
+        keys.pass_over("architectures", "tie_word_embeddings")
         if num_layers is not None and not 1 <= exit_layer < num_layers:
             raise CheckpointError(
                 f"{EXIT_KEY} of config.json is {exit_layer}: expected 1..{num_layers - 1} for a target of {num_layers} "
                 "layers"
             )
-        notes = {decoders.WINDOW_NOTE: fields["sliding_window"] is not None and keys.get("layer_types") is None}
         return decoders.make_head(
             KangarooConfig,
             decoders.to_canonical(tensors),
-            notes,
             **fields,
             qk_norm=False,
             target_hidden_size=fields["hidden_size"],

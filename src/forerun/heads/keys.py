@@ -102,6 +102,10 @@ class Keys:
         self._read.add(name)
         return self._values.get(name)
 
+    def pass_over(self, *names: str) -> None:
+        """Count keys as read that are said again when the head is written, from what it is."""
+        self._read.update(names)
+
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a whole number, or the default where the key is absent."""
         if self.get(name) is None and default is None:

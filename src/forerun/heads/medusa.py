@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from forerun.errors import ArgumentError, CheckpointError, refuse
+from forerun.errors import CheckpointError, refuse
 from forerun.heads.base import HeadConfig, ParallelHead
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.engines import (
@@ -46,7 +46,7 @@ from forerun.heads.engines import (
     plainly_named,
     vllm_line,
 )
-from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, make_config
 from forerun.heads.keys import Keys
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
@@ -230,8 +230,7 @@ class MedusaFormat(Format):
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
-        for stated in (TARGET, "hidden_size", "vocab_size", *ENGINE):
-            keys.get(stated)  # said again when written
+        keys.pass_over(TARGET, "hidden_size", "vocab_size", *ENGINE)
         found = {}
         for stored, tensor in tensors.items():
             name = NAME.fullmatch(stored)
@@ -242,18 +241,16 @@ class MedusaFormat(Format):
         if output is None or output.dim() != 2:
             raise CheckpointError(f"there is no output head 0.{layers}.weight after {layers} layers ({LAYERS})")
         vocab_size, size = output.shape
-        try:
-            head = MedusaConfig(
-                num_heads=heads,
-                num_layers=layers,
-                target_hidden_size=size,
-                vocab_size=vocab_size,
-                draft_vocab_size=vocab_size,
-                boundaries=(LAST_HIDDEN,),
-                extra=keys.rest(),
-            )
-        except ArgumentError as error:
-            raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
+        head = make_config(
+            MedusaConfig,
+            num_heads=heads,
+            num_layers=layers,
+            target_hidden_size=size,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            boundaries=(LAST_HIDDEN,),
+            extra=keys.rest(),
+        )
         return HeadCheckpoint(config=head, tensors=found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from forerun.errors import ArgumentError, CheckpointError, refuse
+from forerun.errors import CheckpointError, refuse
 from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
-from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
+from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, make_config
 from forerun.heads.keys import Keys
 from forerun.heads.layers import rms_norm
 from forerun.types import LAST_HIDDEN
@@ -165,28 +165,25 @@ class MlpSpeculatorFormat(Format):
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)
-        for name in ("model_type", "architectures", "torch_dtype", "dtype"):
-            keys.get(name)  # said again when written
+        keys.pass_over("model_type", "architectures", "torch_dtype", "dtype")
         size, vocab_size, depths = keys.integer("emb_dim"), keys.integer("vocab_size"), keys.integer("n_predict")
         if keys.integer("num_lookahead_tokens", depths) != depths:
             raise CheckpointError(f"num_lookahead_tokens of config.json must be n_predict, {depths}")
         tied = keys.flag("tie_weights")
         drafts = {name: keys.get(name) for name in TREE}
         kept = {name: value for name, value in drafts.items() if value not in (None, _tree(depths)[name])}
-        try:
-            head = MlpSpeculatorConfig(
-                n_predict=depths,
-                inner_dim=keys.integer("inner_dim", 0) or size,
-                tie_weights=tied,
-                scale_input=keys.flag("scale_input"),
-                target_hidden_size=size,
-                vocab_size=vocab_size,
-                draft_vocab_size=vocab_size,
-                boundaries=(LAST_HIDDEN,),
-                extra=keys.rest() | kept,
-            )
-        except ArgumentError as error:
-            raise CheckpointError(f"config.json describes no head that can be built: {error}") from error
+        head = make_config(
+            MlpSpeculatorConfig,
+            n_predict=depths,
+            inner_dim=keys.integer("inner_dim", 0) or size,
+            tie_weights=tied,
+            scale_input=keys.flag("scale_input"),
+            target_hidden_size=size,
+            vocab_size=vocab_size,
+            draft_vocab_size=vocab_size,
+            boundaries=(LAST_HIDDEN,),
+            extra=keys.rest() | kept,
+        )
         return HeadCheckpoint(config=head, tensors=_canonical(tensors, tied))
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:

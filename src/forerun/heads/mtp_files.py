@@ -27,7 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from forerun.errors import ArgumentError, CheckpointError
+from forerun.errors import ArgumentError, CheckpointError, list_some
 from forerun.heads import decoders
 from forerun.heads.engines import (
     Destination,
@@ -49,7 +49,6 @@ from forerun.heads.files import (
     Written,
     folder_of,
     read_head,
-    some,
 )
 from forerun.heads.keys import Keys, architectures
 from forerun.heads.mtp import ExpertsConfig, MtpConfig
@@ -134,8 +133,8 @@ class MtpFormat(Format):
         quantised = sorted(name for name, tensor in tensors.items() if SCALES.search(name) or tensor.itemsize < 2)
         if quantised:
             raise CheckpointError(
-                f"the MTP layers are quantised ({some(quantised, 2)}); only layers in floating point of 16 bits or "
-                "more are supported: name a checkpoint in bfloat16"
+                f"the MTP layers are quantised ({list_some(quantised, 2)}); only layers in floating point of 16 bits "
+                "or more are supported: name a checkpoint in bfloat16"
             )
         named = {_ours(family, name, layers): tensor for name, tensor in tensors.items()}
         found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
@@ -215,7 +214,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     stored = {name: entry["shape"] for header in headers.values() for name, entry in header.items()}
     wrong = sorted(name for name, tensor in new.items() if stored.get(name) != list(tensor.shape))
     if wrong:
-        raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {some(wrong)}")
+        raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {list_some(wrong)}")
     with replace_folder(final) as folder:
         for file in (file for file in source.rglob("*") if file.is_file()):
             place = folder / file.relative_to(source)
@@ -303,8 +302,7 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
     ours = {"partial_rotary_factor": None, "layer_types": None, "sliding_window": None}
     count = next((key for key in COUNTS if config.get(key)), COUNT)
     keys = Keys({**config, **ours, "rope_parameters": rope, "num_hidden_layers": config.get(count)})
-    for name in (*COUNTS, MARK, "architectures"):
-        keys.get(name)  # said again when written
+    keys.pass_over(*COUNTS, MARK, "architectures", "use_qk_norm")  # The last is told by the tensors
     read = decoders.read_layers(keys)
     read |= {
         "boundaries": (LAST_HIDDEN,) if family.final_norm else (layers,),
@@ -315,11 +313,9 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
         "latent": decoders.read_latent(keys),
         "attention_bias": "layers.0.self_attn.q_proj.bias" in tensors,
     }
-    keys.get("use_qk_norm")  # told by the tensors
     return decoders.make_head(
         MtpConfig,
         tensors,
-        {},
         **read,
         qk_norm=False,
         extra={name: value for name, value in keys.rest().items() if name not in MEANINGLESS},

@@ -8,7 +8,6 @@ What engines make of it is from vLLM's and TensorRT-LLM's sources and documents;
 from __future__ import annotations
 
 import filecmp
-import json
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
@@ -18,14 +17,13 @@ from typing import Any
 
 from forerun.drafters.draft_models.pard import KEY
 from forerun.errors import CheckpointError, choices, refuse
-from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok, vllm_line
+from forerun.heads.engines import Exported, Finding, check, degrades, fails, ok, trtllm_file, trtllm_line, vllm_line
 from forerun.heads.files import CONFIG, README, TargetFacts, folder_of
 from forerun.heads.keys import Keys, architectures
 from forerun.model.load import weight_files
 from forerun.writing import read_object, replace_folder
 
 TOKENS = 8  # Per step in the launch lines: what the public recipe trains for
-YAML = "trtllm.yaml"
 HEAD_KEY = "draft_vocab_size"  # A key of heads alone
 KEPT = (".json", ".safetensors", ".txt", ".model", ".jinja")  # Suffixes of what a model's directory is made of
 
@@ -75,7 +73,7 @@ COMMANDS: dict[str, Callable[[Path, str], str]] = {
     "vllm": lambda directory, target: vllm_line(
         target, method="draft_model", model=str(directory), num_speculative_tokens=TOKENS, parallel_drafting=True
     ),
-    "trtllm": lambda directory, target: shlex.join(["trtllm-serve", target, "--config", str(directory / YAML)]),
+    "trtllm": lambda directory, target: trtllm_line(target, directory),
     "hf": lambda directory, target: shlex.join(
         ["forerun", "generate", target, "--drafter", "pard", "--drafter-model", str(directory), "--prompt", "def "]
     ),
@@ -108,13 +106,7 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
     command = COMMANDS[to](directory, target.name_or_path)
     texts = {README: f"# PARD draft model for {target.name_or_path}\n\nWritten by forerun.\n\n```\n{command}\n```\n"}
     if to == "trtllm":
-        keys = {
-            "decoding_type": "PARD",
-            "max_draft_len": TOKENS,
-            "speculative_model": json.dumps(str(directory)),
-            "mask_token_id": model.config[KEY],
-        }
-        texts[YAML] = "speculative_config:\n" + "".join(f"  {key}: {value}\n" for key, value in keys.items())
+        texts |= trtllm_file("PARD", TOKENS, directory, {"mask_token_id": model.config[KEY]})
     files = sorted(file for file in model.directory.iterdir() if file.suffix in KEPT and file.is_file())
     with replace_folder(directory) as folder:
         for file in files:

@@ -52,9 +52,8 @@ class SpeculatorsFormat(Format):
             raise CheckpointError(f"{KIND} is {kind!r}; of this format {', '.join(OWN)} are supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
         fields, found = decoders.read_layers(layers), decoders.to_canonical(tensors)
-        for stated in ("architectures", "torch_dtype", "dtype", "tie_word_embeddings"):
-            keys.get(stated), layers.get(stated)  # said again when written
-        windowed = fields["sliding_window"] is not None and layers.get("layer_types") is None
+        for one in (keys, layers):
+            one.pass_over("architectures", "torch_dtype", "dtype", "tie_word_embeddings")
         fused = kind in FUSED
         windows = fields["sliding_window"] is not None
         made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
@@ -67,7 +66,7 @@ class SpeculatorsFormat(Format):
         return decoders.make_head(
             made,
             found,
-            {**notes, decoders.WINDOW_NOTE: windowed},
+            notes,
             **fields,
             **own,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
@@ -221,8 +220,7 @@ def _extra(layers: Keys, top: Keys, whole: Keys, usual: int) -> dict[str, Any]:
     """Return the keys that nobody read. `WHOLE`, by which vLLM knows this format, is kept under
     another name and only if it says more.
     """
-    for said_again in ("algorithm", "default_proposal_method", "verifier"):
-        whole.get(said_again)
+    whole.pass_over("algorithm", "default_proposal_method", "verifier")
     stated, inner, outer = whole.rest(), layers.rest(), top.rest()
     proposals = stated.get(PROPOSALS, [])
     if not isinstance(proposals, list) or any("proposal_type" not in proposal for proposal in proposals):

@@ -16,7 +16,7 @@ import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from math import prod
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import torch
 
-from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, first_line, list_some
 from forerun.model.gguf_files import (
     DTYPES,
     MAGIC,
@@ -124,9 +124,7 @@ def _convert(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
     except (ForerunError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{header.path} cannot be converted: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        ) from error
+        raise CheckpointError(f"{header.path} cannot be converted: {first_line(error)}") from error
     try:
         with replace_folder(folder) as fresh:
             save_model(model, tokenizer, fresh)
@@ -308,8 +306,9 @@ def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
         backend, more = convert_gguf_tokenizer(architecture, vocabulary)
     except Exception as error:
         kind = header.metadata.get("tokenizer.ggml.model")
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"the tokenizer of {header.path} ({kind}) cannot be converted: {said}") from error
+        raise CheckpointError(
+            f"the tokenizer of {header.path} ({kind}) cannot be converted: {first_line(error)}"
+        ) from error
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
 
 
@@ -356,7 +355,8 @@ def _model(header: GgufHeader, settings: dict[str, Any], config: Any, dtype: tor
     if unplaced:
         raise UnsupportedModelError(
             f"{header.path} holds tensors for which a {config.model_type} model of transformers has no place: "
-            f"{_some(unplaced)}. Without them it would be another model: name a checkpoint of transformers instead"
+            f"{list_some(unplaced, 4)}. Without them it would be another model: name a checkpoint of transformers "
+            "instead"
         )
     tensors = {name: tensor.to(dtype) for name, tensor in read["tensors"].items()}
     try:
@@ -367,13 +367,11 @@ def _model(header: GgufHeader, settings: dict[str, Any], config: Any, dtype: tor
         ) from error
     model.tie_weights()
     if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        raise CheckpointError(f"{header.path} lacks tensors that a {config.model_type} model has: {_some(lacking)}")
+        raise CheckpointError(
+            f"{header.path} lacks tensors that a {config.model_type} model has: {list_some(lacking, 4)}"
+        )
     model.generation_config.eos_token_id = _ends(header) or model.generation_config.eos_token_id
     return model
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _ends(header: GgufHeader) -> list[int]:

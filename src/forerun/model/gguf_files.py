@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from forerun.errors import CheckpointError, refuse
+from forerun.errors import CheckpointError, list_some, refuse
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -60,9 +60,8 @@ def find_parts(path: Path) -> list[Path]:
     """
     parts = parts_of(path)
     if absent := [part.name for part in parts if not part.is_file()]:
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
         raise CheckpointError(
-            f"{path} is one of {len(parts)} parts of a model, and {', '.join(absent[:3])}{more} "
+            f"{path} is one of {len(parts)} parts of a model, and {list_some(absent, 3)} "
             f"{'are' if len(absent) > 1 else 'is'} not beside it: put all parts into one directory"
         )
     return parts

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from forerun.devices import multiplies
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.kernels.products import decodes
 from forerun.model.support import refuse_config
@@ -323,7 +323,7 @@ def without_wrapper(model: Any) -> Any:
 def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
     misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
     wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
-    complaints = [f"{what}: {_some(names)}" for what, names in wrong.items() if names]
+    complaints = [f"{what}: {list_some(sorted(map(str, names)))}" for what, names in wrong.items() if names]
     complaints += map(str, found.get("error_msgs") or ())
     if complaints:
         raise CheckpointError(
@@ -341,9 +341,3 @@ def _of_mtp(config: Any, name: str) -> bool:
         return found is not None
     more = getattr(config, "num_nextn_predict_layers", None) or 0
     return bool(config.num_hidden_layers <= int(found[2]) < config.num_hidden_layers + more)
-
-
-def _some(names: Any, most: int = 6) -> str:
-    listed = sorted(map(str, names))
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more

@@ -7,7 +7,7 @@ from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import CheckpointError
+from forerun.errors import CheckpointError, first_line
 from forerun.model.checks import check_file
 
 if TYPE_CHECKING:
@@ -133,6 +133,4 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
     try:
         return AutoTokenizer.from_pretrained(found)
     except Exception as error:
-        raise _without_tokenizer(
-            source, f"{type(error).__name__}: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-        ) from error
+        raise _without_tokenizer(source, f"{type(error).__name__}: {first_line(error)}") from error

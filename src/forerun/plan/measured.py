@@ -29,7 +29,7 @@ from forerun.decode.step import Group, context_for, first_tokens, step
 from forerun.drafters import build, default_length
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import PromptReader
-from forerun.errors import ArgumentError, DataError, ForerunError
+from forerun.errors import ArgumentError, DataError, ForerunError, first_line
 from forerun.model import Target
 from forerun.plan.planner import PlanLoad
 from forerun.types import SamplingParams, Source, SpeculationStats, StepTrace
@@ -401,7 +401,7 @@ def rank_models(
             found.append(measure_drafter(llm, config, answers, tell))
         except (ForerunError, OSError) as error:
             log.info("candidate %s cannot draft", model, exc_info=True)
-            refused[model] = str(error).splitlines()[0]
+            refused[model] = first_line(error)
     return found, refused
 
 

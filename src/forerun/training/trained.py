@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from forerun.drafters.draft_models.pard import PardDrafter, mark
 from forerun.drafters.kinds import HeadKind, Role, import_named, kind_named
 from forerun.drafters.vocabulary import check_tokenizers
-from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError, choices, refuse
+from forerun.errors import (
+    ArgumentError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+    choices,
+    refuse,
+    refuse_unknown,
+)
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.model.layers import is_quantised
@@ -99,8 +106,7 @@ def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
     """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
     known = ("layers", *WIDTHS)
     for name in options:
-        if name not in known:
-            raise ArgumentError(f"a target cannot be shrunk by {name!r}.{choices(name, known, 'draft.options has')}")
+        refuse_unknown("a target cannot be shrunk by", name, known, "draft.options has")
     most = {"layers": config.num_hidden_layers} | {name: getattr(config, name) for name in WIDTHS}
     chosen = options.get("layers", config.num_hidden_layers)
     listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)

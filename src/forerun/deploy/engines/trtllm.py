@@ -15,8 +15,8 @@ import yaml
 from forerun.deploy.launch import EngineInfo
 from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, DraftSpec, ExaminedFiles
 from forerun.errors import ArgumentError, refuse
-from forerun.heads.eagle_findings import TRTLLM
 from forerun.heads.engines import engines_for
+from forerun.heads.files import TRTLLM
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
 _SAMPLES = ("Draft_Target", "PARD", "Eagle3", "DFlash", "DSpark", "MTP")  # Have rejection sampling

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from forerun.errors import ArgumentError, choices
+from forerun.errors import ArgumentError, refuse_unknown
 from forerun.serve.tools.base import FieldFormat, Function, Lark, ToolFormat, literal, read_arguments, read_calls
 from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
@@ -233,9 +233,7 @@ FORMATS: dict[str, type[ToolFormat]] = {
 
 def check_parser(name: str) -> None:
     """Refuse an unknown ``--tool-call-parser``."""
-    known = ("auto", "none", *FORMATS)
-    if name not in known:
-        raise ArgumentError(f"there is no tool-call-parser {name!r}.{choices(name, known)}")
+    refuse_unknown("there is no tool-call-parser", name, ("auto", "none", *FORMATS))
 
 
 def find_format(parser: str, template: str) -> type[ToolFormat] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forerun.errors import DataError
+from forerun.errors import DataError, first_line
 
 Message = dict[str, Any]  # ``{"role": ..., "content": ...}``, and what else the chat template reads (``tool_calls``...)
 
@@ -136,7 +136,7 @@ def _json_lines(path: Path, bad: BadRecords) -> Iterator[Entry]:
                 try:
                     yield f"line {number}", number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError) as error:
-                    bad.report(f"{path}, line {number}: broken JSON ({_brief(error)})")
+                    bad.report(f"{path}, line {number}: broken JSON ({first_line(error)})")
 
 
 def _json(path: Path, bad: BadRecords) -> Iterator[Entry]:
@@ -164,18 +164,16 @@ def _parquet(path: Path, _bad: BadRecords) -> Iterator[Entry]:
             rows = (row for batch in file.iter_batches(batch_size=256) for row in batch.to_pylist())
             yield from ((f"row {number}", number, row) for number, row in enumerate(rows, start=1))
     except importlib.import_module("pyarrow").ArrowInvalid as error:
-        raise DataError(f"{path} is no readable parquet file ({_brief(error)})") from error
+        raise DataError(f"{path} is no readable parquet file ({first_line(error)})") from error
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 ({_brief(error)}); expected .jsonl, .json, .parquet or text") from error
-
-
-def _brief(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"{path} is not UTF-8 ({first_line(error)}); expected .jsonl, .json, .parquet or text"
+        ) from error
 
 
 def _record(value: Any, where: str, fallback_id: str) -> Record:
@@ -268,7 +266,7 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
     try:
         tools = json.loads(value) if isinstance(value, str) and value else value or []
     except (ValueError, RecursionError) as error:
-        raise DataError(f"'tools' is text, but no JSON ({_brief(error)}); expected a list of tools") from error
+        raise DataError(f"'tools' is text, but no JSON ({first_line(error)}); expected a list of tools") from error
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(f"'tools' must be a list of objects, or the JSON text of one; got {str(tools)[:80]!r}")
     return tuple(tools)
@@ -343,7 +341,9 @@ def _arguments(text: str, number: int) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
-        raise DataError(f"message {number} calls a tool with arguments that are no JSON ({_brief(error)})") from error
+        raise DataError(
+            f"message {number} calls a tool with arguments that are no JSON ({first_line(error)})"
+        ) from error
     if not isinstance(found, dict):
         raise DataError(f"message {number} calls a tool with arguments that are no JSON object: {text[:80]!r}")
     return found
