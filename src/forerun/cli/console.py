@@ -5,7 +5,6 @@ JSON and progress.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -53,28 +52,20 @@ def table(*titles: str, title: str | None = None, numbers_from: int | None = Non
 
 def write_json(value: Any) -> None:
     """Write one line of JSON on stdout."""
-    sys.stdout.write(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False) + "\n")
+    sys.stdout.write(json.dumps(json.loads(_dump(value)), ensure_ascii=False) + "\n")
     sys.stdout.flush()
 
 
-def pretty(value: Any, indent: str = "") -> str:
-    """Format `value` as JSON: one line per entry of an object, lists of plain values on one line."""
-    deeper = indent + "  "
-    if isinstance(value, dict) and value:
-        entries = [f"{deeper}{json.dumps(str(key))}: {pretty(entry, deeper)}" for key, entry in value.items()]
-        return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
-    if isinstance(value, list | tuple) and any(isinstance(entry, dict) for entry in value):
-        return "[\n" + ",\n".join(deeper + pretty(entry, deeper) for entry in value) + f"\n{indent}]"
-    return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+def pretty(value: Any) -> str:
+    """Format `value` as indented JSON."""
+    return _dump(value, indent=2).decode()
 
 
-def _finite(value: Any) -> Any:
-    """Replace infinity and NaN by null, because JSON does not have them."""
-    if isinstance(value, dict):
-        return {str(key): _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _dump(value: Any, indent: int | None = None) -> bytes:
+    """Return `value` as JSON, with null for infinity and NaN, because JSON does not have them."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Any).dump_json(value, indent=indent)
 
 
 @contextmanager
