@@ -88,7 +88,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in _typed(self).items():
+        for name, value in _convert_types(self).items():
             object.__setattr__(self, name, value)
         _check_sampling(self)
         if self.temperature is not None and self.temperature < GREEDY_BELOW:
@@ -121,10 +121,10 @@ def token_ids(name: str, given: Any) -> list[int]:
         with suppress(TypeError):
             if not any(isinstance(one, bool) for one in given):  # Which are integers to Python, and mistakes to people
                 return list(map(operator.index, given))
-    raise ArgumentError(f"{name} must be token ids, a list or array of integers, got {_shown(given)}")
+    raise ArgumentError(f"{name} must be token ids, a list or array of integers, got {_show(given)}")
 
 
-def _shown(value: Any) -> str:
+def _show(value: Any) -> str:
     return f"{value!r:.60} ({type(value).__name__})"
 
 
@@ -132,7 +132,7 @@ _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
-def _typed(params: SamplingParams) -> dict[str, Any]:
+def _convert_types(params: SamplingParams) -> dict[str, Any]:
     """Return integers and token ids as Python's own, where they are NumPy's or torch's.
 
     ArgumentError: a value is of another type than it must be.
@@ -143,7 +143,7 @@ def _typed(params: SamplingParams) -> dict[str, Any]:
         if value is None:
             continue
         if not isinstance(value, Real) or (whole and not isinstance(value, Integral)):
-            raise ArgumentError(f"{name} must be {'an integer' if whole else 'a number'}, got {_shown(value)}")
+            raise ArgumentError(f"{name} must be {'an integer' if whole else 'a number'}, got {_show(value)}")
         own[name] = operator.index(getattr(params, name)) if whole else value
     for name in ("allowed_token_ids", "stop_token_ids"):
         value = getattr(params, name)
@@ -153,10 +153,10 @@ def _typed(params: SamplingParams) -> dict[str, Any]:
     for name in ("stop", "bad_words"):
         value = getattr(params, name)
         if value is not None and not (isinstance(value, str) and name == "stop") and not _are_strings(value):
-            raise ArgumentError(f"{name} must be a list of strings, got {_shown(value)}")
+            raise ArgumentError(f"{name} must be a list of strings, got {_show(value)}")
     bias = params.logit_bias
     if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(one, Real) for one in bias.values())):
-        raise ArgumentError(f"logit_bias must map token ids to numbers, got {_shown(bias)}")
+        raise ArgumentError(f"logit_bias must map token ids to numbers, got {_show(bias)}")
     token_ids("logit_bias", list(bias or ()))
     return own
 

@@ -41,7 +41,7 @@ def replace_file(path: Path) -> Iterator[Path]:
     OSError: there is no room, or no permission; what was there before is untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _hidden(path, _PARTIAL)
+    fresh = _hide(path, _PARTIAL)
     try:
         yield fresh
         os.replace(fresh, path)
@@ -61,13 +61,13 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     error. As `replace_file`.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = _hidden(folder, _PARTIAL)
+    fresh = _hide(folder, _PARTIAL)
     fresh.mkdir()
     try:
         yield fresh
         for path in (*fresh.iterdir(), fresh):
             _make_durable(path)
-        former = _hidden(folder, _OLD)
+        former = _hide(folder, _OLD)
         if folder.exists():
             folder.rename(former)
         try:
@@ -95,12 +95,12 @@ def alone(folder: Path) -> Iterator[bool]:
         yield True
         return
     try:
-        yield _locked(descriptor)
+        yield _lock(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _locked(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     try:
         import fcntl
 
@@ -114,7 +114,7 @@ def _locked(descriptor: int) -> bool:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder at once, so that nobody ever sees half of it."""
-    doomed = _hidden(folder, _GONE)
+    doomed = _hide(folder, _GONE)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
@@ -136,7 +136,7 @@ def tidy(parent: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _hidden(path: Path, kind: str) -> Path:
+def _hide(path: Path, kind: str) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}.{kind}")
 
 

@@ -142,7 +142,7 @@ def test_whatever_fails_costs_drafts_and_no_more(
 
 
 @pytest.mark.parametrize("config", [{"method": "suffix"}, MERGED, {**MERGED, "adaptive": False}, OWN], ids=str)
-@pytest.mark.parametrize("failing", ["_recognised", "_drafted", "_learn"])
+@pytest.mark.parametrize("failing", ["_recognise_rows", "_draft_trees", "_learn"])
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_whatever_fails_in_a_step_of_trees_costs_drafts_and_no_more(
     config: dict[str, Any], failing: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -470,11 +470,11 @@ class Bench:
                         await converse(server, task, self.asking, 0.0)
             record |= {"engine": self.server.engine, "served_model": self.server.model}
             for load, tasks in left:
-                loads.append(await self._measured(load, tasks, tell))
+                loads.append(await self._measure_load(load, tasks, tell))
                 save()
         return len(left)
 
-    async def _measured(self, load: BenchLoad, tasks: Sequence[Task], tell: TellArm) -> dict[str, Any]:
+    async def _measure_load(self, load: BenchLoad, tasks: Sequence[Task], tell: TellArm) -> dict[str, Any]:
         """Return the server's figures; with a baseline also its figures, the speed-up, and the
         number of identical answers.
         """

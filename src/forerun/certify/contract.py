@@ -164,7 +164,7 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
 def _sound(config: Config) -> tuple[bool, str]:
     """It raised nothing, and each tree was one and within its budget."""
     total, problems = SpeculationStats(), list[str]()
-    with _told(problems):
+    with _collect_problems(problems):
         for params in (GREEDY, SAMPLED):
             for output in answer(tiny_engine(config, rows=3), PROMPTS, params):
                 total.add(output.outputs[0].speculation)
@@ -271,7 +271,7 @@ def _drafts(
 
 
 @contextmanager
-def _told(problems: list[str]) -> Iterator[None]:
+def _collect_problems(problems: list[str]) -> Iterator[None]:
     """While open, what is said of a drafter's failures goes to `problems`, and nowhere else."""
     log = logging.getLogger("forerun.decode.drafter")
     handler, propagate = logging.Handler(), log.propagate

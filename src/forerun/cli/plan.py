@@ -340,11 +340,11 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
     with console.telling("planning") as tell:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
         if asked.measuring:
-            return _measured(asked, llm, cost, tell)
+            return _measure(asked, llm, cost, tell)
     return _with_costs(asked, cost, _batch_note(asked))
 
 
-def _measured(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+def _measure(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
     from forerun.control.config import SpeculativeConfig
     from forerun.plan import measured
 

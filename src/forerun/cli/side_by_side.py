@@ -111,12 +111,12 @@ def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
     """Answer a few tokens in both ways: the first passes of a process pay for what is made once."""
 
     short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    prompt = _asked(llm, question, short)
+    prompt = _word_question(llm, question, short)
     for speculative in (False, None):
         llm.generate([prompt], short, speculative=speculative, cache_salt=f"warm-up {speculative}")
 
 
-def _asked(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
+def _word_question(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
     """Return the question as the model wants to read it; a model without a chat template goes on
     with its text.
     """
@@ -128,7 +128,7 @@ def _asked(llm: LLM, question: Question, params: SamplingParams) -> dict[str, An
 def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> AnsweredPair:
     from forerun.certify.reference import difference
 
-    prompt, runs = _asked(llm, question, params), dict[str, ArmRun]()
+    prompt, runs = _word_question(llm, question, params), dict[str, ArmRun]()
     temperature = float(params.temperature or 0.0)
     with _picture(temperature, show=show) as picture:
         for arm in ARMS:

@@ -92,7 +92,7 @@ def train(
     processes = Parallel.from_environment(parallel)  # type: ignore[arg-type]
     try:
         if from_traffic is not None:
-            recipe = replace(recipe, data=processes.on_first(lambda: _prepared(from_traffic, recipe)))
+            recipe = replace(recipe, data=processes.on_first(lambda: _prepare_traffic(from_traffic, recipe)))
         run = TrainingRun(recipe, processes)
         outcome = run.plan() if dry_run else run.train(allow_changes=allow_changes)
         if processes.first:
@@ -105,7 +105,7 @@ def train(
         processes.close()
 
 
-def _prepared(traffic: Path, recipe: TrainRecipe[Any]) -> str:
+def _prepare_traffic(traffic: Path, recipe: TrainRecipe[Any]) -> str:
     """Prepare what a server recorded, unless an earlier run into the same output has; return the directory."""
     from forerun.training.data.prepare import prepare
 

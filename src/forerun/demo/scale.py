@@ -207,7 +207,7 @@ def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dt
         files.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, tensor in _scaled_tensors(scaled, config, dtype):
+    for name, tensor in _scale_tensors(scaled, config, dtype):
         shard[name] = tensor
         total += tensor.nbytes
         if sum(held.nbytes for held in shard.values()) >= SHARD_BYTES:
@@ -218,7 +218,7 @@ def _write_weights(folder: Path, scaled: ScaledModel, config: dict[str, Any], dt
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _scaled_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _scale_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     weights = _Weights()
     for path in weight_files(scaled.source):
         weights |= load_file(path)
@@ -298,7 +298,8 @@ def scale_head(head: HeadCheckpoint, scaled: ScaledModel) -> HeadCheckpoint:
     return HeadCheckpoint(
         config=wide,
         tensors={
-            name: _enlarged(name, tensor, shapes[name], head.config, wide) for name, tensor in head.tensors.items()
+            name: _enlarge_tensor(name, tensor, shapes[name], head.config, wide)
+            for name, tensor in head.tensors.items()
         },
         notes=head.notes,
     )
@@ -346,7 +347,7 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
     return replace(config, **wide)
 
 
-def _enlarged(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide: Any) -> Tensor:
+def _enlarge_tensor(name: str, old: Tensor, shape: tuple[int, ...], config: Any, wide: Any) -> Tensor:
     """Cut `old` into the hidden states that it reads, and put each at the start of the wide one
     that takes its place.
     """

@@ -255,10 +255,10 @@ class EngineInfo(ABC):
             rewritten = all(_AS_STORED in one.what for one in wrong)
             todo = f" So {_export(self, asked, draft)}." if rewritten else ""
             raise CheckpointError(
-                f"{self.title} would not serve {draft.model} as it was trained. {'; '.join(map(self._told, wrong))}."
-                f"{todo} To go on nevertheless: --force"
+                f"{self.title} would not serve {draft.model} as it was trained. "
+                f"{'; '.join(map(self._describe, wrong))}.{todo} To go on nevertheless: --force"
             )
-        return replace(seen, notes=tuple(self._told(one) for one in found if one.severity != "ok"))
+        return replace(seen, notes=tuple(self._describe(one) for one in found if one.severity != "ok"))
 
     def _check_models(self, asked: DeployRequest, draft: DraftSpec) -> None:
         """Raise CheckpointError where the target brings no MTP layers, or the draft model has
@@ -286,7 +286,7 @@ class EngineInfo(ABC):
                     f"{allowed}: name a draft model of the target's family. To go on nevertheless: --force"
                 )
 
-    def _told(self, finding: Finding) -> str:
+    def _describe(self, finding: Finding) -> str:
         remedy = f" ({finding.remedy})" if finding.remedy else ""
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
 

@@ -78,7 +78,7 @@ class KnownRows:
         work = np.zeros((WORK, rows), np.int64)
         gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         if gone < 0:
-            self._known = known = self._widened(2 * -gone)
+            self._known = known = self._widen(2 * -gone)
             gone, new = _recognise(tuple(known), self._running, table, lengths, work)
         self._running = rows
         lost, begun = known.changes
@@ -89,7 +89,7 @@ class KnownRows:
         self._known.sizes[:] = 0
         self._running = 0
 
-    def _widened(self, width: int) -> _Known:
+    def _widen(self, width: int) -> _Known:
         known = self._known
         held = np.zeros((len(known.sizes), width), np.int32)
         for place, size in enumerate(known.sizes.tolist()):
@@ -309,7 +309,7 @@ class Sequences:
         if self._lookup is None:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
         try:
-            found = self._recognised(table, lengths)
+            found = self._recognise_rows(table, lengths)
             begun = {int(found.work[ROW, index]): int(lengths[index]) for index in found.new}
             if gone := [place for place in found.gone if place not in begun]:
                 self._lookup.truncate(gone, [0] * len(gone))
@@ -328,14 +328,14 @@ class Sequences:
         It is the root alone for 0 nodes, and where something fails, as in `chains`.
         """
         try:
-            return self._grown(table, lengths, most)
+            return self._grow(table, lengths, most)
         except BaseException as error:
             self._lose(error)
             return [TokenTree(int(text[length - 1])) for text, length in zip(table, lengths, strict=False)]
 
-    def _grown(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+    def _grow(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
         began = self._clock()
-        rows, fresh = self._found(table, lengths)
+        rows, fresh = self._read_rows(table, lengths)
         if self._policy is not None and self._step is not None:
             self._learn(self._policy, self._step, began)
         if grown := [index for index, count in enumerate(fresh) if count]:
@@ -347,7 +347,7 @@ class Sequences:
         self._step = None
         if asked:
             chosen = [rows[index] for index in asked]
-            drafted = self._drafted(chosen, [limits[index] for index in asked])
+            drafted = self._draft_trees(chosen, [limits[index] for index in asked])
             trees = dict(zip(asked, drafted, strict=True))
             self._step = _DraftedStep(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
@@ -381,7 +381,7 @@ class Sequences:
         """Forget all rows."""
         self.trees(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.int64))
 
-    def _drafted(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
+    def _draft_trees(self, rows: list[Row], limits: list[int]) -> list[TokenTree]:
         if self._policy is None:
             context = context_for(rows, range(len(rows)), [0] * len(rows), {})
             trees = self.drafters[0].propose(context, Budget(nodes=tuple(limits), depth=tuple(limits)))
@@ -402,15 +402,15 @@ class Sequences:
         draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
         policy.learn([_make_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
 
-    def _recognised(self, table: Ints, lengths: Ints) -> RecognisedRows:
+    def _recognise_rows(self, table: Ints, lengths: Ints) -> RecognisedRows:
         """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
-    def _found(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
+    def _read_rows(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
         """Return each row and how many of its tokens are new; texts that no row holds any more are
         forgotten.
         """
-        found = self._recognised(table, lengths)
+        found = self._recognise_rows(table, lengths)
         if found.gone:
             self._truncate(found.gone)
             for place in found.gone:

@@ -216,7 +216,7 @@ def declared_options(name: str) -> dict[str, bool]:
     says: to import it takes torch, and seconds.
     """
     module, _, cls = DRAFTERS[name].path.partition(":")
-    return _declared(*_config_of(module, cls))
+    return _list_options(*_config_of(module, cls))
 
 
 def _config_of(module: str, cls: str) -> tuple[str, str]:
@@ -229,9 +229,9 @@ def _config_of(module: str, cls: str) -> tuple[str, str]:
     return next(_config_of(*base) for base in bases)
 
 
-def _declared(module: str, cls: str) -> dict[str, bool]:
+def _list_options(module: str, cls: str) -> dict[str, bool]:
     body, bases = _class_in(module, cls)
-    found = {name: needed for base in bases for name, needed in _declared(*base).items()}
+    found = {name: needed for base in bases for name, needed in _list_options(*base).items()}
     fields = [
         line for line in body if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
     ]

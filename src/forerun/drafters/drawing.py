@@ -442,12 +442,12 @@ class Draws:
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
         wide = logits if vocabulary is None else vocabulary.to_target_vocab(logits)
-        values = self._processed(self.processing, wide, depth, ids)
+        values = self._process(self.processing, wide, depth, ids)
         none = values.amax(-1, keepdim=True) == -torch.inf
         children = self._children(torch.where(none, 0.0, values), depth, None)
         return replace(children, valid=children.validity() & ~none)
 
-    def _processed(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
+    def _process(self, processing: Processing, logits: Tensor, depth: int, ids: Tensor) -> Tensor:
         batch, width, size = logits.shape
         values = widen(logits)
         above = tuple(one - 1 for node in self.shape.levels[depth] for one in self.shape.path(node))
@@ -461,7 +461,7 @@ class Draws:
         count = self.shape.widths[depth]
         if not self.numbers:
             return likeliest(logits, count, vocabulary)
-        drawn = self._drawn(logits if vocabulary is None else vocabulary.to_target_vocab(logits), depth, count)
+        drawn = self._draw_level(logits if vocabulary is None else vocabulary.to_target_vocab(logits), depth, count)
         if not self.greedy:
             return drawn
         given = likeliest(logits, count, vocabulary)
@@ -470,7 +470,7 @@ class Draws:
         mixed = {name: torch.where(sampled, getattr(drawn, name), getattr(given, name)) for name in _COLUMNS}
         return replace(drawn, **mixed, valid=drawn.valid | ~sampled)
 
-    def _drawn(self, logits: Tensor, depth: int, count: int) -> Children:
+    def _draw_level(self, logits: Tensor, depth: int, count: int) -> Children:
         if not self.one_by_one:
             probs = probs_of(logits, self.numbers[1], filters=self.filters)
         else:  # what is refused, for its numbers or for want of tokens, has no distribution

@@ -54,11 +54,11 @@ class Guarded(Drafter):
         self._closed = set[int]()
         self._useless = False  # It cannot say what it needs: it is asked for nothing
         self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
-        self.depth = self._told("depth", _DEPTH, None)
-        self.requires = self._told("requires", self._boundaries, frozenset[Boundary]())
-        self._watches = self._told("watches", _FLAG, otherwise=False)
-        self.top_ids = self._told("top_ids", int, 0)
-        self.remembers = self._told("remembers", _FLAG, otherwise=False)
+        self.depth = self._read_property("depth", _DEPTH, None)
+        self.requires = self._read_property("requires", self._boundaries, frozenset[Boundary]())
+        self._watches = self._read_property("watches", _FLAG, otherwise=False)
+        self.top_ids = self._read_property("top_ids", int, 0)
+        self.remembers = self._read_property("remembers", _FLAG, otherwise=False)
 
     @classmethod
     def build(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
@@ -81,21 +81,21 @@ class Guarded(Drafter):
             if row in self._closed and fresh >= len(tokens):
                 Guarded.truncate(self, [row], [0])  # which failed when the row became free, or was not asked for
         if places := self._open(context):
-            part = self._seen(context, places)
+            part = self._narrow(context, places)
             with self._guarding(part.rows, "to read committed tokens"):
                 self.drafter.extend(part)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         """Return its trees, as far as they are sound; roots alone for all other rows."""
         places = self._open(context)
-        trees = self._proposed(context, places, budget) if places else {}
+        trees = self._propose_for(context, places, budget) if places else {}
         return [trees.get(place) or TokenTree(tokens[-1]).seal() for place, tokens in enumerate(context.tokens)]
 
-    def _proposed(self, context: DraftContext, places: Sequence[int], budget: Budget) -> dict[int, TokenTree]:
+    def _propose_for(self, context: DraftContext, places: Sequence[int], budget: Budget) -> dict[int, TokenTree]:
         """Return what is sound of the trees for these rows, by index."""
         trees = dict[int, TokenTree]()
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
-        part = replace(self._seen(context, places), failures={})  # a drafter inside has its own
+        part = replace(self._narrow(context, places), failures={})  # a drafter inside has its own
         with self._guarding(part.rows, "to propose"):
             found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
             if not isinstance(found, list | tuple) or len(found) != len(places):
@@ -112,7 +112,7 @@ class Guarded(Drafter):
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         if places := self._open(context):
-            part = self._seen(context, places)
+            part = self._narrow(context, places)
             with self._guarding(part.rows, "to learn from a step"):
                 self.drafter.observe(part, [verdicts[place] for place in places], scores.of(places))
 
@@ -126,13 +126,13 @@ class Guarded(Drafter):
 
     def memory_bytes(self) -> int:
         """Return the bytes that it states; 0 if that is no number of bytes."""
-        return self._asked("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
+        return self._ask("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Return the kind that it states, or what is safe for any drafter if that is no
         `DraftKind`.
         """
-        return self._asked("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
+        return self._ask("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +147,7 @@ class Guarded(Drafter):
             return []
         return places
 
-    def _seen(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
+    def _narrow(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
         part = context.of(places)
         if part.hidden_states.keys() <= self.requires:
             return part
@@ -168,7 +168,7 @@ class Guarded(Drafter):
         warn_drafter(self.method, task, repr(error))
         self._close(rows)
 
-    def _asked(self, name: str, ask: Callable[[], Any], read: Callable[[Any], T], otherwise: T) -> T:
+    def _ask(self, name: str, ask: Callable[[], Any], read: Callable[[Any], T], otherwise: T) -> T:
         """Return what it answers when it is asked; a failure belongs to no row."""
         try:
             return read(ask())
@@ -184,12 +184,12 @@ class Guarded(Drafter):
         self._closed.update(rows)
         self._failures.update(rows)
 
-    def _told(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
+    def _read_property(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
         """Return a property that it states. If that is invalid, nobody knows what to show it, and
         it is asked for nothing.
         """
         before = self._owed
-        told = self._asked(name, lambda: getattr(self.drafter, name), read, otherwise)
+        told = self._ask(name, lambda: getattr(self.drafter, name), read, otherwise)
         self._useless = self._useless or self._owed > before
         return told
 

@@ -63,9 +63,9 @@ class HuggingFaceGenerate:
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
         with self._turn:
-            return self._generated(model, input_ids, mask, generation_config, keywords)
+            return self._generate(model, input_ids, mask, generation_config, keywords)
 
-    def _generated(
+    def _generate(
         self, model: Any, input_ids: Tensor, mask: Tensor, generation_config: Any, keywords: Mapping[str, Any]
     ) -> Any:
         prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]

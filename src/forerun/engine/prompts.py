@@ -481,7 +481,7 @@ class Lanes:
         threads, work = self._threads[lane], partial(contextvars.copy_context().run, task)
         loop = asyncio.get_running_loop()
         took: list[float] = []
-        done = loop.run_in_executor(threads, partial(_timed, work, took))
+        done = loop.run_in_executor(threads, partial(_time, work, took))
         if lane is Lane.LARGE:
             threads.submit(_rest, took)
         try:
@@ -509,7 +509,7 @@ def _rest(took: list[float]) -> None:
     trim_heap()
 
 
-def _timed(work: Callable[[], T], took: list[float]) -> T:
+def _time(work: Callable[[], T], took: list[float]) -> T:
     began = time.thread_time()
     try:
         return work()

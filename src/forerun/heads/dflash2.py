@@ -92,9 +92,9 @@ class BlockConvolution(nn.Module):
         added = self.kernel_projection(states).view(*states.shape[:-1], 2, self.taps, -1)
         added = added.repeat_interleave(self.group, -1)
         before, after = (self.base_kernel.to(states.dtype) + added).unbind(-3)
-        return self._convolved(inside(self._convolved(states, before)), after)
+        return self._convolve(inside(self._convolve(states, before)), after)
 
-    def _convolved(self, states: Tensor, kernel: Tensor) -> Tensor:
+    def _convolve(self, states: Tensor, kernel: Tensor) -> Tensor:
         """Apply a kernel (B, A * b, taps, H); positions before a block count as 0."""
         blocks = states.view(len(states), -1, self.block, states.shape[-1])
         read = [pad(blocks[:, :, : self.block - tap], (0, 0, tap, 0)) for tap in range(self.taps)]
@@ -191,7 +191,7 @@ class DFlash2Objective(DFlashObjective):
 
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         found = super()._loss(blocks, weights, batch)
-        losses, agrees, overlap = self._selected(blocks, found.weights, batch)
+        losses, agrees, overlap = self._rate(blocks, found.weights, batch)
         return dataclasses.replace(
             found,
             loss=found.loss + self.settings.selector_weight * (losses * found.weights).sum(),
@@ -199,7 +199,7 @@ class DFlash2Objective(DFlashObjective):
             overlap=overlap,
         )
 
-    def _selected(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _rate(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return, (R,) each, the selector's cross-entropy, whether its likeliest token is the
         target's, and its acceptance.
 
@@ -217,11 +217,11 @@ class DFlash2Objective(DFlashObjective):
                 ids = (output[chosen] @ weight.T.to(output.dtype)).topk(self.head.config.selector_top_k, -1).indices
                 probs = teacher.probs(teacher.logits(chosen))
             read = output[chosen], ids, above[chosen], probs.full.gather(-1, ids), probs.best
-            figures.append(checkpoint(self._scored, *read, use_reentrant=False))
+            figures.append(checkpoint(self._score, *read, use_reentrant=False))
         found = [torch.zeros_like(weights).index_put((rows,), torch.cat(parts)) for parts in zip(*figures, strict=True)]
         return found[0], found[1].detach(), found[2].detach()
 
-    def _scored(self, output: Tensor, ids: Tensor, above: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, ...]:
+    def _score(self, output: Tensor, ids: Tensor, above: Tensor, probs: Tensor, best: Tensor) -> tuple[Tensor, ...]:
         """Return, (r,) each, loss, agreement, acceptance of candidates `ids` (r, k) with the
         target's `probs` (r, k).
         """

@@ -121,15 +121,15 @@ def _vllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     attention = bool(keys.get("attention_bias"))
     either = attention or bool(keys.get("bias"))
     if config.generation == 1:
-        return _expected(config, qkv_bias=either, o_bias=either, fc_bias=False)
-    return _expected(
+        return _expect(config, qkv_bias=either, o_bias=either, fc_bias=False)
+    return _expect(
         config,
         qkv_bias=attention,
         o_bias=either and not config.qk_norm,
         mlp_bias=config.mlp_bias and not config.qk_norm and config.latent is None,
         fc_bias=False,
         fc_norm=bool(keys.get("fc_norm")),
-        **_fused(config, keys),
+        **_fuse_states(config, keys),
     )
 
 
@@ -140,26 +140,26 @@ def _sglang(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     fc_bias = bool(keys.get("bias"))
     either = bool(keys.get("attention_bias")) or fc_bias
     if config.generation == 1:
-        return _expected(config, qkv_bias=either, o_bias=either, fc_bias=True, mlp_bias=False)
-    expected = _expected(
+        return _expect(config, qkv_bias=either, o_bias=either, fc_bias=True, mlp_bias=False)
+    expected = _expect(
         config,
         qkv_bias=False,
         o_bias=either,
         mlp_bias=False,
         fc_bias=fc_bias,
         qk_norm=False,
-        **_fused(config, keys),
+        **_fuse_states(config, keys),
     )
     if keys.get("draft_vocab_size") is not None and not keys.get("tie_word_embeddings"):
         expected["lm_head.weight"] = (config.draft_vocab_size, config.hidden_size)
     whole = (config.hidden_size, config.hidden_size)
-    return _hidden_norms(_without_fc(expected) if expected.get("fc.weight") == whole else expected)
+    return _rename_norms(_without_fc(expected) if expected.get("fc.weight") == whole else expected)
 
 
 def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     """Return what TensorRT-LLM loads; how many states ``fc`` reads is set in its YAML."""
     nested = keys.get(NESTED) or {}
-    expected = _expected(
+    expected = _expect(
         config,
         qkv_bias=bool(keys.get("attention_bias")),
         o_bias=bool(keys.get("attention_bias")),
@@ -171,14 +171,14 @@ def _trtllm(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     )
     if nested.get(REGULAR) is False:
         return expected
-    return _hidden_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
+    return _rename_norms(_without_fc(expected) if len(config.boundaries) == 1 else expected)
 
 
 def _llama_cpp(config: EagleConfig, keys: Mapping[str, Any]) -> Shapes:
     """Return what llama.cpp's converter has names for: one layer without biases, three states, and
     of the norms around them only that of ``norm_before_fc``.
     """
-    return _expected(
+    return _expect(
         config,
         qkv_bias=False,
         o_bias=False,
@@ -199,7 +199,7 @@ FIRST_TOO = ("vllm", "sglang")
 """Engines that also load EAGLE-1."""
 
 
-def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
+def _expect(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any) -> Shapes:
     """Return names and shapes of a head as an engine reads it, with the fields `read` instead of
     those of `config`; latent attention has no biases.
     """
@@ -209,7 +209,7 @@ def _expected(config: EagleConfig, *, qkv_bias: bool, o_bias: bool, **read: Any)
     return {name: shape for name, shape in shapes.items() if not SHARED.fullmatch(name) and not name.endswith(unbiased)}
 
 
-def _fused(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+def _fuse_states(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return what vLLM and SGLang fuse: as many boundaries as they make room for, three where they
     find no number. Before latent attention they always fuse, and without ``norm_before_fc``.
     """
@@ -228,7 +228,7 @@ def _without_fc(expected: Shapes) -> Shapes:
     return {name: shape for name, shape in expected.items() if not name.startswith(("fc.", "fc_norm.", "input_norm."))}
 
 
-def _hidden_norms(expected: Shapes) -> Shapes:
+def _rename_norms(expected: Shapes) -> Shapes:
     """Rename the norm above the first layer to the name that SGLang and TensorRT-LLM look for."""
     return {
         name.replace("input_layernorm", "hidden_norm") if UPPER_NORM.fullmatch(name) else name: shape

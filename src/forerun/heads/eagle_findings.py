@@ -42,12 +42,12 @@ def _captures(at: Any) -> bool:
     return fits and at.config.generation == 3 and at.config.use_aux_hidden_state
 
 
-def _windowed(at: Any) -> bool:
+def _has_window(at: Any) -> bool:
     """Return whether the head looks back less far than its target."""
     return at.config.sliding_window is not None and at.config.sliding_window < at.target.max_position_embeddings
 
 
-def _reordered(at: Any) -> bool:
+def _is_reordered(at: Any) -> bool:
     return not at.config.reduced_vocabulary and bool(at.head.tensors["d2t"].any())
 
 
@@ -84,7 +84,7 @@ LAST_BOUNDARY = Trait(
 )
 """llama.cpp provides the state behind the last layer only for targets that have MTP layers there."""
 WHOLE_ORDER = Trait(
-    _reordered,
+    _is_reordered,
     "a vocabulary in another order",
     [("fails", "vllm", "has a place for d2t only beside a reduced vocabulary, and stops")],
     "sort the vocabulary",
@@ -250,7 +250,7 @@ TRAITS = (
         for engines, latent in (("sglang trtllm", False), ("trtllm", True))
     ),
     Trait(
-        _windowed,
+        _has_window,
         WINDOW,
         [
             ("degrades", "trtllm llama.cpp", "has no window for draft heads: each layer looks back to the beginning"),
@@ -259,19 +259,19 @@ TRAITS = (
         "train the head without a window",
     ),
     Trait(
-        lambda at: _windowed(at) and at.config.generation == 1,
+        lambda at: _has_window(at) and at.config.generation == 1,
         WINDOW,
         [("fails", "vllm", "looks for layer_types behind those of the target, and stops")],
         "train the head without a window",
     ),
     Trait(
-        lambda at: _windowed(at) and at.option,
+        lambda at: _has_window(at) and at.option,
         WINDOW,
         [("check", "sglang", "reads no window from the file: its command line must have {option}")],
         "forerun export --to sglang",
     ),
     Trait(
-        lambda at: _windowed(at) and not at.option,
+        lambda at: _has_window(at) and not at.option,
         WINDOW,
         [("degrades", "sglang", "has one window, of at least 2, for all layers, of EAGLE-3 heads only")],
         "train the head without a window",
@@ -290,7 +290,7 @@ TRAITS = (
             [("check", "modelopt", "has no key for it: engines read it from the file, its own tools do not")],
             "do not train on with ModelOpt; serve the file as it is",
         )
-        for flag, when in {**_flags(NO_KEY), "sliding_window": _windowed, "fc.bias": _fc_biased}.items()
+        for flag, when in {**_flags(NO_KEY), "sliding_window": _has_window, "fc.bias": _fc_biased}.items()
     ),
     # Embeddings and output heads, which some engines replace by the target's
     Trait(
@@ -388,7 +388,7 @@ STORED = (
         [("degrades", "sglang lmdeploy", "puts the embedding in place of the head's lm_head")],
     ),
     Trait(
-        lambda at: "d2t" in at.stored.tensors and not at.config.reduced_vocabulary and not _reordered(at),
+        lambda at: "d2t" in at.stored.tensors and not at.config.reduced_vocabulary and not _is_reordered(at),
         "a d2t beside the whole vocabulary",
         [("fails", "vllm", "has no place for it, and stops")],
     ),

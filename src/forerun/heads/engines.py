@@ -63,13 +63,13 @@ def worst(findings: Sequence[Finding], engine: str) -> Severity:
     return SEVERITIES[max(severities, default=0)]
 
 
-def _found(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
+def _find(severity: Severity, engines: str, what: str, why: str, remedy: str = "") -> Iterator[Finding]:
     """Yield the same finding for each of these engines, whose names are separated by blanks."""
     for engine in engines.split():
         yield Finding(engine=engine, severity=severity, what=what, why=why, remedy=remedy)
 
 
-ok, check, degrades, fails = (functools.partial(_found, severity) for severity in SEVERITIES)
+ok, check, degrades, fails = (functools.partial(_find, severity) for severity in SEVERITIES)
 
 
 class Trait(NamedTuple):
@@ -94,7 +94,7 @@ def apply_traits(traits: Iterable[Trait], head: HeadCheckpoint, target: TargetFa
     for trait in traits:
         for severity, engines, why in trait.treated if trait.when(at) else ():
             what, said = trait.what.format_map(vars(at)), why.format_map(vars(at))
-            yield from _found(severity, engines, what, said, trait.remedy)
+            yield from _find(severity, engines, what, said, trait.remedy)
 
 
 TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: a chain, which every engine can draft

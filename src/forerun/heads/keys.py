@@ -110,18 +110,18 @@ class Keys:
         """Return a whole number, or the default where the key is absent."""
         if self.get(name) is None and default is None:
             raise CheckpointError(f"{self._where} has no {name}; a head's configuration needs it")
-        return int(self._typed(name, default, int, "a whole number"))
+        return int(self._get_typed(name, default, int, "a whole number"))
 
     def number(self, name: str, default: float) -> float:
-        return float(self._typed(name, default, int | float, "a number"))
+        return float(self._get_typed(name, default, int | float, "a number"))
 
     def flag(self, name: str, default: bool = False) -> bool:
-        return bool(self._typed(name, default, bool, "true or false"))
+        return bool(self._get_typed(name, default, bool, "true or false"))
 
     def text(self, name: str, default: str) -> str:
-        return str(self._typed(name, default, str, "a string"))
+        return str(self._get_typed(name, default, str, "a string"))
 
-    def _typed(self, name: str, default: Any, kind: Any, wanted: str) -> Any:
+    def _get_typed(self, name: str, default: Any, kind: Any, wanted: str) -> Any:
         value = self.get(name)
         if value is None:
             return default

@@ -354,7 +354,7 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     if _needs_grad(states, weight):
         return _Norm.apply(states, weight, eps)  # type: ignore[no-untyped-call]
-    return _normed(states, weight, eps)[0]
+    return _norm(states, weight, eps)[0]
 
 
 def gate_and_multiply(activation: Activation, gate: Tensor, up: Tensor) -> Tensor:
@@ -383,7 +383,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and not any(tensor.is_inference() for tensor in tensors)
 
 
-def _normed(states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(states: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = states.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (weight * (wide * inverse).to(states.dtype)).to(states.dtype), inverse
@@ -394,7 +394,7 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, states: Tensor, weight: Tensor, eps: float) -> Tensor:
-        normed, inverse = _normed(states, weight, eps)
+        normed, inverse = _norm(states, weight, eps)
         context.save_for_backward(states, weight, inverse)
         return normed
 

@@ -160,17 +160,17 @@ class Experts(nn.Module):
         parts = []
         for expert, part in enumerate(torch.split(states[tokens], counts)):
             if len(part):
-                parts.append(linear(self._gated(linear(part, self.gate_up_proj[expert])), self.down_proj[expert]))
+                parts.append(linear(self._gate(linear(part, self.gate_up_proj[expert])), self.down_proj[expert]))
         scaled = torch.cat(parts) * weights.flatten()[order].unsqueeze(-1)
         return torch.zeros_like(states).index_add(0, tokens, scaled.to(states.dtype))
 
     def _gathered(self, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         first, second = self.gate_up_proj[experts], self.down_proj[experts]
-        inside = self._gated((first @ states[:, None, :, None]).squeeze(-1))
+        inside = self._gate((first @ states[:, None, :, None]).squeeze(-1))
         mixed: Tensor = ((second @ inside.unsqueeze(-1)).squeeze(-1) * weights.unsqueeze(-1)).sum(1)
         return mixed.to(states.dtype)
 
-    def _gated(self, both: Tensor) -> Tensor:
+    def _gate(self, both: Tensor) -> Tensor:
         gate, up = both.chunk(2, dim=-1)
         return self.activation(gate) * up
 

@@ -42,10 +42,10 @@ class FlexMask:
     def of(self, steps: int) -> flex.BlockMask:
         """Return the mask for keys of step 0 and of so many `steps` after it."""
         if steps not in self._masks:
-            self._masks[steps] = self._made(steps)
+            self._masks[steps] = self._make(steps)
         return self._masks[steps]
 
-    def _made(self, steps: int) -> flex.BlockMask:
+    def _make(self, steps: int) -> flex.BlockMask:
         documents, reach, size = self.documents, self.reach, self.documents.shape[1]
         rows, count = documents.shape[0], size // BLOCK
         first, last = documents[:, ::BLOCK], documents[:, BLOCK - 1 :: BLOCK]
@@ -96,12 +96,12 @@ def check_device(device: torch.device) -> None:
 def kernel(device: torch.device) -> Callable[..., Any]:
     """Return PyTorch's function, compiled where there is a kernel for its backward pass."""
     if device.type == "cuda":
-        return _compiled()
+        return _compile()
     return flex.flex_attention
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def _compile() -> Callable[..., Any]:
     return torch.compile(flex.flex_attention)
 
 

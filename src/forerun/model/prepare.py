@@ -255,10 +255,10 @@ def cache_bytes_per_token(config: Any, itemsize: int) -> int:
     """
     by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    return sum(_cached_width(layer) for layer in by_layer[:own]) * itemsize
+    return sum(_count_cached(layer) for layer in by_layer[:own]) * itemsize
 
 
-def _cached_width(config: Any) -> int:
+def _count_cached(config: Any) -> int:
     """Return how many numbers one layer caches per token."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.kv_lora_rank + config.qk_rope_head_dim)

@@ -105,7 +105,7 @@ def context_length(config: Any) -> int:
     So does that of a model that scales queries by the number of tokens in the cache (Llama 4's
     temperature tuning).
     """
-    announced, limit = _announced(config), most_positions(config)
+    announced, limit = _read_announced(config), most_positions(config)
     if limit < announced:
         _log.warning(
             "%s: %s; the context is limited to %d of %d tokens",
@@ -119,11 +119,11 @@ def context_length(config: Any) -> int:
 
 def most_positions(config: Any) -> int:
     """Return `context_length` without the warning."""
-    announced = _announced(config)
+    announced = _read_announced(config)
     return min([announced, *_switch_points(config, announced)])
 
 
-def _announced(config: Any) -> int:
+def _read_announced(config: Any) -> int:
     most = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None) or 0
     return int(most) if most > 0 else 2**20  # XLNet says -1
 

@@ -180,7 +180,7 @@ class Target:
         if begun is not None:
             scored = self._complete(rows, nodes, begun, boundaries)
         elif self.records:
-            scored = self._recorded(rows, nodes, boundaries)
+            scored = self._score_recorded(rows, nodes, boundaries)
         else:
             flat = self._flat(nodes, padded=True)
             with self._turn, attention_kernels(self.device):
@@ -380,7 +380,7 @@ class Target:
         """
         given = [] if states is None else [states]
         if self.records:
-            return self._replayed(what, work, rows, nodes, given, after=MET_BEFORE)
+            return self._replay(what, work, rows, nodes, given, after=MET_BEFORE)
         inputs, this = self._place(rows, nodes, padded=True)
         missing = inputs["input_ids"].shape[1] - nodes.fresh
         with self._turn, running(this), attention_kernels(self.device):
@@ -408,11 +408,11 @@ class Target:
         all_logits: bool,
     ) -> Scored:
         """Run `prefill` of short chains as one recorded pass."""
-        scored = self._recorded(rows, nodes, boundaries)
+        scored = self._score_recorded(rows, nodes, boundaries)
         self._note_appended(rows, counts)
         return scored if all_logits else replace(scored, logits=take_last(scored.logits, counts))
 
-    def _recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
+    def _score_recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """Run `score` as a recorded pass."""
         wanted = sorted(boundaries)
 
@@ -421,10 +421,10 @@ class Target:
                 states: Tensor = self._base(**inputs).last_hidden_state
             return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
 
-        logits, *states = self._replayed(("whole", tuple(wanted)), work, rows, nodes, [])
+        logits, *states = self._replay(("whole", tuple(wanted)), work, rows, nodes, [])
         return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
 
-    def _replayed(
+    def _replay(
         self,
         what: Hashable | None,
         work: Work,
@@ -437,7 +437,7 @@ class Target:
         """Run `work` as `_pass` does, by one recording for all passes of about this size, or as it
         comes where recording failed.
         """
-        packed, width = self._packed(rows, nodes)
+        packed, width = self._pack(rows, nodes)
         batch, size = packed[-1].shape
         index, missing = send_ints(rows, self.device), size - nodes.fresh
         wider = [
@@ -447,7 +447,7 @@ class Target:
 
         def recorded(*tensors: Tensor) -> list[Tensor]:
             (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
-            inputs = self._announced(masks.Block(*block), places, ids, width)
+            inputs = self._announce(masks.Block(*block), places, ids, width)
             with running(Pass()), attention_kernels(self.device):
                 found: list[Tensor] = work(inputs, *more)
             return found
@@ -458,7 +458,7 @@ class Target:
         # Copies: what a recording returns lives until the next call.
         return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
 
-    def _announced(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
+    def _announce(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
         """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
         written to the slots `places` (B, N).
         """
@@ -502,7 +502,7 @@ class Target:
             this.paths = TreePaths(block.lengths, *paths)
         return self._inputs(block, ids, width, flat), this
 
-    def _packed(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
+    def _pack(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
         """Return structure and ids of a pass on the device, and its width. Sizes are powers of two,
         and every row stands at its own place in the cache, so one recording serves all rows and
         texts of about these sizes, and nothing of the cache is copied. Other rows' places, and

@@ -141,7 +141,7 @@ class Writer(ABC):
         """Return what one step adds to ``speculation_trace``, where that was asked for."""
         if not self.body.return_speculation_trace:
             return {}
-        return {"speculation_trace": self._traced(chunk.tokens, [] if chunk.trace is None else [chunk.trace])}
+        return {"speculation_trace": self._trace(chunk.tokens, [] if chunk.trace is None else [chunk.trace])}
 
     def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
         """Return the stop string or id that ended an answer; None for the model's own end, whether
@@ -186,7 +186,7 @@ class Writer(ABC):
         reasoning = self.reasoning(outputs)
         details = {} if reasoning is None else {"reasoning_tokens": reasoning}
         if self.body.prediction is not None and self._predicted:
-            stats = _pooled(outputs)
+            stats = _pool(outputs)
             details["accepted_prediction_tokens"] = stats.num_accepted_draft_tokens
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
         if details:
@@ -196,14 +196,14 @@ class Writer(ABC):
             found["speculation_trace"] = [
                 {
                     "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
-                    **self._traced(answer.tokens, answer.trace),
+                    **self._trace(answer.tokens, answer.trace),
                 }
                 for output in outputs
                 for answer in output.outputs
             ]
         return found
 
-    def _traced(self, tokens: Sequence[OutputToken], trace: Sequence[StepTrace]) -> dict[str, Any]:
+    def _trace(self, tokens: Sequence[OutputToken], trace: Sequence[StepTrace]) -> dict[str, Any]:
         """Describe the tokens with their sources, and what was drafted, accepted and spent in each
         step.
         """
@@ -315,7 +315,7 @@ class CompletionWriter(Writer):
 
     def choice(self, index: int, output: RequestOutput, answer: CompletionOutput) -> dict[str, Any]:
         ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
-        echoed = self._echoed(index, ids)
+        echoed = self._echo(index, ids)
         logprobs = self._logprobs(answer.tokens, len(echoed))
         own = self._logprobs_of_prompt(echoed, ids, prompt_logprobs) if self.body.echo else None
         if logprobs is not None and own is not None:
@@ -332,7 +332,7 @@ class CompletionWriter(Writer):
 
     def opening(self, index: int, chunk: StreamChunk) -> dict[str, Any] | None:
         ids = chunk.prompt_token_ids or []
-        echoed = self._echoed(index, ids)
+        echoed = self._echo(index, ids)
         if not echoed and not self.body.return_token_ids:
             return None
         self._sent[index] = len(echoed)
@@ -350,7 +350,7 @@ class CompletionWriter(Writer):
         more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
-    def _echoed(self, index: int, ids: Sequence[int]) -> str:
+    def _echo(self, index: int, ids: Sequence[int]) -> str:
         """Return the prompt in front of its answer: as it was sent, or what was read of it."""
         if not self.body.echo:
             return ""
@@ -459,7 +459,7 @@ def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
     return [answer for output in outputs for answer in output.outputs]
 
 
-def _pooled(outputs: Sequence[RequestOutput]) -> SpeculationStats:
+def _pool(outputs: Sequence[RequestOutput]) -> SpeculationStats:
     total = SpeculationStats()
     for answer in _answers(outputs):
         total.add(answer.speculation)
@@ -474,7 +474,7 @@ def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them, behind
     two figures of ours.
     """
-    stats = _pooled(outputs)
+    stats = _pool(outputs)
     reached = [stats.num_spec_steps, *stats.accepted_per_depth]
     histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]
     return {

@@ -238,7 +238,7 @@ def read_json(body: bytes) -> Any:
             if count > most:
                 raise ValueError(f"it has {count} {what}, at most {most} are read")
         text = body.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
@@ -311,9 +311,9 @@ class _Request(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        return await run_aside(self, len(body), lambda: self._checked(body))
+        return await run_aside(self, len(body), lambda: self._check(body))
 
-    def _checked(self, body: bytes) -> Any:
+    def _check(self, body: bytes) -> Any:
         """Return the body as its kind: FastAPI takes such a value as it is, and would check any
         other in the event loop.
         """
@@ -337,5 +337,5 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"there is no {name} in JSON")

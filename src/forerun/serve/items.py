@@ -40,7 +40,7 @@ class ItemWriter(ABC):
         """Return the answer of a request that is not streamed."""
         [output] = outputs
         list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close(output)))  # makes the items
-        return self._finished(output)
+        return self._finish(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
         """Yield the events of one chunk."""
@@ -82,7 +82,7 @@ class ItemWriter(ABC):
             self._kind = None
 
     @abstractmethod
-    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+    def _finish(self, output: RequestOutput) -> dict[str, Any]:
         """Return the whole answer."""
 
     @abstractmethod
@@ -122,12 +122,12 @@ class ResponsesWriter(ItemWriter):
     _sequence = 0  # Events so far
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
-        return map(self._numbered, super().events(tagged))
+        return map(self._number, super().events(tagged))
 
     def closing_events(self) -> Iterator[Event]:
-        return map(self._numbered, super().closing_events())
+        return map(self._number, super().closing_events())
 
-    def _numbered(self, event: Event) -> Event:
+    def _number(self, event: Event) -> Event:
         self._sequence += 1
         return {**event, "sequence_number": self._sequence - 1}
 
@@ -136,7 +136,7 @@ class ResponsesWriter(ItemWriter):
         yield {"type": "response.in_progress", "response": self._response()}
 
     def _end(self, output: RequestOutput) -> Iterator[Event]:
-        response = self._finished(output)
+        response = self._finish(output)
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _response(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class ResponsesWriter(ItemWriter):
             "usage": None,
         }
 
-    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+    def _finish(self, output: RequestOutput) -> dict[str, Any]:
         answer = output.outputs[0]
         prompt, completion = len(output.prompt_token_ids), len(answer.token_ids)
         reasoning = reasoning_tokens(self._reader, answer)
@@ -245,7 +245,7 @@ class MessagesWriter(ItemWriter):
     prefix = "msg"
     body: MessagesRequest
 
-    def _finished(self, output: RequestOutput) -> dict[str, Any]:
+    def _finish(self, output: RequestOutput) -> dict[str, Any]:
         return {**self._message(), **self._ending(output), **_counts(output)}
 
     def _start(self, chunk: StreamChunk) -> Iterator[Event]:

@@ -172,7 +172,7 @@ class Connection(H11Protocol):
         self._limits, self._addresses, self._count = limits, arriving, count
         self._refused = False
         self._pieces, self._next_event = 0, self.conn.next_event
-        self.conn.next_event = self._counted  # type: ignore[method-assign]
+        self.conn.next_event = self._count_piece  # type: ignore[method-assign]
         self._arrival: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
 
@@ -196,7 +196,7 @@ class Connection(H11Protocol):
             self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._arrived()
+        self._note_arrival()
         self.resume_writing()
         super().connection_lost(exc)
         vars(self.conn).pop("next_event", None)  # which names this connection, and would keep it and its last request
@@ -226,7 +226,7 @@ class Connection(H11Protocol):
             self._unread = None
         super().resume_writing()
 
-    def _counted(self) -> Any:
+    def _count_piece(self) -> Any:
         """Return what h11 read next; RemoteProtocolError for a body in more pieces than any that is
         sent in earnest.
         """
@@ -241,7 +241,7 @@ class Connection(H11Protocol):
     def _await_request(self) -> None:
         """Start the clock unless it runs; stop it where the request is complete."""
         if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._arrived()
+            self._note_arrival()
         elif self._arrival is None and not self._refused:
             self._addresses[self._address] += 1
             within = self._limits.receive_timeout_s
@@ -250,7 +250,7 @@ class Connection(H11Protocol):
             late = ApiError(408, f"the request did not arrive within {within:g} s", code="request_timeout")
             self._arrival = self.loop.call_later(within, self._refuse, late)
 
-    def _arrived(self) -> None:
+    def _note_arrival(self) -> None:
         if self._arrival is not None:
             self._arrival.cancel()
             self._arrival = None
@@ -277,7 +277,7 @@ class Connection(H11Protocol):
 
     def _refuse(self, error: ApiError) -> None:
         """Answer without the application, unless an answer has begun, and close."""
-        self._arrived()
+        self._note_arrival()
         self.connections.discard(self)
         self._refused = True
         begun, cycle = False, self.cycle

@@ -105,7 +105,7 @@ class Session:
         """Load the model; `state` and `failure` tell how it ended."""
         began = time.perf_counter()
         try:
-            self._engine = await asyncio.to_thread(self._opened)
+            self._engine = await asyncio.to_thread(self._open)
         except BaseException as error:
             if errors.of_the_process(error) or isinstance(error, asyncio.CancelledError):
                 raise
@@ -119,7 +119,7 @@ class Session:
             self.state = State.READY
             log.info("serving %s after %.1f s", self.settings.model_name, time.perf_counter() - began)
 
-    def _opened(self) -> AsyncLLM:
+    def _open(self) -> AsyncLLM:
         """Return the engine, and try here what would fail at the first request."""
         engine = self._load()
         if engine.llm.tokenizer is not None and engine.llm.tokenizer.chat_template:
@@ -190,16 +190,16 @@ class Session:
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
-        record, begun = self._taken_on(job), False
+        record, begun = self._take_on(job), False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     if chunk.output is not None:
                         reason = None
-                        self._finished(job, chunk.output)
+                        self._finish(job, chunk.output)
                     begun = True
-                    yield self._told(chunk)
+                    yield self._hide(chunk)
         except (errors.NumericError, errors.RequestError, errors.EngineError) as error:
             reason = "error"
             if isinstance(error, errors.EngineError) and self.state is State.DRAINING:
@@ -230,7 +230,7 @@ class Session:
         except errors.ForerunError as error:
             raise bad_request(str(error), "model") from error
 
-    def _taken_on(self, job: Job) -> logs.RequestRecord | None:
+    def _take_on(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's answers, and note in the request's record, which is returned, what drafts
         for them.
         """
@@ -242,7 +242,7 @@ class Session:
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
 
-    def _finished(self, job: Job, output: RequestOutput) -> None:
+    def _finish(self, job: Job, output: RequestOutput) -> None:
         """Count the answers of a job that came to an end of their own, and record them where that is wanted."""
         self.metrics.finished(output)
         if (record := logs.RECORD.get()) is not None:
@@ -250,7 +250,7 @@ class Session:
         if self._traffic is not None and job.recorded:
             self._traffic.record(CLIENT.get().traffic, output)
 
-    def _told(self, chunk: StreamChunk) -> StreamChunk:
+    def _hide(self, chunk: StreamChunk) -> StreamChunk:
         """Return the chunk without anything that the operator keeps private."""
         if chunk.output is None or self.settings.enable_prompt_tokens_details:
             return chunk

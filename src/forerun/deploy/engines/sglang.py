@@ -71,7 +71,7 @@ class SGLang(EngineInfo):
         words += asked.sharing("--tp-size", "--pp-size")
         speculation, schedule, environment = list[str](), tuple[Stretch, ...](), dict[str, str]()
         if asked.config is not None and self.plugs_in(asked.config):
-            speculation, environment = self._plugged(asked, asked.config, notes)
+            speculation, environment = self._plug_in(asked, asked.config, notes)
         elif asked.config is not None:
             speculation, schedule = self._speculation(asked, notes)
         words += speculation
@@ -85,7 +85,7 @@ class SGLang(EngineInfo):
         commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(asked.nodes)]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
-    def _plugged(
+    def _plug_in(
         self, asked: DeployRequest, config: SpeculativeConfig, notes: list[str]
     ) -> tuple[list[str], dict[str, str]]:
         """Return options and environment for forerun's own drafter inside SGLang; ArgumentError if

@@ -94,7 +94,7 @@ class Vllm(EngineInfo):
         environment: dict[str, str] = {}
         speculation: dict[str, Any] | None
         if asked.config is not None and self.plugs_in(asked.config):
-            speculation, schedule, environment = self._plugged(asked, notes)
+            speculation, schedule, environment = self._plug_in(asked, notes)
             words.append("--no-async-scheduling")
         else:
             speculation, schedule = self.speculation(asked, notes)
@@ -109,7 +109,7 @@ class Vllm(EngineInfo):
             commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
-    def _plugged(
+    def _plug_in(
         self, asked: DeployRequest, notes: list[str]
     ) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
         """Return vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and

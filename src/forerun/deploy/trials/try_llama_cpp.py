@@ -84,9 +84,9 @@ class InLlamaCpp(InstalledEngine):
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
             folder, dtype = Path(work), question.dtype
-            words = ["-m", str(self._converted(drafting.target, folder / "target.gguf", dtype))]
+            words = ["-m", str(self._convert(drafting.target, folder / "target.gguf", dtype))]
             if self.own_files:
-                words += ["-md", str(self._converted(drafting.head, folder / "head.gguf", dtype, is_head=True))]
+                words += ["-md", str(self._convert(drafting.head, folder / "head.gguf", dtype, is_head=True))]
             if any(UNKNOWN in log.read_text(errors="replace") for log in folder.glob("*.log")):
                 self.notes.append(UNKNOWN)
             words += ["--spec-type", self.way, "--spec-draft-n-max", str(drafting.k)]
@@ -99,7 +99,7 @@ class InLlamaCpp(InstalledEngine):
             ):
                 return list(pool.map(lambda prompt: _answer(address, prompt, question.tokens), question.prompts))
 
-    def _converted(self, name: str, file: Path, dtype: str, *, is_head: bool = False) -> Path:
+    def _convert(self, name: str, file: Path, dtype: str, *, is_head: bool = False) -> Path:
         for_head = self.drafting.target if is_head and self.drafting.kind != "draft_model" else None
         return convert_to_gguf(self.sources, self.python, Path(name), file, dtype=dtype, target=for_head)
 

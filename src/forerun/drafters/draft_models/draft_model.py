@@ -287,7 +287,7 @@ class DraftModelDrafter(Drafter):
         if self.model.records and self.config.stop == Stop.NEVER:
             draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
             if draws.key is not None:
-                return self._unrolled(rows, texts, left, draws, (max(within), draws.key), drawn)
+                return self._unroll(rows, texts, left, draws, (max(within), draws.key), drawn)
         first = ending.look(self._fit(self.model.prefill(rows, left).logits))
         for row, text in zip(rows, texts, strict=True):
             self._rows[row] = _DraftRow(cached=len(text))
@@ -303,7 +303,7 @@ class DraftModelDrafter(Drafter):
 
         return drawn(self._tree.draws(context, active, first.device, size), first, descend)
 
-    def _unrolled(
+    def _unroll(
         self,
         rows: list[int],
         texts: list[Sequence[int]],

@@ -116,7 +116,7 @@ def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
 
 
 @compiled
-def _copied_token(text: Ints, place: int, offset: int) -> int:
+def _copy_token(text: Ints, place: int, offset: int) -> int:
     """Return the token at `offset` from a place; a copy that reaches the end of the text goes on
     with itself.
     """
@@ -135,14 +135,14 @@ def _vote(text: Ints, places: Ints, length: int, kept: Ints) -> int:
             break
         best, most = 0, 0
         for one in range(size):
-            votes, token = 0, _copied_token(text, kept[one], offset)
+            votes, token = 0, _copy_token(text, kept[one], offset)
             for other in range(size):
-                votes += _copied_token(text, kept[other], offset) == token
+                votes += _copy_token(text, kept[other], offset) == token
             if votes > most:
                 best, most = token, votes
         left = 0
         for one in range(size):
-            if _copied_token(text, kept[one], offset) == best:
+            if _copy_token(text, kept[one], offset) == best:
                 kept[left], left = kept[one], left + 1
         size = left
     return size

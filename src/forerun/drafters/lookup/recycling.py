@@ -157,16 +157,16 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, most, deepest) in enumerate(limits):
             memory, nodes = self._memory(context, index), min(most, self._nodes)
             depth = min(deepest, self.config.num_speculative_tokens)
-            self._rows[row_id] = self._grown(memory, _before(tokens, len(tokens) - 1), tokens[-1], nodes, depth)
+            self._rows[row_id] = self._grow(memory, _before(tokens, len(tokens) - 1), tokens[-1], nodes, depth)
         return [self._rows[row_id].tree for row_id in context.rows]
 
-    def _grown(self, memory: _DomainMemory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
+    def _grow(self, memory: _DomainMemory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
         """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its
         ranks' rates, so the next one is the next successor of a parent of which one stands in the
         tree, or the first one of a node of the tree.
         """
         tokens, parents, depths, rates = [root], [-1], [0], [1.0]
-        evidence, ranked = dict[int, Evidence](), self._ranked(memory)
+        evidence, ranked = dict[int, Evidence](), self._rank(memory)
         # (-survival, order of entry, parent, index among the ranks, survival of the parent, where, its successors)
         heap = list[tuple[float, int, int, int, float, Where, list[int]]]()
         if nodes > 0 and deepest > 0:
@@ -195,7 +195,7 @@ class RecyclingDrafter(Drafter):
         drafted.evidence = evidence
         return drafted
 
-    def _ranked(self, memory: _DomainMemory) -> dict[Where, list[tuple[float, int, float]]]:
+    def _rank(self, memory: _DomainMemory) -> dict[Where, list[tuple[float, int, float]]]:
         """Return the ranks by how often successors of each are taken to be right, as (that rate,
         the rank, the learned rate).
         """

@@ -96,13 +96,13 @@ class Datastore:
         """
         start, stop, length = 0, len(self.places), 0
         for back, token in enumerate(reversed(text[-longest:]), start=1):
-            narrower = self._narrowed(start, stop, back, token)
+            narrower = self._narrow(start, stop, back, token)
             if narrower[0] == narrower[1]:
                 break
             (start, stop), length = narrower, back
         return DatastoreMatch(length, range(start, stop)) if length >= shortest else None
 
-    def _narrowed(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
+    def _narrow(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
         """Return the part of the places ``start:stop`` that have `token` `back` tokens before them.
         All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
         """

@@ -194,7 +194,7 @@ class CountRequest(Cached):
             if role == "assistant":
                 yield _make_message(blocks)
             else:
-                yield from _heard(role, blocks)
+                yield from _read_blocks(role, blocks)
 
 
 class MessagesRequest(CountRequest):
@@ -219,7 +219,7 @@ class MessagesRequest(CountRequest):
         return super()._chat() | own
 
 
-def _heard(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
+def _read_blocks(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
     for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
         some = list(found)
         if is_text:

@@ -161,7 +161,7 @@ class ToolFormat(ABC):
 
         return lark.rule(f'({self._one_of(write)}) "}}"')
 
-    def _repeated(self, lark: Lark, one: str, *, many: bool) -> str:
+    def _repeat(self, lark: Lark, one: str, *, many: bool) -> str:
         """Return a rule's body for one call, or several with a line's end and the mark between
         them.
         """
@@ -297,7 +297,7 @@ class FieldFormat(ToolFormat):
 
     def block(self, lark: Lark, *, many: bool) -> str:
         one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
-        return self._repeated(lark, one, many=many)
+        return self._repeat(lark, one, many=many)
 
     def any_value(self, lark: Lark, end: str) -> str:
         """Add a rule for any text that is read as one value up to `end`, and the end."""

@@ -223,7 +223,7 @@ class Hermes(ToolFormat):
 
     def block(self, lark: Lark, *, many: bool) -> str:
         one = lark.rule(f'"\\n" {self._json_call(lark)} "\\n" {lark.mark(END)}')
-        return self._repeated(lark, one, many=many)
+        return self._repeat(lark, one, many=many)
 
 
 FORMATS: dict[str, type[ToolFormat]] = {

@@ -93,7 +93,7 @@ class Schema:
             reference = one.get("$ref")
             if isinstance(reference, str) and reference not in seen:
                 seen.add(reference)
-                waiting.append(self._resolved(reference))
+                waiting.append(self._resolve(reference))
 
     @property
     def _properties(self) -> list[Mapping[str, Any]]:
@@ -122,7 +122,7 @@ class Schema:
         reference, kinds, options = schema.get("$ref"), schema.get("type"), _options(schema)
         if isinstance(reference, str) and reference not in known:
             known[reference] = False
-            known[reference] = fits(self._resolved(reference))
+            known[reference] = fits(self._resolve(reference))
         every, choices = _list(schema.get("allOf")), [_list(schema.get(word)) for word in ("anyOf", "oneOf")]
         return (
             (not isinstance(reference, str) or known[reference])
@@ -132,7 +132,7 @@ class Schema:
             and all(any(map(fits, some)) for some in choices if some)
         )
 
-    def _resolved(self, reference: str) -> Any:
+    def _resolve(self, reference: str) -> Any:
         """Return what a reference names; True, which allows anything, where that is not in the document."""
         if reference != "#" and not reference.startswith("#/"):
             return True
@@ -158,7 +158,7 @@ def _readings(raw: str) -> Iterator[tuple[str, Any]]:
     value: Any = raw
     for strict in (True, False):
         try:
-            value = json.loads(text, strict=strict, parse_constant=_refused)
+            value = json.loads(text, strict=strict, parse_constant=_refuse)
             text = text if strict else json.dumps(value, allow_nan=False)
             break
         except (ValueError, RecursionError):  # No JSON, or too deep
@@ -172,7 +172,7 @@ def _readings(raw: str) -> Iterator[tuple[str, Any]]:
         yield json.dumps(value), value
 
 
-def _refused(name: str) -> Any:
+def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 

@@ -186,7 +186,7 @@ class RecordEncoder:
             raise DataError(NO_TEMPLATE)
         turns = [index for index, message in enumerate(record.messages) if message["role"] == "assistant"]
         if self.answer_tokens and turns[-1:] != [len(record.messages) - 1]:
-            prompt = list(self._rendered(record.messages, record, add_generation_prompt=True)["input_ids"])
+            prompt = list(self._render(record.messages, record, add_generation_prompt=True)["input_ids"])
             room = [UNWRITTEN] * self.answer_tokens
             return Encoded(prompt + room, [False] * len(prompt) + [True] * len(room))
         if not turns:
@@ -198,7 +198,7 @@ class RecordEncoder:
         self._check_calls(messages, turns[-1:] if self.last_turn_only else turns, record)
         if record.truncated:
             return self._encode_cut(messages, turns, record)
-        return self._masked(messages, turns[-1:] if self.last_turn_only else turns, record)
+        return self._mask(messages, turns[-1:] if self.last_turn_only else turns, record)
 
     def _check_calls(self, messages: Sequence[Message], turns: Sequence[int], record: Record) -> None:
         """Refuse a tool call that the chat template leaves out: without it the conversation is
@@ -210,12 +210,12 @@ class RecordEncoder:
         for turn in turns:
             calls = messages[turn].get("tool_calls") or []
             for index in range(len(calls)):
-                whole = whole or self._rendered(messages, record, tokenize=False)
+                whole = whole or self._render(messages, record, tokenize=False)
                 others = [call for other, call in enumerate(calls) if other != index]
                 less = {key: value for key, value in messages[turn].items() if key != "tool_calls"}
                 less |= {"tool_calls": others} if others else {}
                 try:
-                    same = whole == self._rendered(
+                    same = whole == self._render(
                         [*messages[:turn], less, *messages[turn + 1 :]], record, tokenize=False
                     )
                 except DataError:  # A template that asks for as many results as calls has seen it
@@ -234,11 +234,11 @@ class RecordEncoder:
         if len(messages) == 1:
             raise DataError(NO_PROMPT)
         earlier = () if self.last_turn_only else turns[:-1]
-        prompt = self._masked(messages[:-1], earlier, record, add_generation_prompt=True)
-        written = self._ids(self._written(messages, record), special=False)
+        prompt = self._mask(messages[:-1], earlier, record, add_generation_prompt=True)
+        written = self._ids(self._write_answer(messages, record), special=False)
         return Encoded(prompt.tokens + written, prompt.mask + [True] * len(written))
 
-    def _written(self, messages: Sequence[Message], record: Record) -> str:
+    def _write_answer(self, messages: Sequence[Message], record: Record) -> str:
         """Return the text of the last answer.
 
         Where its thinking was told apart, it is what the template shows of both, up to the end of
@@ -249,8 +249,8 @@ class RecordEncoder:
             return str(answer["content"])
         last = "content" if answer["content"] else "reasoning_content"
         marked = [*before, {**answer, last: f"{answer[last]}{_END}"}]
-        prompt = self._rendered(before, record, add_generation_prompt=True, tokenize=False)
-        whole, found, _ = self._rendered(marked, record, tokenize=False).partition(_END)
+        prompt = self._render(before, record, add_generation_prompt=True, tokenize=False)
+        whole, found, _ = self._render(marked, record, tokenize=False).partition(_END)
         if not found or not whole.startswith(prompt):
             raise DataError(
                 f"the last answer was cut off, and the chat template does not show its {last} behind the prompt as it "
@@ -258,7 +258,7 @@ class RecordEncoder:
             )
         return str(whole[len(prompt) :])
 
-    def _masked(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
+    def _mask(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
         """Encode messages of which the `turns` count; `ending` says how the rendering ends, where
         not with the last of them.
         """
@@ -266,7 +266,7 @@ class RecordEncoder:
         marked = MARKER.search(template) and not self._writes_marks(messages, record)
         if self.last_turn_only or not turns or not marked:
             return self._by_prefixes(messages, turns, record, **ending)
-        rendered = self._rendered(messages, record, return_assistant_tokens_mask=True, **ending)
+        rendered = self._render(messages, record, return_assistant_tokens_mask=True, **ending)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
         if not any(mask):
             raise DataError(
@@ -285,14 +285,14 @@ class RecordEncoder:
             raise DataError(str(error)) from error
 
     def _by_prefixes(self, messages: Sequence[Message], turns: Sequence[int], record: Record, **ending: Any) -> Encoded:
-        tokens = list(self._rendered(messages, record, **ending)["input_ids"])
+        tokens = list(self._render(messages, record, **ending)["input_ids"])
         mask = [False] * len(tokens)
         for turn in turns:
             if turn == 0:
                 raise DataError(NO_PROMPT)
-            prompt = self._rendered(messages[:turn], record, add_generation_prompt=True)["input_ids"]
+            prompt = self._render(messages[:turn], record, add_generation_prompt=True)["input_ids"]
             whole, part = turn == len(messages) - 1 and not ending, f"messages 1 to {turn + 1}"
-            answered = tokens if whole else self._rendered(messages[: turn + 1], record)["input_ids"]
+            answered = tokens if whole else self._render(messages[: turn + 1], record)["input_ids"]
             self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", part)
             self._check_prefix(answered, tokens, part, "the whole conversation")
             for index in range(len(prompt), self._stop(tokens, len(prompt), len(answered))):
@@ -325,7 +325,7 @@ class RecordEncoder:
             return end
         return last + 1
 
-    def _rendered(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
+    def _render(self, messages: Sequence[Message], record: Record, **options: Any) -> Any:
         how = {"tokenize": True, "return_dict": True, **self.variables, **options}
         return apply_template(self.tokenizer, messages, record.tools, **how)
 

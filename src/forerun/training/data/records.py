@@ -195,7 +195,7 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
             messages, pair = (_message({"role": "system", "content": system}, 0), *messages), None
         return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
     if "token_ids" in entry:
-        return Record(**common, **_recorded(entry))
+        return Record(**common, **_read_recorded(entry))
     if "text" not in entry:
         raise DataError(
             f"no usable key among {sorted(map(str, entry))}; expected one of: 'messages' (role/content), "
@@ -210,7 +210,7 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     return Record(**common, text=text, prompt_tokens=count)
 
 
-def _recorded(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _read_recorded(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a record that a server has written."""
     prompt, answer = (_token_ids(entry, name) for name in ("prompt_token_ids", "token_ids"))
     if not isinstance(entry.get("vocabulary"), str):
@@ -256,7 +256,7 @@ def _conversation(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[
     if "turns" in entry:
         return _turns(entry["turns"]), None
     if "question" in entry:
-        asked = _asked(entry["question"], entry.get("answer", entry.get("response")))
+        asked = _pair(entry["question"], entry.get("answer", entry.get("response")))
         return _messages(asked, "question"), None
     return _from_pair(entry) if "prompt" in entry else ((), None)
 
@@ -285,7 +285,7 @@ def _turns(value: Any) -> tuple[Message, ...]:
     return tuple({"role": "user", "content": turn} for turn in value)
 
 
-def _asked(question: Any, answer: Any) -> list[Message]:
+def _pair(question: Any, answer: Any) -> list[Message]:
     """Return a question and, where there is one, its answer, as in GSM8K and OpenOrca."""
     answered = [] if answer is None else [{"role": "assistant", "content": answer}]
     return [{"role": "user", "content": question}, *answered]

@@ -74,7 +74,7 @@ class AnswerRun:
         finished = _read_finished(output)
         self.director, self.output, self.tell = director, output, tell
         # Each with an id of its own in this input.
-        self.records = [record for record in records if not self._answered(record, finished.get(record.id, ()))]
+        self.records = [record for record in records if not self._is_answered(record, finished.get(record.id, ()))]
         self.total = len(records)  # Those of earlier runs included
         self.skipped, self.complaints = bad.count, bad.examples
         self.written = self.answers = 0
@@ -93,7 +93,7 @@ class AnswerRun:
         counts = ("total", "resumed", "written", "answers", "failed", "skipped")
         return {"output": str(self.output), **{name: getattr(self, name) for name in counts}}
 
-    def _answered(self, record: Record, lines: Sequence[Mapping[str, Any]]) -> bool:
+    def _is_answered(self, record: Record, lines: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether one of the earlier lines with the record's id is its own: not that of
         another prompt.
         """
@@ -145,7 +145,7 @@ def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
             raise chunk.error
         assert chunk.output is not None
         written = chunk.output.outputs[0]
-        if mark := _hidden_mark(written.token_ids, marks):
+        if mark := _find_hidden_mark(written.token_ids, marks):
             raise DataError(_HIDDEN.format(mark=mark))
         return TargetAnswer(written.text, written.finish_reason == "length")
 
@@ -159,7 +159,7 @@ _HIDDEN = (
 )
 
 
-def _hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
+def _find_hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
     """Return the first of the special tokens `marks` within an answer, which its text does not
     show; at the end they end it.
     """

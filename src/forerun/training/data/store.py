@@ -52,11 +52,9 @@ class PreparedData:
         self.folder = Path(folder)
         self.manifest = KIND.read(self.folder)
         documents, tokens = self.manifest["counts"]["documents"], self.manifest["counts"]["tokens"]
-        self.tokens: NDArray[np.int32] = self._mapped("tokens", tokens)  # (num_tokens,): one document behind another
-        self.mask: NDArray[np.uint8] = self._mapped("mask", tokens)  # (num_tokens,): 1 where the assistant wrote it
-        self.offsets: NDArray[np.int64] = self._mapped(
-            "offsets", documents + 1
-        )  # i is tokens[offsets[i]:offsets[i + 1]]
+        self.tokens: NDArray[np.int32] = self._map("tokens", tokens)  # (num_tokens,): one document behind another
+        self.mask: NDArray[np.uint8] = self._map("mask", tokens)  # (num_tokens,): 1 where the assistant wrote it
+        self.offsets: NDArray[np.int64] = self._map("offsets", documents + 1)  # i is tokens[offsets[i]:offsets[i + 1]]
         if tokenizer is not None:
             self.check_tokenizer(TokenizerIdentity.of(tokenizer))
 
@@ -138,7 +136,7 @@ class PreparedData:
             error=VocabularyMismatchError,
         )
 
-    def _mapped(self, name: str, length: int) -> NDArray[Any]:
+    def _map(self, name: str, length: int) -> NDArray[Any]:
         path, kind = self.folder / f"{name}.bin", PARTS[name]
         expected = length * kind.itemsize
         found = path.stat().st_size if path.is_file() else None

@@ -190,7 +190,7 @@ def _explain_failure(what: str) -> Iterator[None]:
 
 def _load(path: Path) -> Mapping[str, Tensor]:
     lock, deadline = path.with_name(f"{path.name}.lock"), time.monotonic() + WRITE_TIMEOUT_S
-    while lock.exists() and not _released(lock):
+    while lock.exists() and not _is_released(lock):
         if time.monotonic() > deadline:
             raise DataError(
                 f"vLLM answered {WRITE_TIMEOUT_S:.0f} s ago and has not written its states. In one process with its "
@@ -208,7 +208,7 @@ def _load(path: Path) -> Mapping[str, Tensor]:
             file.unlink(missing_ok=True)
 
 
-def _released(lock: Path) -> bool:
+def _is_released(lock: Path) -> bool:
     """Return whether vLLM's connector has released the lock that it holds from the prompt's first
     step on.
     """

@@ -158,7 +158,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
     """
     parameters = dict(module.named_parameters())
     by_parameter: dict[int, dict[str, Tensor]] = {}
-    for name, value in _shared(path, parallel).items():
+    for name, value in _share(path, parallel).items():
         parameter_name, _, kind = name.rpartition("|")
         parameter = parameters.get(parameter_name)
         if parameter is None:
@@ -183,7 +183,7 @@ def load_optimizers(path: Path, module: nn.Module, optimizers: Optimizers, paral
         raise CheckpointError(f"{path / OPTIMIZER} holds state of parameters that are frozen now.")
 
 
-def _shared(path: Path, parallel: Parallel) -> dict[str, Tensor]:
+def _share(path: Path, parallel: Parallel) -> dict[str, Tensor]:
     """Send the first process's tensors to all, so that only its disk needs the file."""
     stored: dict[str, Tensor] = {}
 
