@@ -163,7 +163,8 @@ class Head(nn.Module, ABC):
     Config: ClassVar[type[HeadConfig]]
     config: HeadConfig
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any = None) -> None:
+        """Keep the configuration, unless a head does so itself."""
         super().__init__()
         self.config = config
 

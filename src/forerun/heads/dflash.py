@@ -216,7 +216,7 @@ class DFlashObjective(DecoderObjective):
         """Return the head's outputs behind the anchors."""
         tokens, config = batch.batch, self.head.config
         anchors, chosen = self._anchors(tokens)
-        fused = self.fused(batch, self.settings.noise)
+        fused = self.fused(batch)
         context = self.head.context(fused, self.head.angles(tokens.positions, fused))
         size, depths = self.head.places, config.max_depth
         assert depths is not None, "a block has so many depths"

@@ -336,7 +336,7 @@ class Eagle3Objective(DecoderObjective):
     def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
         """Yield the head's outputs, step by step."""
         tokens, past = batch.batch, list[tuple[Tensor, ...]]()
-        features = self.fused(batch, self.settings.noise)
+        features = self.fused(batch)
         windows = {self.head.config.window(layer) for layer in range(len(self.head.layers))}
         mask_of: Callable[..., Mask] = blocks_of
         if self.settings.flex_attention:

@@ -169,7 +169,7 @@ class PEagleObjective(DecoderObjective):
         """Return what is computed, and the head's outputs (B, N, H), which the output head reads."""
         tokens, config = batch.batch, self.head.config
         masked = Masked.of(tokens, self.settings, 1, random=self.head.training)
-        fused = self.fused(batch, self.settings.noise)
+        fused = self.fused(batch)
         rows, behind = len(fused), masked.entries.shape[1] - fused.shape[1]
         ids = torch.cat(
             [shift_left(tokens.tokens, 1, 0), masked.entries.new_full((rows, behind), config.mask_token_id)], 1

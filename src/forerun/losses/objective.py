@@ -288,6 +288,7 @@ class HeadObjective(Objective):
     Settings: ClassVar[type[ObjectiveSettings]]
     head: Any
     settings: Any
+    noise: float = 0.0
 
     def __init__(self, head: Any, target: FrozenTarget, settings: Any = None) -> None:
         self.head, self.target, self.settings = head, target, settings or self.Settings()
@@ -303,16 +304,16 @@ class HeadObjective(Objective):
         with torch.no_grad():
             return self.target.embedding(ids)
 
-    def fused(self, batch: FeatureBatch, noise: float = 0.0) -> Tensor:
+    def fused(self, batch: FeatureBatch) -> Tensor:
         """Return what the head reads of the target's states, (B, S, H), with uniform `noise` on
         them while the head is in training mode.
         """
         # A target, a store and a head have each a dtype of their own.
         states = [batch.features[boundary] for boundary in self.head.config.boundaries]
         dtype = working_dtype(states[0].device, self.head.weight.dtype)
-        if self.head.training and noise:
+        if self.head.training and self.noise:
             draws = [2 * torch.rand_like(state, dtype=torch.float32) - 1 for state in states]
-            states = [state + draw.to(state.dtype) * noise for state, draw in zip(states, draws, strict=True)]
+            states = [state + draw.to(state.dtype) * self.noise for state, draw in zip(states, draws, strict=True)]
         return self.head.fuse([state.to(dtype) for state in states])
 
 
@@ -325,6 +326,7 @@ class DecoderObjective(HeadObjective):
 
     def __init__(self, head: Any, target: FrozenTarget, settings: Any = None) -> None:
         super().__init__(head, target, settings)
+        self.noise = self.settings.noise
         if target.bias is not None and not head.config.own_lm_head:
             raise ArgumentError("the target's output head has a bias: give the head an lm_head of its own")
 
