@@ -165,7 +165,7 @@ class _Course:
         slots = torch.where(real, places, self.target.cache.dump)
         with running(Pass()), attention_kernels(self.target.device):
             states: Tensor = self.target._base(
-                **self.target._announced(block, slots, ids, self._width)
+                **self.target._announce(block, slots, ids, self._width)
             ).last_hidden_state
         return states
 
