@@ -22,7 +22,7 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -302,6 +302,3 @@ class TokenizerIdentity:
             vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
             template=_hash(template) if template else "",
         )
-
-    def record(self) -> dict[str, Any]:
-        return asdict(self)

@@ -85,12 +85,19 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
     padding = ~block.sees.any(2, keepdim=True)
     visible = torch.where(padding, slots == 0, visible)
+    places = slots
+    if style.types != (FULL,):
+        places = torch.where(relative < 0, slots, block.node_positions.gather(1, node))
+    return additive(visible, style, block.query_positions, places, dtype)
+
+
+def additive(visible: Tensor, style: MaskStyle, queries: Tensor, keys: Tensor, dtype: torch.dtype) -> AttentionMask:
+    """Return the additive mask (B, 1, N, M) of what is visible, (B, N, M) bool, and within reach of a layer: its
+    tokens stand at the positions `queries` (B, N) and `keys` (B, M). A dict for mixed layers.
+    """
     masks, zero = {}, torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     for name in style.types:
-        seen = visible
-        if name != FULL:
-            places = torch.where(relative < 0, slots, block.node_positions.gather(1, node)).unsqueeze(1)
-            seen = visible & style.within(name, block.query_positions.unsqueeze(2), places)
+        seen = visible if name == FULL else visible & style.within(name, queries.unsqueeze(2), keys.unsqueeze(1))
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
     return masks if len(masks) > 1 else next(iter(masks.values()))

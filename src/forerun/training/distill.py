@@ -28,11 +28,10 @@ from forerun.losses.objective import (
     mark_counted,
 )
 from forerun.model.layers import base_of
-from forerun.model.load import LoadOptions, open_model, read_config
-from forerun.model.masks import AttentionMask, MaskStyle
-from forerun.model.names import resolve
+from forerun.model.load import LoadOptions, open_named
+from forerun.model.masks import AttentionMask, MaskStyle, additive
 from forerun.model.support import refuse_stateful, text_config
-from forerun.training.features.online import additive_mask, packed_mask
+from forerun.training.features.online import packed_mask
 from forerun.types import LAST_HIDDEN
 
 
@@ -73,7 +72,7 @@ class DraftStates:
         """
         rows, behind = len(batch.tokens), masked.entries.shape[1] - batch.tokens.shape[1]
         ids = torch.cat([batch.tokens, batch.tokens.new_full((rows, behind), mask_token)], 1)
-        mask = additive_mask(masked.sees(batch), masked.positions, self._style, self._dtype(batch))
+        mask = additive(masked.sees(batch), self._style, masked.positions, masked.positions, self._dtype(batch))
         return self._run(ids, masked.positions, mask)
 
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -166,9 +165,7 @@ class DistillObjective(DraftModelObjective):
         self.reference: DraftStates | None = None
         if self.settings.reference is not None:
             options = LoadOptions(dtype=target.lm_head.dtype, device=str(draft.device))
-            path = resolve(self.settings.reference, options.dtype)
-            model = open_model(path, options, read_config(path, options), quiet=True)
-            self.reference = DraftStates(model.requires_grad_(False))
+            self.reference = DraftStates(open_named(self.settings.reference, options).requires_grad_(False))
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the sum over all counted tokens, how often the draft's likeliest token is the

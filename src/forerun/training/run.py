@@ -27,7 +27,7 @@ from forerun.heads.files import TargetFacts
 from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Objective, TokenBatch
 from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
-from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
+from forerun.model.load import LoadOptions, open_named, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, refuse_unservable
 from forerun.model.support import text_config
@@ -390,17 +390,13 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
     """
     path = resolve(name, dtype)
     if parallel.world == 1 or spread == "none":
-        model = _open(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
+        model = open_named(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:
         model = _load_tensor_parallel(path, dtype, parallel) if spread == "tp" else _load_sharded(path, dtype, parallel)
     tokenizer = load_tokenizer(path, None)
     if parallel.world == 1 or spread == "none":
         parallel.on_first(lambda: refuse_unservable(Target, model, tokenizer))
     return model.requires_grad_(False), tokenizer
-
-
-def _open(name: str | Path, options: LoadOptions) -> Any:
-    return open_model(name, options, read_config(name, options), quiet=True)
 
 
 def _load_sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
@@ -412,7 +408,7 @@ def _load_sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
     model = None
     for turn in range(int(os.environ.get("LOCAL_WORLD_SIZE", parallel.world))):
         if turn == mine:
-            model = _open(name, LoadOptions(dtype=dtype, device="cpu", repack=False))
+            model = open_named(name, LoadOptions(dtype=dtype, device="cpu", repack=False))
             for layer in layers_of(base_of(model), text_config(model).num_hidden_layers)[1]:
                 fully_shard(layer, mesh=mesh)
             model.to(parallel.device)
@@ -430,7 +426,7 @@ def _load_tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> A
             f"target_parallel=tp gives each of {parallel.world} processes as many key-value heads, but the target has "
             f"{groups}: use target_parallel=fsdp, or a number of processes that divides {groups}"
         )
-    model = _open(name, options)
+    model = open_named(name, options)
     # Gather embedding and output head, and let them run as they would without a plan.
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output.weight is embedding.weight

@@ -36,7 +36,7 @@ from forerun.errors import (
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.model.layers import is_quantised
-from forerun.model.load import LoadOptions, open_model, read_config, save_model
+from forerun.model.load import LoadOptions, open_named, save_model
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
@@ -362,15 +362,28 @@ def hash_checkpoints(names: Mapping[str, str | None]) -> dict[str, str]:
     return {key: target_hash(find_loaded(name)) for key, name in names.items() if name is not None}
 
 
-class TrainedModel(Trained):
+class TrainedWhole(Trained):
+    """A `TrainedWhole` is a causal LM of its own, which transformers writes."""
+
+    module: Any
+    tokenizer: Any
+    boundaries: tuple[Boundary, ...] = ()
+
+    def blank(self) -> nn.Module:
+        return blank_model(self.module)
+
+    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
+        """Write the model as transformers does: its folder is what a drafter is given."""
+        write_model(module, self.module.generation_config, self.tokenizer, folder)
+
+
+class TrainedModel(TrainedWhole):
     """A `TrainedModel` is a draft model with the target's tokenizer: a causal LM of any
     architecture that forerun serves.
     """
 
     folder: ClassVar[str] = "draft"
     writes: ClassVar[bool] = True
-    module: Any
-    boundaries: tuple[Boundary, ...] = ()
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
@@ -410,9 +423,6 @@ class TrainedModel(Trained):
         if self.method == PardDrafter.name:
             mark(self.module, tokenizer, self.recipe.objective.mask_token)
 
-    def blank(self) -> nn.Module:
-        return blank_model(self.module)
-
     def shapes(self, model: Any, settings: EvaluationSettings) -> dict[str, dict[str, Any]]:
         depth = settings.num_speculative_tokens
         base = {"method": self.method, "model": copy_for_drafting(self.module, model)}
@@ -421,10 +431,6 @@ class TrainedModel(Trained):
             tree = {"num_speculative_tokens": depth, "nodes": settings.nodes}
         return {"chain": {**base, "shape": (1,) * depth}, "tree": {**base, **tree}}
 
-    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """Write the model as ``{"method": "draft_model", "model": folder}`` takes it, or ``pard``."""
-        write_model(module, self.module.generation_config, self.tokenizer, folder)
-
     def contents(self) -> dict[str, str]:
         reference = getattr(self.recipe.objective, "reference", None)
         return hash_checkpoints({"draft.start": self.recipe.draft.start, "objective.reference": reference})
@@ -432,9 +438,7 @@ class TrainedModel(Trained):
 
 def load_trainable(name: str) -> Any:
     """Load the causal LM of a directory or hub id in float32 on the CPU, every weight trainable."""
-    options = LoadOptions(dtype="float32", device="cpu")
-    path = resolve(name, options.dtype)
-    return open_model(path, options, read_config(path, options), quiet=True).requires_grad_(True)
+    return open_named(name, LoadOptions(dtype="float32", device="cpu")).requires_grad_(True)
 
 
 def blank_model(model: Any) -> nn.Module:
@@ -451,15 +455,13 @@ def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path
         save_model(model, tokenizer, fresh)
 
 
-class TrainedTarget(Trained):
+class TrainedTarget(TrainedWhole):
     """A `TrainedTarget` is a copy of the target, which learns; the target as it was stands beside
     it.
     """
 
     folder: ClassVar[str] = "model"
     drafts_by: ClassVar[tuple[str, ...]] = ("chain", "chain_half", "chain_three_quarters", "tree")
-    module: Any
-    boundaries: tuple[Boundary, ...] = ()
 
     def __init__(self, recipe: TrainRecipe[Any]) -> None:
         super().__init__(recipe)
@@ -474,9 +476,6 @@ class TrainedTarget(Trained):
         self.tokenizer = tokenizer
         self.module = load_trainable(self.recipe.target)
 
-    def blank(self) -> nn.Module:
-        return blank_model(self.module)
-
     def target(self, model: Any) -> Any:
         return copy_for_drafting(self.module, model)
 
@@ -489,10 +488,6 @@ class TrainedTarget(Trained):
         exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
         shapes = {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}
         return shapes | {"tree": {**shapes["chain"], "shape": (branches(settings), *chain[1:])}}
-
-    def write(self, module: Any, folder: Path, facts: TargetFacts) -> None:
-        """Write the model as transformers does; ``{"method": "early_exit"}`` drafts with it."""
-        write_model(module, self.module.generation_config, self.tokenizer, folder)
 
 
 class TrainedTargetAndHead(Trained):

@@ -20,7 +20,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.losses.chunked_loss import working_dtype
 from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
-from forerun.model.masks import FULL, AttentionMask, MaskStyle
+from forerun.model.masks import AttentionMask, MaskStyle, additive
 from forerun.model.support import context_length, refuse_stateful, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -119,28 +119,12 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """Return the `additive_mask` of packed windows: a token sees its own document up to itself.
+    """Return the `additive` mask of packed windows: a token sees its own document up to itself.
 
     Padding sees padding, so that no row is masked altogether, and nothing else sees it.
     """
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
-    return additive_mask(visible, batch.positions, style, dtype)
-
-
-def additive_mask(visible: Tensor, positions: Tensor, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
-    """Return an additive mask (B, 1, N, N) from visibility (B, N, N) bool; a dict for mixed layers.
-
-    A sliding window counts `positions` (B, N), which are those within the document.
-    """
-    zero = torch.zeros((), dtype=dtype, device=visible.device)
-    lowest = torch.full_like(zero, torch.finfo(dtype).min)
-    masks = {}
-    for name in style.types:
-        seen = visible
-        if name != FULL:
-            seen = visible & style.within(name, positions.unsqueeze(2), positions.unsqueeze(1))
-        masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return additive(visible, style, batch.positions, batch.positions, dtype)
 
 
 @contextmanager
