@@ -26,7 +26,6 @@ from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.kernels.products import decodes
-from forerun.model.names import resolve
 from forerun.model.support import refuse_config
 
 _log = logging.getLogger(__name__)
@@ -221,12 +220,6 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
     _check_tensors(name, {**found, "unexpected_keys": unexpected})
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
-
-
-def open_named(name: str | Path, options: LoadOptions) -> Any:
-    """Open a model by its name (`names.resolve`), as `open_model` does, without progress bars."""
-    path = resolve(name, options.dtype)
-    return open_model(path, options, read_config(path, options), quiet=True)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:

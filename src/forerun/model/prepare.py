@@ -133,6 +133,12 @@ class _Sizes(NamedTuple):
     reserve_per_slot: int  # The same, for each slot of a row
 
 
+def open_named(name: str | Path, options: LoadOptions) -> Any:
+    """Open a model by its name (`names.resolve`), as `open_model` does, unchecked and without progress bars."""
+    path = resolve(name, options.dtype)
+    return open_model(path, options, read_config(path, options), quiet=True)
+
+
 def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")

@@ -28,8 +28,9 @@ from forerun.losses.objective import (
     mark_counted,
 )
 from forerun.model.layers import base_of
-from forerun.model.load import LoadOptions, open_named
+from forerun.model.load import LoadOptions
 from forerun.model.masks import AttentionMask, MaskStyle, additive
+from forerun.model.prepare import open_named
 from forerun.model.support import refuse_stateful, text_config
 from forerun.training.features.online import packed_mask
 from forerun.types import LAST_HIDDEN

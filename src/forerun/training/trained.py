@@ -36,8 +36,9 @@ from forerun.errors import (
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.model.layers import is_quantised
-from forerun.model.load import LoadOptions, open_named, save_model
+from forerun.model.load import LoadOptions, save_model
 from forerun.model.names import resolve, tokenizer_beside
+from forerun.model.prepare import open_named
 from forerun.model.support import text_config
 from forerun.training.data.store import PreparedData, draft_vocabulary, token_counts
 from forerun.training.features.store import find_loaded, target_hash
