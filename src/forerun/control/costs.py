@@ -281,10 +281,8 @@ class StepCosts:
             lambda size, rows, context: passes.pass_ms(1 + shape.nodes(size, rows), rows, context)
         )
         self._pass, self._draft = SeenTimes(), defaultdict[str, SeenTimes](SeenTimes)
-        self.passes = defaultdict[tuple[int, int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
-        """Latest times of passes, ms, by (context, rows, scored nodes of a row), where each row has
-        as many.
-        """
+        self.passes = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
+        """Latest times of passes, ms, by (context, nodes of all rows, roots and padding included)."""
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """Latest figures of a plain step's host work in ms; of what asking drafters that copy adds,
         over the time that they take themselves (both by about how many rows); and of a drafter's
@@ -325,9 +323,7 @@ class StepCosts:
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """Record that a pass of this size over `rows` rows, and its verification, took this long."""
-        nodes = 1 + self.shape.nodes(size, rows)
-        if nodes == int(nodes):
-            self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, rows, int(nodes)].append(ms)
+        self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, rows + (rows * size if self.shape.padded else size)].append(ms)
         for seen in (self._pass, *self._draft.values()):
             seen.steps += 1
         self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))

@@ -38,7 +38,7 @@ line between them.
 """
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
-_SIZES_SEEN = 4  # Sizes of passes that steps must have shown of a row count before they are kept
+_SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
 
@@ -107,32 +107,28 @@ def known_or_nominal(target: Target) -> PassCost:
     return Nominal() if kept is None else kept[1]
 
 
-def keep_steps(target: Target, seen: Mapping[Point, Sequence[float]]) -> None:
-    """Keep what real steps took, ms by (context, rows, nodes of a row), for the next process that
-    loads this target. Row counts with fewer than four sizes say too little; a calibration knows
-    better and stays. Larger passes than any that was seen are assumed to cost what `Nominal` says
-    of each further node: the largest ones that were seen often lie on one stair, and a line through
-    them would say that nodes beyond cost nothing.
+def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
+    """Keep what real steps took, ms by (context, nodes of all rows), for the next process that loads this target.
+
+    It is kept as what a row of so many nodes takes, from which the rest follows: of each number of rows alone too few
+    sizes are seen to tell what others would take. Fewer than four sizes say too little; a calibration knows better and
+    stays. Passes larger than any that was seen are assumed to cost what `Nominal` says of each further node: the largest
+    ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost nothing.
     """
-    often = {point: list(times) for point, times in seen.items() if len(times) >= _FEW_TIMES}
-    sizes = defaultdict[int, set[int]](set)
-    for _, rows, nodes in often:
-        sizes[rows].add(nodes)
-    known = sorted(rows for rows, nodes in sizes.items() if 1 in nodes and len(nodes) >= _SIZES_SEEN)
-    kept = _read(target) if known else None
-    if not known or (kept is not None and kept[0]["nodes"]):
+    often = defaultdict[int, list[float]](list)
+    for (_, nodes), times in seen.items():
+        if len(times) >= _FEW_TIMES:
+            often[nodes] += [ms / 1e3 for ms in times]
+    kept = _read(target) if len(often) >= _SIZES_SEEN else None
+    if len(often) < _SIZES_SEEN or (kept is not None and kept[0]["nodes"]):
         return
-    context = median_low(context for context, rows, _ in often if rows in known)
-    samples = defaultdict[Point, list[float]](list)
-    for (_, rows, nodes), times in often.items():
-        if rows in known:
-            samples[context, rows, nodes] += [ms / 1e3 for ms in times]
     if kept is not None:
-        for rows in kept[1].rows:
-            for nodes in kept[1].nodes[:-1]:  # All that was seen, see `_beyond`
-                samples.setdefault((context, rows, nodes), [kept[1].pass_ms(nodes, rows, context) / 1e3])
-    own = [sorted({point[axis] for point in samples}) for axis in range(3)]
-    grid: Grid = {"contexts": tuple(own[0]), "rows": tuple(own[1]), "nodes": tuple(own[2])}
+        for nodes in kept[1].nodes[:-1]:  # All that was seen, see `_beyond`
+            often.setdefault(nodes, [kept[1].pass_ms(nodes) / 1e3])
+    often.setdefault(1, often[min(often)])
+    context = median_low(context for context, _ in seen)
+    grid: Grid = {"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}
+    samples = {(context, 1, nodes): times for nodes, times in often.items()}
     cost = replace(_beyond(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
     _write(target, {"nodes": (), "rows": (), "contexts": ()}, cost)  # Nothing of it was asked for
 
