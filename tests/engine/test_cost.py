@@ -279,7 +279,10 @@ class TestStore:
 
     def test_steps_of_a_batch_tell_of_every_number_of_rows(self, cache: Path) -> None:
         """A few sizes of few rows once said that 16 rows with 90 nodes take less than without."""
-        seen = {(0, 16 + nodes): [20.0 + nodes] * 3 for nodes in (0, 8, 16, 48)} | {(0, 2): [10.0] * 3, (0, 6): [9.0] * 3}
+        seen = {(0, 16 + nodes): [20.0 + nodes] * 3 for nodes in (0, 8, 16, 48)} | {
+            (0, 2): [10.0] * 3,
+            (0, 6): [9.0] * 3,
+        }
         measuring.keep_steps(target_of(), seen)
         known = measuring.known_or_nominal(target_of())
         assert [known.pass_ms(1 + nodes / 16, 16) for nodes in (0, 8, 16, 48)] == pytest.approx([20, 28, 36, 68])

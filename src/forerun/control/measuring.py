@@ -112,8 +112,9 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
 
     It is kept as what a row of so many nodes takes, from which the rest follows: of each number of rows alone too few
     sizes are seen to tell what others would take. Fewer than four sizes say too little; a calibration knows better and
-    stays. Passes larger than any that was seen are assumed to cost what `Nominal` says of each further node: the largest
-    ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost nothing.
+    stays. Passes larger than any that was seen are assumed to cost what `Nominal` says of each further node: the
+    largest ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost
+    nothing.
     """
     often = defaultdict[int, list[float]](list)
     for (_, nodes), times in seen.items():

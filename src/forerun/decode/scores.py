@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
 from forerun.model import largest
 from forerun.model import top_ids as compiled_top_ids
+from forerun.model.padding import Flat
 from forerun.model.recordings import Recordings
 from forerun.types import TokenLogprob
 
@@ -35,11 +37,12 @@ class Scores:
     computed beforehand and read at once (`Residuals`).
 
     Args:
-        logits: (B, N, V), raw.
+        logits: (B, N, V), raw; with `flat` (1, M, V) of the real nodes alone.
         rows: B sequences.
         row_trees: of each.
         rules: of each, by name.
         top: so many ids a node `top_ids` will be asked for; 0: none.
+        flat: which nodes the logits are of; on a CPU alone.
         recordings: of the device, where what is formed beforehand is recorded.
     """
 
@@ -51,9 +54,11 @@ class Scores:
         rules: Sequence[str],
         *,
         top: int = 0,
+        flat: Flat | None = None,
         recordings: Recordings | None = None,
     ) -> None:
-        self.logits = logits  # (B, N, V), raw
+        self.logits, self._flat = logits, flat
+        self._starts = None if flat is None else flat.starts.tolist()
         self.trees = tuple(row_trees)
         self._rows = rows
         self._indices: Sequence[int] = range(len(rows))
@@ -77,8 +82,6 @@ class Scores:
             return some
         some._rows, some.trees = [self._rows[i] for i in members], tuple([self.trees[i] for i in members])
         some._lengths, some._indices = [self._lengths[i] for i in members], [self._indices[i] for i in members]
-        some.logits = rows_of(self.logits, members)
-        some._argmax = None if self._argmax is None else [self._argmax[i] for i in members]
         return some
 
     def sampler(self, index: int) -> Sampler:
@@ -95,14 +98,18 @@ class Scores:
         tree = self.trees[index]
         return [*self.committed(index), *(tree.tokens[step] for step in tree.path(node))]
 
+    def logits_at(self, index: int, node: int) -> Tensor:
+        """Return the raw logits (V,) after a row's node."""
+        row = self._indices[index]
+        return self.logits[row, node] if self._starts is None else self.logits[0, self._starts[row] + node]
+
     def raw_argmax(self, index: int, node: int) -> int:
         """Return the argmax of the raw logits after `node`; the first call computes it for the
         whole batch.
         """
         if self._argmax is None:
-            residuals = self._residuals
-            self._argmax = largest(self.logits) if residuals is None else residuals.raw_argmax(self._indices)
-        found = self._argmax[index][node]
+            self._argmax = self._largest()
+        found = self._argmax[self._indices[index]][node]
         if found < 0:
             raise NumericError("the model produced NaN logits; check the checkpoint, or load it with dtype float32")
         return found
@@ -111,10 +118,17 @@ class Scores:
         """Return (B, N, k) ids of the largest raw logits, the largest first. A drafter that calls
         this declares it in `Drafter.top_ids`.
         """
-        if self._residuals is None:
-            return top_ids(self.logits, k).numpy()
-        found = self._residuals.top_ids(self._indices, k)
-        return top_ids(self.logits, k).cpu().numpy() if found is None else found
+        if self._residuals is None or (found := self._residuals.top_ids(self._indices, k)) is None:
+            ids = top_ids(self.logits, k).cpu()
+            return rows_of(ids if self._flat is None else self._flat.restore(ids), self._indices).numpy()
+        return found
+
+    def _largest(self) -> list[list[int]]:
+        """Return the ids of the largest raw logits of all rows' nodes, -1 where there is NaN."""
+        if self._residuals is not None:
+            return self._residuals.raw_argmax(range(len(self._residuals.rows)))
+        found = largest(self.logits)
+        return found if self._starts is None else [found[0][a:b] for a, b in pairwise(self._starts)]
 
     def _form(self, rules: Sequence[str], top: int, recordings: Recordings | None) -> Residuals:
         inputs = []
@@ -176,7 +190,7 @@ class HostRow:
         return logprobs_of(torch.stack(scored), tokens, params.logprobs or 0)
 
     def _logits(self, node: int) -> Tensor:
-        return self._scores.logits[self._index, node]
+        return self._scores.logits_at(self._index, node)
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:

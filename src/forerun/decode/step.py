@@ -98,13 +98,13 @@ def step(
     trees = _without_impossible(trees, rows, names)
     marks.append(time.perf_counter())
     boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
-    scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries)
+    scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries, padded=False)
     top = max((group.drafter.top_ids for group in groups), default=0)
-    scores = Scores(scored.logits, rows, trees, rules, top=top, recordings=target.verifying)
+    scores = Scores(scored.logits, rows, trees, rules, top=top, flat=scored.flat, recordings=target.verifying)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
     lost = _score_roots_again(target, rows, scored, trees)
     if lost:
-        scores = Scores(scored.logits, rows, trees, rules, top=top)
+        scores = Scores(scored.logits, rows, trees, rules, top=top, flat=scored.flat)
     for index, error in lost.items():
         if index in names:
             _count_failure(rows[index], names[index], "to draft what can be scored", error)
@@ -310,7 +310,10 @@ def _score_roots_again(
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
     alone = [row_trees[index] for index in indices]
     again = target.score([rows[index].cache_row for index in indices], alone, boundaries=scored.hidden_states.keys())
-    scored.logits[indices, 0] = again.logits[:, 0]
+    if scored.flat is None:
+        scored.logits[indices, 0] = again.logits[:, 0]
+    else:
+        scored.logits[0, scored.flat.starts[indices]] = again.logits[:, 0]
     for boundary, states in scored.hidden_states.items():
         states[indices, 0] = again.hidden_states[boundary][:, 0]
     return lost

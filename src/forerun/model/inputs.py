@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forerun.core.tree import Resume, TokenTree, ancestor_mask
 from forerun.devices import send_ints
+from forerun.model.padding import Flat
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -144,6 +145,7 @@ class Scored:
 
     logits: Tensor  # (B, N, V) raw logits in the model's dtype; N is 1 after a prefill without ``all_logits``
     hidden_states: Mapping[Boundary, Tensor] = field(default_factory=dict)  # (B, N, H) of the tokens run, left aligned
+    flat: Flat | None = None  # Where the logits are those of the real tokens alone, (1, M, V): which these are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -164,11 +164,17 @@ class Target:
 
     @torch.inference_mode()
     def score(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
+        self,
+        rows: Sequence[int],
+        trees: Sequence[TokenTree] | Nodes,
+        *,
+        boundaries: Set[Boundary] = frozenset(),
+        padded: bool = True,
     ) -> Scored:
         """Run one forward pass over each row's tree: logits (B, N - start, V) and hidden states (B,
         N - start, H). Raises ArgumentError if a tree does not fit the row's slots or the context,
-        or its `resume` does not fit it.
+        or its `resume` does not fit it. With ``padded=False`` logits may be those of the real nodes alone
+        (`Scored.flat`): over a large vocabulary padding takes as long as several nodes.
 
         Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
         tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
@@ -186,7 +192,10 @@ class Target:
             with self._turn, attention_kernels(self.device):
                 states, caught = self._forward(rows, nodes, boundaries, flat, padded=True)
             kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
-            scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=kept)
+            if flat is None or padded:
+                scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=kept)
+            else:
+                scored = Scored(logits=self.head(flat.flatten(states)), hidden_states=kept, flat=flat)
         self._note_run(rows, nodes)
         return scored
 

@@ -303,7 +303,12 @@ class DraftTarget(Target):
         return [token if token < self.known else 0 for token in tokens]
 
     def score(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, *, boundaries: Set[Boundary] = frozenset()
+        self,
+        rows: Sequence[int],
+        trees: Sequence[TokenTree] | Nodes,
+        *,
+        boundaries: Set[Boundary] = frozenset(),
+        padded: bool = True,
     ) -> Scored:
-        scored = super().score(rows, trees, boundaries=boundaries)
+        scored = super().score(rows, trees, boundaries=boundaries, padded=padded)
         return replace(scored, logits=fit_vocabulary(scored.logits, self.vocab_size))
