@@ -1,10 +1,12 @@
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from forerun.core.tree import TokenTree
+from forerun.decode.scores import Scores
 from forerun.model import Target
 from forerun.model.kernels import native as native_kernel
 from forerun.model.kernels import products as products_in_c
@@ -114,3 +116,23 @@ def test_layers_are_handed_no_copy_of_scattered_rows(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(native_kernel, "attend", noted)
     made.score([0, 3], chains([5, 6], {0: 1, 3: 1}))
     assert store in seen or native_kernel.attention_kernel() is None
+
+
+def test_scores_of_real_nodes_alone_are_those_of_all() -> None:
+    """Their argmax, likeliest ids and logits, for all rows and for some of them in another order."""
+    counts = {0: 9, 1: 0, 2: 2, 3: 1}
+    drafts = chains([5, 6, 7, 8], counts)
+    made = target(4)
+    made.prefill(range(4), [[row + 1, row + 2, row + 3] for row in range(4)])
+    whole, some = (made.score(range(4), drafts, padded=padded) for padded in (True, False))
+    assert whole.flat is None and some.flat is not None
+    assert some.logits.shape == (1, sum(counts.values()) + 4, whole.logits.shape[-1])
+    rows = [SimpleNamespace(tokens=[row], prompt_length=1) for row in range(4)]
+    both = [Scores(one.logits, rows, drafts, ["argmax_walk"] * 4, flat=one.flat) for one in (whole, some)]
+    both += [one.of([3, 0, 2]) for one in both]
+    for expected, found in (both[:2], both[2:]):
+        for index, tree in enumerate(found.trees):
+            for node in range(tree.size + 1):
+                assert found.raw_argmax(index, node) == expected.raw_argmax(index, node)
+                assert torch.equal(found.logits_at(index, node), expected.logits_at(index, node))
+                assert (found.top_ids(4)[index, node] == expected.top_ids(4)[index, node]).all()
