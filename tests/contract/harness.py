@@ -357,7 +357,7 @@ def llm(
     check: bool = True,
     target: LlamaForCausalLM | None = None,
     tokenizer: Any = False,
-    chunk: int | None = None,
+    chunk: int = 64,
 ) -> LLM:
     """An engine on the tiny target that a variant drafts for."""
     config = None if variant is None else variant.config(rule)

@@ -187,7 +187,7 @@ class Reader:
         match Path(words[0]).name, words[1:]:
             case "cat", [name]:
                 return (self.folder / name).read_text() if self.runs else ""
-            case "forerun", options:
+            case ("forerun", options) | ("python", ["-m", "forerun", *options]):
                 self._forerun(options, found, piped, parsing)
             case "torchrun", options:  # here as one process
                 self._forerun(options[options.index("forerun.cli") + 1 :], found, piped, parsing)
