@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -46,26 +46,8 @@ _TRIED = 32  # Answers in which the examined drafter has to draft something, or 
 
 Tokens = list[int]
 Outcome = tuple[int, ...]
+Cells = dict[Outcome, float]
 REST: Outcome = ()  # The cell of everything that has no cell of its own
-RARE: Outcome = (-1,)  # The cell of answers that go on with a token that seldom follows there; see `exact_cells`
-
-
-class Cells(dict[Outcome, float]):
-    """The probability of each cell, by the beginning that its answers have."""
-
-    def __init__(
-        self, chances: Mapping[Outcome, float], seldom: Mapping[Outcome, Container[int]] | None = None
-    ) -> None:
-        """Take the probabilities, and the tokens that seldom follow a beginning: answers with them are in `RARE`."""
-        super().__init__(chances)
-        self._seldom = dict(seldom or {})
-
-    def home(self, answer: Outcome) -> Outcome:
-        """Return the cell that an answer falls into: `RARE`, or the longest of its beginnings that has one."""
-        for length, token in enumerate(answer):
-            if token in self._seldom.get(answer[:length], ()):
-                return RARE
-        return _longest(answer, self)
 
 
 def certify(
@@ -509,56 +491,48 @@ def exact_cells(
 ) -> Cells:
     """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
     likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
-    of its own beginning, but for its least likely tokens, which make up `RARE`: a fault that brings these now and then
-    would hardly be seen among all that is left. They sum to 1."""
-    cells: dict[Outcome, float] = {REST: 1.0}
-    going, seldom, rare = [REST], dict[Outcome, set[int]](), dict[Outcome, float]()
+    of its own beginning. They sum to 1."""
+    cells: Cells = {REST: 1.0}
+    going = [REST]
     while going and len(cells) < plan.cells:
         beginning = max(going, key=cells.__getitem__)
         going.remove(beginning)
-        whole = cells[beginning]
-        probs = reference.probs(prompt, beginning, params, allowed) * whole
+        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
         for token in torch.nonzero(probs >= plan.least).flatten().tolist():
             longer = (*beginning, token)
             cells[longer] = float(probs[token])
             cells[beginning] -= cells[longer]
             if len(longer) < plan.sample_tokens:
                 going.append(longer)
-        rising = probs.where((probs > 0) & (probs < plan.least), torch.inf).sort()
-        least = int((rising.values.cumsum(0) <= 2 * plan.least * whole).sum())
-        seldom[beginning], rare[beginning] = set(rising.indices[:least].tolist()), float(rising.values[:least].sum())
-    if len(cells) == 1 or sum(rare.values()) < plan.least:
-        return Cells(_merge(cells, plan))
-    merged = _merge({beginning: chance - rare.get(beginning, 0.0) for beginning, chance in cells.items()}, plan)
-    return Cells({**merged, RARE: sum(rare.values())}, seldom)
+    return _merge(cells, plan)
 
 
-def _merge(cells: dict[Outcome, float], plan: CertifyPlan) -> dict[Outcome, float]:
+def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
     """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0
         elif outcome and cells[outcome] < plan.least:
-            cells[_longest(outcome[:-1], cells)] += cells.pop(outcome)
+            cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
     while IMPOSSIBLE < cells[REST] < plan.least:
         # Only one that no shorter cell begins: the answers of another would be counted there
-        outer = [outcome for outcome in cells if outcome and _longest(outcome[:-1], cells) == REST]
+        outer = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
         cells[REST] += cells.pop(min(outer, key=lambda outcome: (cells[outcome] == 0, cells[outcome])))
     cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
     return cells
 
 
-def _longest(beginning: Outcome, cells: Container[Outcome]) -> Outcome:
-    """The longest part of a beginning that has a cell."""
+def _home(beginning: Outcome, cells: Cells) -> Outcome:
+    """The cell that answers with this beginning fall into: the longest part of it that has one."""
     lengths = range(len(beginning), 0, -1)
     return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
 
 
 def count(cells: Cells, answers: Iterable[Outcome]) -> Counter[Outcome]:
-    return Counter(map(cells.home, answers))
+    return Counter(_home(answer, cells) for answer in answers)
 
 
-def pearson(cells: Mapping[Outcome, float], counts: Counter[Outcome], samples: int) -> tuple[float, int]:
+def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:
     """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
     statistic, used = 0.0, 0
     for outcome, chance in cells.items():
