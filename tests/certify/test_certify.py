@@ -1,6 +1,7 @@
 """The whole report on a tiny model, and that planted bugs make it fail."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from forerun import LLM
 from forerun.certify import checks, reference
-from forerun.certify.checks import certify
+from forerun.certify.checks import Check, Report, certify
 from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.certify.plan import CertifyPlan
 from forerun.cli import main
@@ -170,3 +171,10 @@ def test_rows_are_as_long_as_prompts_and_answers(
     monkeypatch.setattr("forerun.LLM", load)
     main(["certify", str(checkpoint), "--drafter", "ngram", "--max-tokens", "24", *asked])
     assert loaded == [slots]
+
+
+def test_no_check_is_no_proof() -> None:
+    report = Report(model="m", drafter="ngram", dtype="float32", device="cpu", checks=[])
+    assert not report.passed and report.record()["passed"] is False
+    assert replace(report, checks=[Check(name="one", passed=True, summary="")]).passed
+    assert not replace(report, checks=[Check(name="one", passed=False, summary="")]).passed
