@@ -85,6 +85,7 @@ class Poisonous(Drafter):
             right = self.answers[tokens[0]][len(tokens) - start :][: min(room, 3)]
             wrong = [POISON] * min(room, 2)
             paths = {"sibling": [wrong, right], "behind": [[*right, POISON][:room]], "alone": [wrong]}
+            paths["unequal"] = [right[:1]] if tokens[0] == PROMPTS[0][0] else [wrong, right]
             for path in paths.get(self.form, []):
                 tree.add_path(path)
         if self.form == "run":
@@ -121,7 +122,14 @@ def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
 
 @pytest.mark.parametrize(
     ("form", "params"),
-    [("sibling", GREEDY), ("sibling", DRAWN), ("behind", DRAWN), ("alone", GREEDY), ("run", DRAWN)],
+    [
+        ("sibling", GREEDY),
+        ("sibling", DRAWN),
+        ("behind", DRAWN),
+        ("alone", GREEDY),
+        ("unequal", GREEDY),
+        ("run", DRAWN),
+    ],
     ids=lambda value: value if isinstance(value, str) else f"temperature {value.temperature}",
 )
 def test_a_drafted_token_that_fails(
@@ -135,7 +143,7 @@ def test_a_drafted_token_that_fails(
         assert [output.outputs[0].token_ids for output in outputs] == expected
         assert answers(llm, params, False) == expected, "the rows are clean"
     stats = [output.outputs[0].speculation for output in outputs]
-    if form != "run" and path.name.startswith("torch"):
+    if form not in ("run", "unequal") and path.name.startswith("torch"):
         assert all(each.drafter_errors for each in stats), "a draft that is lost is counted"
 
 
