@@ -651,6 +651,34 @@ FAULTS = [
         "return all(check.passed for check in self.checks)",
         "tests/certify",
     ),
+    Fault(
+        "kernels",
+        "a query without padding takes its number for its place",
+        "return p->starts ? p->kept[p->starts[batch] + at] - batch * p->count : at;",
+        "return at;",
+        "tests/model_kernels/test_native.py tests/model_kernels/test_trees.py",
+    ),
+    Fault(
+        "decode",
+        "logits of real nodes alone are read in the order of the rows that were asked for",
+        "self.logits[0, self._starts[row] + node]",
+        "self.logits[0, self._starts[index] + node]",
+        "tests/model_kernels/test_padding.py",
+    ),
+    Fault(
+        "decode",
+        "the new scores of a row that failed among unequal drafts go to the first row",
+        "scored.logits[0, scored.flat.starts[indices]] = again",
+        "scored.logits[0, 0 * scored.flat.starts[indices]] = again",
+        "tests/engine/test_numeric_failures.py",
+    ),
+    Fault(
+        "control",
+        "what passes of a batch took is kept as that of one row's nodes",
+        "nodes = rows * (1 + size) if self.shape.padded else rows + size",
+        "nodes = 1 + size",
+        "tests/control tests/engine/test_cost.py",
+    ),
 ]
 
 

@@ -520,3 +520,11 @@ def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     assert output.token_ids == plain_greedy(PROMPTS[0], NEUTRAL)
     assert output.speculation.drafter_errors == 1, "it is not asked again in this answer"
     assert sum("out of ideas" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(("padded", "nodes"), [(False, 8 + 5), (True, 8 * 6)])
+def test_what_a_pass_took_is_kept_by_all_its_nodes(padded: bool, nodes: int) -> None:
+    """Roots and padding are among them: the next process reads from it what any number of rows takes."""
+    known = StepCosts(Nominal(), shape=PassShape(padded=padded))
+    known.saw_pass(5, 8, 300, 20.0)
+    assert {point: [*times] for point, times in known.passes.items()} == {(256, nodes): [20.0]}

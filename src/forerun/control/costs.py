@@ -323,9 +323,8 @@ class StepCosts:
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """Record that a pass of this size over `rows` rows, and its verification, took this long."""
-        self.passes[
-            context // _CONTEXT_STEP * _CONTEXT_STEP, rows + (rows * size if self.shape.padded else size)
-        ].append(ms)
+        nodes = rows * (1 + size) if self.shape.padded else rows + size
+        self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, nodes].append(ms)
         for seen in (self._pass, *self._draft.values()):
             seen.steps += 1
         self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))
