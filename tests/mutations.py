@@ -675,8 +675,8 @@ FAULTS = [
     Fault(
         "control",
         "what passes of a batch took is kept as that of one row's nodes",
-        "nodes = rows * (1 + size) if self.shape.padded else rows + size",
-        "nodes = 1 + size",
+        "nodes = round(rows * (1 + self.shape.nodes(size, rows)))",
+        "nodes = round(1 + self.shape.nodes(size, rows))",
         "tests/control tests/engine/test_cost.py",
     ),
 ]

@@ -323,7 +323,7 @@ class StepCosts:
 
     def saw_pass(self, size: int, rows: int, context: int, ms: float) -> None:
         """Record that a pass of this size over `rows` rows, and its verification, took this long."""
-        nodes = rows * (1 + size) if self.shape.padded else rows + size
+        nodes = round(rows * (1 + self.shape.nodes(size, rows)))
         self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, nodes].append(ms)
         for seen in (self._pass, *self._draft.values()):
             seen.steps += 1
