@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, demo
-from forerun.certify.checks import Run, chi_square_check, settings_for, token_prompts, uncertain
+from forerun.certify.checks import Run, chi_square_check, settings_for, token_prompts, token_test, uncertain
 from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
@@ -83,13 +83,14 @@ class Fault:
     what: str = "no seed"
     drafter: dict[str, Any] = field(default_factory=lambda: {"method": "recycling", "nodes": 4, "adaptive": False})
     plan: CertifyPlan = field(default_factory=CertifyPlan)
+    tokens: bool = False  # The test of each token of longer answers has to see it
 
 
 EXIT = {"method": "early_exit", "exit_layer": 26, "num_speculative_tokens": 3, "adaptive": False}
 FAULTS = {
     "top-p before the temperature": Fault(plant=nucleus_before_temperature, what="top-p 0.7"),
-    "residual not normalised": Fault(plant=residual_not_normalised, drafter=EXIT),
-    "2 % more acceptance": Fault(plant=more_acceptance, plan=CertifyPlan(detect=0.02, sample_tokens=2, cells=8)),
+    "residual not normalised": Fault(plant=residual_not_normalised, drafter=EXIT, tokens=True),
+    "2 % more acceptance": Fault(plant=more_acceptance, plan=CertifyPlan(detect=0.02), tokens=True),
 }
 
 
@@ -107,7 +108,8 @@ def main() -> None:
         prompts = token_prompts(llm, [prompt.text for prompt in demo.prompts()], fault.plan)
         run = Run(llm=llm, reference=reference, prompts=prompts, plan=fault.plan)
         [setting] = [one for one in settings_for(run, 0.7) if one.what == fault.what]
-        test = uncertain(run, replace(setting, speculative=fault.drafter), 0, tests=10)
+        setting = replace(setting, speculative=fault.drafter)
+        test = token_test(run, setting, tests=12) if fault.tokens else uncertain(run, setting, 0, tests=12)
         for planted in (False, True):
             began = time.perf_counter()
             with fault.plant() if planted else nullcontext():

@@ -21,7 +21,8 @@ from forerun.errors import ArgumentError
 from forerun.types import Source, Verdict
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
-KINDS = ["no seed", "seeded", "top-k 8", "top-p 0.7", "min-p 0.1", "penalties", "logit bias", "grammar"]
+LONGER = "each token of longer answers"
+KINDS = ["no seed", "seeded", "top-k 8", "top-p 0.7", "min-p 0.1", "penalties", "logit bias", "grammar", LONGER]
 SMALL = CertifyPlan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
 
 
@@ -80,7 +81,8 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
     assert report.passed, report.checks
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
     assert all(check.figures["drafted"] > 0 for check in sampled)
-    assert any(check.name.endswith("no seed, drafted by early_exit") for check in sampled)
+    for what in ("no seed", LONGER):
+        assert any(check.name.endswith(f"{what}, drafted by early_exit") for check in sampled)
     assert active.policy is policy
 
 

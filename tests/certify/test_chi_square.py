@@ -1,6 +1,7 @@
 """The chi-square test: its arithmetic, its cells, and that it tells a wrong distribution from the right one."""
 
 import itertools
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,10 +19,10 @@ from forerun import LLM, SamplingParams
 from forerun.certify import checks
 from forerun.certify.checks import Check
 from forerun.certify.plan import CertifyPlan
-from forerun.certify.reference import Reference
+from forerun.certify.reference import Reference, count, exact_cells
 from forerun.core import sampling
 from forerun.core.probs import HostResidual, NodeProbs
-from forerun.core.rng import Rng
+from forerun.core.rng import Rng, Stream
 from forerun.core.rules import SampleWalk
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
@@ -93,13 +94,13 @@ def test_an_impossible_answer_is_infinitely_wrong() -> None:
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
     behind = {0: [0.6, 0.4, 0.0], 1: [0.97, 0.03, 0.0], 2: [0.5, 0.25, 0.25]}
     reference = toy(monkeypatch, lambda _, answer: behind[answer[-1]] if answer else behind[2])
-    cells = checks.exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=2))
+    cells = exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=2))
     assert sum(cells.values()) == pytest.approx(1.0)
     assert cells[0, 0] == pytest.approx(0.3) and cells[2, 2] == pytest.approx(0.0625)
     # (1, 1) is too rare for a cell of its own; nor is that enough for the rest, which takes a likely one in. After 0
     # only 0 and 1 may follow: the cell of the others stays, and is impossible.
     assert (1, 1) not in cells and cells[()] > 0.01 and cells[0,] == 0.0
-    counts = checks.count(cells, [(0, 0), (0, 2), (1, 1), (7, 7)])
+    counts = count(cells, [(0, 0), (0, 2), (1, 1), (7, 7)])
     assert counts == {(0, 0): 1, (0,): 1, (): 2}
 
 
@@ -107,16 +108,16 @@ def test_a_cell_has_the_probability_of_the_answers_that_are_counted_in_it(monkey
     for seed in range(30):
         tables = np.random.default_rng(seed).dirichlet([0.3] * 4, size=(5, 5))
         reference = toy(monkeypatch, lambda _, answer, tables=tables: tables[tuple([4, 4, *answer][-2:])])
-        cells = checks.exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=3, cells=12))
+        cells = exact_cells(reference, [9], PARAMS, CertifyPlan(sample_tokens=3, cells=12))
         found = dict.fromkeys(cells, 0.0)
         for one, two, three in itertools.product(range(4), repeat=3):
-            [cell] = checks.count(cells, [(one, two, three)])
+            [cell] = count(cells, [(one, two, three)])
             found[cell] += tables[4, 4, one] * tables[4, one, two] * tables[one, two, three]
         assert found == pytest.approx(cells, abs=1e-9)
 
 
 def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: list[int]) -> None:
-    cells = checks.exact_cells(reference, prompt, PARAMS, CertifyPlan(cells=6))
+    cells = exact_cells(reference, prompt, PARAMS, CertifyPlan(cells=6))
     assert 3 <= len(cells) <= 6 + 2 and sum(cells.values()) == pytest.approx(1.0)
 
 
@@ -164,7 +165,7 @@ def test_prompts_with_nothing_to_compare_are_passed_over(monkeypatch: pytest.Mon
     heard = {1: [1.0, 0.0], 2: [0.999, 0.001], 3: [1 / 200] * 200, 4: [0.5, 0.5]}
     run = toy_run(monkeypatch, heard)
     test = checks.uncertain(run, SETTING, 1, tests=1)
-    assert test.prompt == [4] and test.passed_over == 2
+    assert test.prompts == [[4]] and test.passed_over == 2
     certain = replace(run, prompts=[[1], [2], [3]])
     with pytest.raises(ArgumentError, match=r"nothing to compare.*each of the 3 prompts.*--temperature"):
         checks.uncertain(certain, SETTING, 0, tests=1)
@@ -215,6 +216,68 @@ def test_a_rule_that_favours_drafts_fails(
     monkeypatch.setattr(SampleWalk, "verify", eager)
     check = examined(llm, reference, prompt)[0]
     assert not check.passed and check.figures["p_value"] < 1e-6
+
+
+def test_places_of_drawn_tokens_are_uniform(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens of equal probability share their width, and a shift of all logits moves nothing."""
+    logits = torch.tensor([2.0, 0.0, 2.0, -1.0, 0.0, -30.0]) + 100
+    monkeypatch.setattr(Reference, "logits", lambda _, tokens, last: logits.expand(last, -1))
+    drawn = (logits / 0.7).softmax(-1).multinomial(20_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    uniform = torch.Generator().manual_seed(1)
+    places = Reference.__new__(Reference).places([1], drawn.tolist(), 0.7, uniform)
+    assert stats.kstest(places, "uniform").pvalue > 0.01
+    warmer = Reference.__new__(Reference).places([1], drawn.tolist(), 1.0, uniform)
+    assert stats.kstest(warmer, "uniform").pvalue < 1e-6
+
+
+def _residual_not_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def draw(rng: Rng, probs: Tensor, depth: int = 0) -> int:
+        uniform = rng._uniform(rng.position + depth, Stream.TARGET, 0)
+        found = int(torch.searchsorted(probs.double().cumsum(0), uniform, right=True))
+        return min(found, int(torch.nonzero(probs)[-1]))
+
+    monkeypatch.setattr(Rng, "draw", draw)
+
+
+def _draft_accepted_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three in ten drafts are accepted whatever the target drew."""
+    honest, coin = SampleWalk.verify, random.Random(0)
+
+    def eager(self: SampleWalk, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
+        if tree.size and coin.random() < 0.3:
+            return Verdict(path=(1,), next_token=target.probs(1).draw(rng), kind=Source.BONUS)
+        return honest(self, tree, target, rng)
+
+    monkeypatch.setattr(SampleWalk, "verify", eager)
+
+
+SAMPLES = {"method": "early_exit", "exit_layer": 1, "num_speculative_tokens": 3, "adaptive": False}
+COPIES = {"method": "recycling", "nodes": 4, "adaptive": False}
+
+
+@pytest.mark.parametrize(
+    ("drafter", "plant"),
+    [(SAMPLES, _residual_not_normalised), (COPIES, _draft_accepted_unseen)],
+    ids=["sampled", "copied"],
+)
+def test_a_fault_in_late_tokens_is_seen(
+    llm: LLM,
+    reference: Reference,
+    prompt: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: dict[str, Any],
+    plant: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    run = checks.Run(
+        llm=llm, reference=reference, prompts=[prompt, prompt[:3]], plan=replace(PLAN, detect=0.6, max_tokens=40)
+    )
+    setting = checks.Setting(params=replace(PARAMS, top_k=0), seeded=False, speculative=drafter)
+    test = checks.token_test(run, setting, tests=1)
+    check = checks.chi_square_check(run, test)
+    assert check.passed and check.figures["drafted"] > 100 and "tokens detect a total variation" in check.summary
+    assert check.figures["samples"] == 40 * test.answers and check.figures["detects_total_variation"] <= 0.6
+    plant(monkeypatch)
+    assert not checks.chi_square_check(run, test).passed
 
 
 def test_no_draft_is_no_proof(

@@ -1,18 +1,21 @@
 """The checks of ``forerun certify``: rules enumerated, greedy text and log-probabilities, seeded and sampled text.
 
 Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers'
-own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. How many answers are drawn follows
-from what is to be detected. A test fails if two drawings, one after the other, are unlikely: each then has a level that
-is the root of the test's, where the chi-square approximation is good and fewer answers suffice. The level of a run is
-shared among its tests (Bonferroni).
+own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. Longer answers are
+compared token by token: where each stands among all, the likelier ones first (`Reference.places`). How many are drawn
+follows from what is to be detected. A test fails if two drawings, one after the other, are unlikely: each then has a
+level that is the root of the test's, where the chi-square approximation is good and fewer answers suffice. The level of
+a run is shared among its tests (Bonferroni).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,17 @@ from torch import Tensor
 
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.plan import CertifyPlan
-from forerun.certify.reference import LOGPROB_TOLERANCE, Difference, Reference, epsilon_of, first_worse
+from forerun.certify.reference import (
+    LOGPROB_TOLERANCE,
+    Cells,
+    Difference,
+    Outcome,
+    Reference,
+    count,
+    epsilon_of,
+    exact_cells,
+    first_worse,
+)
 from forerun.control.config import SpeculativeConfig
 from forerun.core.rules import rule_named
 from forerun.drafters.draft_models.token_bytes import token_to_bytes
@@ -39,15 +52,13 @@ token at the border is then all or nothing."""
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -2.0, "frequency_penalty": -2.0}
 """Below 0, so that tokens do come again in answers of a few tokens: only there the two are seen."""
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "  # What the grammar of a test allows, for longer than its answers are
-IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
+EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
+"""The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
 FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
 _TOGETHER = 128  # Answers asked for at once
 _TRIED = 32  # Answers in which the examined drafter has to draft something, or another drafts in its place
 
 Tokens = list[int]
-Outcome = tuple[int, ...]
-Cells = dict[Outcome, float]
-REST: Outcome = ()  # The cell of everything that has no cell of its own
 
 
 def certify(
@@ -175,21 +186,24 @@ def _distribution_checks(run: Run) -> Iterator[Check]:
     if not settings:
         return
     run.progress("the exact distributions of sampled answers")
-    tests = [uncertain(run, setting, index, tests=len(settings) + 1) for index, setting in enumerate(settings)]
-    pace = Pace(tell=run.progress, total=sum(test.samples for test in [*tests, tests[0]]))
-    for test in tests:
+    number = len(settings) + 3  # With the one over longer answers, and two drafted by another drafter
+    tests = [uncertain(run, setting, index, tests=number) for index, setting in enumerate(settings)]
+    longer = token_test(run, settings[0], tests=number)
+    pace = Pace(tell=run.progress, total=sum(test.answers for test in [*tests, longer, tests[0], longer]))
+    for test in [*tests, longer]:
         yield chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
     if run.rules <= {"argmax_walk", "sample_walk"}:
-        # The drafts of the examined drafter are never sampled: this is the only test of residuals on this model.
-        sampled = _by_a_sampling_drafter(run, tests[0])
-        if sampled is not None:
-            yield chi_square_check(run, sampled, pace)
+        # The drafts of the examined drafter are never sampled: only these test residuals on this model.
+        for test in (tests[0], longer):
+            sampled = _by_a_sampling_drafter(run, test)
+            if sampled is not None:
+                yield chi_square_check(run, sampled, pace)
 
 
 def _drafts(run: Run, test: Test) -> bool:
     """Return whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
-    params = test.setting.requests(_TRIED, run.plan, first=0)
-    return any(answer.speculation.num_draft_tokens for answer in run.answers([test.prompt] * _TRIED, params))
+    answers = test.drawn(run, _TRIED, first=0)
+    return any(answer.speculation.num_draft_tokens for _, answer in answers)
 
 
 def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
@@ -353,27 +367,60 @@ class Setting:
         """Name it for a report."""
         return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
 
-    def requests(self, number: int, plan: CertifyPlan, first: int) -> list[SamplingParams]:
+    def requests(self, number: int, tokens: int, first: int) -> list[SamplingParams]:
         """Return so many requests; where they have seeds, these are the `first` one and those that follow it."""
-        params = replace(self.params, max_tokens=plan.sample_tokens, ignore_eos=True, detokenize=False)
+        params = replace(self.params, max_tokens=tokens, ignore_eos=True, detokenize=False)
         return [replace(params, seed=first + index if self.seeded else None) for index in range(number)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Test:
-    """A test compares sampled answers to one prompt with their exact distribution."""
+    """A test compares sampled answers with their exact distribution."""
 
     setting: Setting
-    prompt: Tokens
+    prompts: list[Tokens]  # Answered in turn
+    tokens: int  # Of each answer
     cells: Cells
     level: float  # Probability below which a drawing is unlikely
-    samples: int  # Answers of a drawing
+    samples: int  # What a drawing puts into cells: answers, or tokens of answers
+    answers: int  # Answers of a drawing
+    detects: float  # The total variation that a failure is nearly certain for
+    each: str = "answers"  # What is put into cells
     passed_over: int = 0  # Prompts before this one, which had nothing to compare
 
     @property
     def possible(self) -> int:
         """Return how many cells answers may fall into."""
         return sum(chance > 0 for chance in self.cells.values())
+
+    def drawn(self, run: Run, number: int, first: int) -> Iterator[tuple[Tokens, CompletionOutput]]:
+        """Draw so many answers, those with seeds from the `first` seed on, each with its prompt."""
+        prompts = [self.prompts[index % len(self.prompts)] for index in range(number)]
+        requests = self.setting.requests(number, self.tokens, first)
+        return zip(prompts, run.answers(prompts, requests, self.setting.speculative), strict=True)
+
+
+def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
+    """Return the test, one of `tests`, of where the tokens of longer answers stand in their own distributions. The
+    setting has a temperature and nothing else."""
+    plan = run.plan
+    level, power = math.sqrt(plan.family_error / tests), math.sqrt(plan.power)
+    edges = [edge for edge in EDGES if 1 - edge > plan.least / 20]  # A coarse test takes few answers
+    cells: Cells = {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
+    wanted = draws_for(len(edges), level, plan.detect, power)
+    answers = math.ceil(max(wanted, FEWEST / min(cells.values())) / plan.max_tokens)
+    samples = answers * plan.max_tokens
+    return Test(
+        setting=replace(setting, what="each token of longer answers"),
+        prompts=[prompt[: plan.sample_prompt_tokens] for prompt in run.prompts],
+        tokens=plan.max_tokens,
+        cells=cells,
+        level=level,
+        samples=samples,
+        answers=answers,
+        detects=plan.detect * math.sqrt(wanted / samples),
+        each="tokens",
+    )
 
 
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
@@ -387,7 +434,17 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
         likely = [chance for chance in cells.values() if chance > 0]
         if len(likely) > 1:
             samples = max(draws_for(len(likely) - 1, level, plan.detect, power), math.ceil(FEWEST / min(likely)))
-            return Test(setting=setting, prompt=prompt, cells=cells, level=level, samples=samples, passed_over=turn)
+            return Test(
+                setting=setting,
+                prompts=[prompt],
+                tokens=plan.sample_tokens,
+                cells=cells,
+                level=level,
+                samples=samples,
+                answers=samples,
+                detects=plan.detect,
+                passed_over=turn,
+            )
     raise ArgumentError(
         f"{setting.name}: there is nothing to compare, for the answers to each of the {len(run.prompts)} prompts are "
         f"certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
@@ -414,24 +471,24 @@ class Pace:
 def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     """Compare speculative answers with the exact distribution. It fails if a drawing is unlikely, and then another one,
     with other seeds, too; or if an answer is impossible."""
-    pace, stats = pace or Pace(tell=run.progress, total=test.samples), SpeculationStats()
+    pace, stats = pace or Pace(tell=run.progress, total=test.answers), SpeculationStats()
     statistic, freedom, chance = _drawing(run, test, stats, pace, 0)
     first = None
     if 0 < chance < test.level:
-        first, pace.total = chance, pace.total + test.samples
-        statistic, freedom, chance = _drawing(run, test, stats, pace, test.samples)
+        first, pace.total = chance, pace.total + test.answers
+        statistic, freedom, chance = _drawing(run, test, stats, pace, test.answers)
     drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
     summary = (
         f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {test.level:.1g}, "
         f"twice{'' if first is None else f'; p = {first:.3g} at first'}); "
-        f"{test.samples} answers detect a total variation of {run.plan.detect:.3g} over {test.possible} cells with "
+        f"{test.samples} {test.each} detect a total variation of {test.detects:.2g} over {test.possible} cells with "
         f"{run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
         + ("" if drafted else "; nothing was drafted, so nothing was proved")
         + (f"; {test.passed_over} of the prompts passed over: nothing to compare" if test.passed_over else "")
     )
     fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "first_p_value": first}
     sample = {"samples": test.samples, "cells": test.possible, "level": test.level, "passed_over": test.passed_over}
-    power = {"detects_total_variation": run.plan.detect, "power": run.plan.power}
+    power = {"detects_total_variation": test.detects, "power": run.plan.power}
     return Check(
         name=f"sampled distribution, {test.setting.name}",
         passed=chance >= test.level and drafted > 0,
@@ -443,15 +500,20 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
 def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> tuple[float, int, float]:
     """Draw a test's answers, those with seeds from the `first` seed on; return chi-square, its degrees of freedom and
     the probability of a larger one."""
-    answers, number = list[Outcome](), test.samples
-    requests = test.setting.requests(number, run.plan, first=run.plan.seed + first)
-    for answer in run.answers([test.prompt] * number, requests, test.setting.speculative):
-        if len(answers) % _TOGETHER == 0:
-            pace.told(f"{test.setting.name}: {len(answers)} of {number} answers")
+    outcomes, seed = list[Outcome](), run.plan.seed + first
+    uniform = torch.Generator().manual_seed(seed)
+    for index, (prompt, answer) in enumerate(test.drawn(run, test.answers, seed)):
+        if index % _TOGETHER == 0:
+            pace.told(f"{test.setting.name}: {index} of {test.answers} answers")
         stats.add(answer.speculation)
-        answers.append(tuple(answer.token_ids))
+        if test.each == "answers":
+            outcomes.append(tuple(answer.token_ids))
+        else:
+            temperature = float(test.setting.params.temperature or 1.0)
+            places = run.reference.places(prompt, answer.token_ids, temperature, uniform)
+            outcomes += [(min(bisect(EDGES, place), len(test.cells) - 1),) for place in places]
         pace.drawn += 1
-    statistic, freedom = pearson(test.cells, count(test.cells, answers), number)
+    statistic, freedom = pearson(test.cells, count(test.cells, outcomes), test.samples)
     return statistic, freedom, survival(statistic, freedom)
 
 
@@ -484,52 +546,6 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
     weights = (terms * math.log(apart / 2) - apart / 2 - torch.lgamma(terms + 1)).exp()
     tails = torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, statistic / 2))
     return float((weights * tails).sum())
-
-
-def exact_cells(
-    reference: Reference, prompt: Tokens, params: SamplingParams, plan: CertifyPlan, allowed: Tensor | None = None
-) -> Cells:
-    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
-    likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
-    of its own beginning. They sum to 1."""
-    cells: Cells = {REST: 1.0}
-    going = [REST]
-    while going and len(cells) < plan.cells:
-        beginning = max(going, key=cells.__getitem__)
-        going.remove(beginning)
-        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
-        for token in torch.nonzero(probs >= plan.least).flatten().tolist():
-            longer = (*beginning, token)
-            cells[longer] = float(probs[token])
-            cells[beginning] -= cells[longer]
-            if len(longer) < plan.sample_tokens:
-                going.append(longer)
-    return _merge(cells, plan)
-
-
-def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
-    """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
-    for outcome in sorted(cells, key=len, reverse=True):
-        if outcome and cells[outcome] < IMPOSSIBLE:
-            cells[outcome] = 0.0
-        elif outcome and cells[outcome] < plan.least:
-            cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
-    while IMPOSSIBLE < cells[REST] < plan.least:
-        # Only one that no shorter cell begins: the answers of another would be counted there
-        outer = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
-        cells[REST] += cells.pop(min(outer, key=lambda outcome: (cells[outcome] == 0, cells[outcome])))
-    cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
-    return cells
-
-
-def _home(beginning: Outcome, cells: Cells) -> Outcome:
-    """The cell that answers with this beginning fall into: the longest part of it that has one."""
-    lengths = range(len(beginning), 0, -1)
-    return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
-
-
-def count(cells: Cells, answers: Iterable[Outcome]) -> Counter[Outcome]:
-    return Counter(_home(answer, cells) for answer in answers)
 
 
 def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:

@@ -1,4 +1,4 @@
-"""This module compares answers with transformers' own logits, and tells a numeric tie from a bug.
+"""This module has transformers' own logits, the exact distributions of answers that follow, and tells ties from bugs.
 
 In a low-precision format the shape of a batch changes the last bits of a logit, so two tokens that are almost equally
 likely may change places; anything more than that is a bug.
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from forerun.certify.plan import CertifyPlan
 from forerun.errors import ArgumentError
 from forerun.types import SamplingParams
 
@@ -47,6 +49,20 @@ class Reference:
         """(last, V) float32: raw logits after each of the `last` tokens of a text, from one pass over it."""
         ids = torch.tensor([list(tokens)], device=self.model.device)
         found: Tensor = self.model(input_ids=ids, use_cache=False).logits[0, -last:].float()
+        return found
+
+    def places(
+        self, prompt: Sequence[int], answer: Sequence[int], temperature: float, uniform: torch.Generator
+    ) -> list[float]:
+        """Where each token of an answer stands between 0 and 1 among all of the vocabulary, the likelier ones first and
+        each as wide as it is likely, at a random point of its width. These places are uniform and independent if each
+        token was drawn from the target's distribution at that temperature (Rosenblatt's transform, 1952)."""
+        logits = self.logits([*prompt, *answer[:-1]], len(answer)).cpu().double()
+        probs = (logits / temperature).softmax(-1)
+        own = probs.gather(1, torch.tensor(answer)[:, None])
+        likelier, equal = (probs.where(kept, 0).sum(-1) for kept in (probs > own, probs == own))
+        points = torch.rand(len(answer), generator=uniform, dtype=torch.float64)
+        found: list[float] = (likelier + points * equal).tolist()
         return found
 
     @torch.inference_mode()
@@ -85,6 +101,62 @@ class Reference:
             scores = MinPLogitsWarper(params.min_p)(ids, scores)
         found: Tensor = scores[0].double().softmax(-1)
         return found
+
+
+IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
+Outcome = tuple[int, ...]
+Cells = dict[Outcome, float]
+REST: Outcome = ()  # The cell of everything that has no cell of its own
+
+
+def exact_cells(
+    reference: Reference,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    plan: CertifyPlan,
+    allowed: Tensor | None = None,
+) -> Cells:
+    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
+    likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
+    of its own beginning. They sum to 1."""
+    cells: Cells = {REST: 1.0}
+    going = [REST]
+    while going and len(cells) < plan.cells:
+        beginning = max(going, key=cells.__getitem__)
+        going.remove(beginning)
+        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
+        for token in torch.nonzero(probs >= plan.least).flatten().tolist():
+            longer = (*beginning, token)
+            cells[longer] = float(probs[token])
+            cells[beginning] -= cells[longer]
+            if len(longer) < plan.sample_tokens:
+                going.append(longer)
+    return _merge(cells, plan)
+
+
+def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
+    """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
+    for outcome in sorted(cells, key=len, reverse=True):
+        if outcome and cells[outcome] < IMPOSSIBLE:
+            cells[outcome] = 0.0
+        elif outcome and cells[outcome] < plan.least:
+            cells[_home(outcome[:-1], cells)] += cells.pop(outcome)
+    while IMPOSSIBLE < cells[REST] < plan.least:
+        # Only one that no shorter cell begins: the answers of another would be counted there
+        outer = [outcome for outcome in cells if outcome and _home(outcome[:-1], cells) == REST]
+        cells[REST] += cells.pop(min(outer, key=lambda outcome: (cells[outcome] == 0, cells[outcome])))
+    cells[REST] = cells[REST] if cells[REST] > IMPOSSIBLE else 0.0
+    return cells
+
+
+def _home(beginning: Outcome, cells: Cells) -> Outcome:
+    """The cell that answers with this beginning fall into: the longest part of it that has one."""
+    lengths = range(len(beginning), 0, -1)
+    return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
+
+
+def count(cells: Cells, answers: Iterable[Outcome]) -> Counter[Outcome]:
+    return Counter(_home(answer, cells) for answer in answers)
 
 
 TIE_EPSILON = {"float32": 0.0, "float64": 0.0, "bfloat16": 0.25, "float16": 0.03125}
