@@ -27,9 +27,11 @@ HEAD = """# Reference
 Made from the source by `docs/make_reference.py`: what is said here stands beside the code.
 
 """
-CALLED = ("LLM", "AsyncLLM", "hf", "convert", "enable_huggingface_checkpointing")
+CALLED = ("LLM", "AsyncLLM", "hf", "convert", "enable_huggingface_checkpointing", "save", "restore")
+CALLED = (*CALLED, "export_speculative_decoding", "export_hf_checkpoint", "calibrate_frequent_vocab")
+CALLED = (*CALLED, "read_draft_vocabulary", "OfflineStates", "HFARValidation")
 SHOWN = (*CALLED, "SamplingParams", "StructuredOutputs", "SpeculativeConfig", "RequestOutput", "CompletionOutput")
-SHOWN = (*SHOWN, "StreamChunk", "StepTrace", "Source", "ForerunError")
+SHOWN = (*SHOWN, "StreamChunk", "StepTrace", "Source", "ForerunError", "EagleConfig", "MedusaConfig", "DFlashConfig")
 """Public names, in the order of the page."""
 NUMBERS = {
     "Natural": "int >= 1",
@@ -151,7 +153,7 @@ def _starred(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 def api() -> Iterator[str]:
     """The public names."""
-    missing = set(forerun.__all__) - {*SHOWN, "EAGLE3_DEFAULT_CFG"}
+    missing = {name for name in forerun.__all__ if not name.endswith("_DEFAULT_CFG")} - {*SHOWN}
     assert not missing, f"public, and not on the page: {missing}"
     yield "## Python\n"
     for name in SHOWN:
@@ -161,6 +163,8 @@ def api() -> Iterator[str]:
             yield text(found.__doc__)
             if dataclasses.is_dataclass(found):
                 yield table(list(options(found)))
+            elif keys := getattr(found, "KEYS", {}):
+                yield table([_mode_key(key, value) for key, value in keys.items()])
             continue
         yield signature(found, name)
         documented = found.__doc__ or (found.__init__.__doc__ if isinstance(found, type) else "")
@@ -171,6 +175,13 @@ def api() -> Iterator[str]:
                 yield f"#### `{name}.{member}`\n"
                 yield signature(value, f"{name[0].lower()}{name[1:]}.{member}".replace("lLM", "llm"))
                 yield text(value.__doc__)
+
+
+def _mode_key(name: str, key: Any) -> Option:
+    """A key of a configuration of `convert`."""
+    kind = "int" if key.default is None else type(key.default).__name__
+    refusal = f"no other value: {key.refusal}" if key.refusal else ""
+    return Option(name, kind, repr(key.default).replace("'", '"'), refusal)
 
 
 def drafters() -> Iterator[str]:

@@ -155,7 +155,6 @@ def test_what_a_dflash_configuration_means() -> None:
         (("dflash", {ARCHITECTURE: {"torch_dtype": "int8"}}), "torch_dtype must be one of"),
         (("dflash", {"dflash_attention_sink": True}), "no sinks"),
         (("dflash", {"dflash_init_checkpoint": "x"}), "load_head"),
-        (("dflash", {"dflash_offline": True}), "forerun train dflash"),
         (("dflash", {"dflash_loss_objective": "edr"}), "must be dpace or decay"),
         (("dflash", {"dflash_confidence_head_alpha": 1.0}), "forerun train dspark"),
         (("mtp", {"mtp_steps": 2.5}), "mtp_steps must be of the type int"),

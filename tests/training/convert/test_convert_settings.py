@@ -92,9 +92,6 @@ def test_variants_that_modelopt_lacks() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"eagle_freeze_base_model": False}, "eagle_freeze_base_model must be True.*stays as it is"),
-        ({"eagle_offline": True}, "forerun train eagle3"),
-        ({"eagle_base_lora_rank": 8}, "eagle_base_lora_rank must be 64"),
         ({"eagle_tt_steps": 3}, "unknown key eagle_tt_steps. Did you mean 'eagle_ttt_steps'"),
         ({"eagle_ttt_steps": "3"}, "eagle_ttt_steps must be of the type int"),
         ({"eagle_ttt_steps": True}, "eagle_ttt_steps must be of the type int"),
@@ -103,7 +100,6 @@ def test_variants_that_modelopt_lacks() -> None:
         ({"eagle_architecture_config": 3}, "eagle_architecture_config must be of the type dict"),
         ({"eagle_architecture_config": {"num_heads": 3}}, "eagle_architecture_config.num_heads"),
         ({"eagle_architecture_config": {"use_mtp_layernorm": True}}, "use_mtp_layernorm must be False"),
-        ({"eagle_architecture_config": {"parallel_draft_step": 2}}, "one token after the other"),
         ({"eagle_architecture_config": {"use_last_layernorm": False}}, "has .*use_last_layernorm True"),
         ({"eagle_architecture_config": {"use_aux_hidden_state": False}}, "EAGLE-1 head"),
         ({"eagle_architecture_config": {"torch_dtype": "int8"}}, "torch_dtype must be one of"),
@@ -125,7 +121,7 @@ def test_sizes_that_are_not_the_models_are_refused(given: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "mode", ["eagle", [], [("hydra", {})], [("eagle",)], [("eagle", {}), ("eagle", {})], {"algorithm": "eagel"}, None]
+    "mode", ["eagel", [], [("hydra", {})], [("eagle",)], [("eagle", {}), ("eagle", {})], {"algorithm": "eagel"}, None]
 )
 def test_other_modes_are_refused(mode: Any) -> None:
     with pytest.raises(ArgumentError, match="convert: "):

@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -28,19 +29,34 @@ from forerun.errors import ArgumentError, CheckpointError, refuse
 from forerun.heads.base import Head
 from forerun.heads.engines import Exported, export_head
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
-from forerun.losses.objective import FrozenTarget, Objective, TokenBatch
-from forerun.model.layers import CACHE_ARGUMENTS, device_of
+from forerun.losses.objective import FeatureBatch, FrozenTarget, Objective, TokenBatch
+from forerun.model.layers import CACHE_ARGUMENTS, base_of, device_of, norm_after_layers
+from forerun.training.convert.base_model import (
+    LORA_FOLDER,
+    add_adapters,
+    check_linear,
+    detached,
+    learn_tokens,
+    plain_names,
+    read_adapters,
+    stay_close,
+    without_adapters,
+    write_adapters,
+)
 from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
+from forerun.types import LAST_HIDDEN
 from forerun.writing import read_object, write_file
 
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
+EXTRA = ("loss_mask", "base_model_outputs")  # What a converted model's forward takes beside what the base's takes
 _RESTORES = "_forerun_restores_heads"
 
 
 def convert(model: Any, mode: Any) -> Any:
-    """Attach a trainable draft head to a loaded transformers causal LM, which is returned, and freeze everything else.
+    """Attach a trainable draft head to a loaded transformers causal LM, which is returned, and freeze everything else,
+    unless the configuration says that it learns too.
 
     The model keeps its name, its weights and, in eval mode, its behaviour: ``generate`` gives the same tokens. In train
     mode, or with ``labels`` or ``loss_mask``, ``model(input_ids, attention_mask, ...)`` returns a `ConvertedOutput`
@@ -53,11 +69,15 @@ def convert(model: Any, mode: Any) -> Any:
     forward, by ``set_draft_vocabulary(token_ids)`` or ``eagle_draft_vocab_ids`` in the configuration. Fresh weights
     follow torch's seed (``transformers.set_seed``).
 
+    With ``eagle_offline`` (or ``dflash_offline``) the base model does not run for the loss: each batch brings its
+    states, as ``base_model_outputs``: a dict with ``base_model_hidden_states`` (B, S, H), after the final norm, and
+    ``aux_hidden_states`` (B, S, layers x H).
+
     Args:
         model: a transformers causal LM; not yet wrapped, compiled or sharded.
         mode: ``[(name, config)]`` with ModelOpt's keys, or ``{"algorithm": name, "config": config}``. Names are
             ``eagle`` (see `EAGLE3_DEFAULT_CFG`), ``medusa``, ``dflash`` and ``mtp`` (the layers that the model's own
-            checkpoint brings). What is missing takes its default.
+            checkpoint brings). What is missing takes its default. A name alone is a head of the model's own sizes.
 
     ArgumentError if the model is converted already, or the mode or configuration is unknown, contradictory or
     unsupported; UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM);
@@ -77,12 +97,12 @@ def convert(model: Any, mode: Any) -> Any:
     if "forward" in model.__dict__ and "_old_forward" not in model.__dict__:
         raise ArgumentError("convert: somebody replaced this model's forward (a compiler?); convert it before that")
     head = chosen.head(model)
-    _attach(model, head, chosen, OnlineFeatures(model, head.config.boundaries))
+    _attach(model, head, chosen)
     model._convert_ready = chosen.token_ids is not None or not head.config.reduced_vocabulary
     return model
 
 
-def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
+def restore_head(model: Any, directory: Any, subfolder: str = "") -> Any:
     """Return `model` with the head that was saved in `directory`, if any; CheckpointError if it is
     incomplete or another's.
     """
@@ -101,7 +121,9 @@ def restore(model: Any, directory: Any, subfolder: str = "") -> Any:
             f"{folder / mode.folder} is the head of a model with {found.config.target_hidden_size} hidden units and "
             f"{found.config.vocab_size} tokens; this one has {text.hidden_size} and {text.vocab_size}"
         )
-    _attach(loaded, found.build(), mode, OnlineFeatures(loaded, found.config.boundaries))
+    _attach(loaded, found.build(), mode)
+    if mode.lora:
+        read_adapters(loaded, folder / LORA_FOLDER)
     loaded._convert_ready = loaded._convert_fresh = True
     return model
 
@@ -119,22 +141,29 @@ def enable_huggingface_checkpointing() -> None:
     @functools.wraps(plain)
     def from_pretrained(cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, **keywords: Any) -> Any:
         loaded = plain(cls, pretrained_model_name_or_path, *arguments, **keywords)
-        return restore(loaded, pretrained_model_name_or_path, keywords.get("subfolder") or "")
+        return restore_head(loaded, pretrained_model_name_or_path, keywords.get("subfolder") or "")
 
     setattr(from_pretrained, _RESTORES, True)
     PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
 
-def _attach(model: Any, head: Head, mode: Mode, source: OnlineFeatures) -> None:
-    """Change the model's class and give it the head; nothing may fail here, or the model is left half converted."""
+def _attach(model: Any, head: Head, mode: Mode) -> None:
+    """Change the model's class and give it the head; what may fail comes first, or the model is left half converted."""
     base: Any = type(model)
-    model.requires_grad_(False)
+    source = OnlineFeatures(model, head.config.boundaries)
+    if mode.trains_base:
+        check_linear(model)
+    if mode.lora:
+        add_adapters(model, mode.values)
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(mode.trains_base or (mode.lora and ".lora_" in name))
     model.__class__ = converted_class(base)
     if "_old_forward" in model.__dict__:
         model._old_forward = types.MethodType(type(model).forward, model)  # accelerate calls this one
     setattr(model, mode.child, head.to(device_of(model.get_input_embeddings())).train(model.training))
     model._convert_mode, model._convert_source = mode, source
     model._convert_fresh = model._convert_reading = False
+    model._convert_losses = 0
 
 
 @dataclass
@@ -144,6 +173,7 @@ class ConvertedOutput(ModelOutput):  # type: ignore[misc]
     """
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
+    base_loss: Tensor | None = None  # () float32: the part of `loss` that is the base model's, where it learns
     logits: Tensor | None = None  # Always None: they are never formed. Ask for them without labels, in eval mode
     train_acc: list[float] | None = None  # (T,) share of counted predictions right at this step and all before
 
@@ -159,6 +189,7 @@ class ConvertedModel:
     _convert_ready: bool = False
     _convert_fresh: bool = False  # The head is as it was loaded: no loss has been taken since
     _convert_reading: bool = False  # The base model runs for the head's sake
+    _convert_losses: int = 0  # Losses that were taken to learn from
 
     @property
     def _convert_head(self) -> Any:
@@ -168,7 +199,8 @@ class ConvertedModel:
     def set_draft_vocabulary(self, token_ids: Sequence[int] | Tensor) -> None:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
-        output rows start as the base model's. ArgumentError for other ids, or if they are known already."""
+        output rows start as the base model's. ArgumentError for other ids, or if they are known already. Of a
+        ``d2t.pt`` take ``forerun.read_draft_vocabulary(path)``."""
         ids = check_ids(token_ids, self._convert_head.config)
         if self._convert_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
@@ -196,6 +228,8 @@ class ConvertedModel:
             f"{self._convert_mode.child}.",
         )
         base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
+        if self._convert_mode.lora:
+            adapters, base = base, plain_names(base)
         cast(Any, super()).save_pretrained(save_directory, is_main_process=is_main_process, state_dict=base, **options)
         if not is_main_process:
             return
@@ -210,6 +244,8 @@ class ConvertedModel:
         )
         facts, kind = self._facts(str(directory.absolute())), checkpoint.config.kind
         write_head(checkpoint, directory / self._convert_mode.folder, format_for(kind), facts)
+        if self._convert_mode.lora:
+            write_adapters(adapters, self._convert_mode.values, directory / LORA_FOLDER)
         record = {"algorithm": self._convert_mode.algorithm, "config": self._convert_mode.given}
         write_file(directory / MARKER, json.dumps(record, indent=2) + "\n")
 
@@ -230,27 +266,39 @@ class ConvertedModel:
         self._convert_ready = self._convert_fresh = True
 
     def export_head(
-        self, directory: str | os.PathLike[str], to: str = "vllm", *, target: str | None = None, force: bool = False
+        self,
+        directory: str | os.PathLike[str],
+        to: str = "vllm",
+        *,
+        target: str | None = None,
+        force: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> Exported:
         """Write the head alone, as a serving engine reads it.
 
-        Its dtype is `torch_dtype` of the architecture, or the base model's where there is none.
-        `target` is the path or hub id under which the engine finds the base model; None: where it
-        was loaded from. For the rest, and the errors, see `heads.engines.export_head`;
+        Without `dtype` it is `torch_dtype` of the architecture, or the base model's where there is
+        none. `target` is the path or hub id under which the engine finds the base model; None:
+        where it was loaded from. Adapters of the base model are written beside the head, in
+        ``base_lora/``. For the rest, and the errors, see `heads.engines.export_head`;
         ArgumentError, too, without a draft vocabulary.
         """
         self._check_ready()
         mode = self._convert_mode
         head = mode.finished(HeadCheckpoint.of(self._convert_head), self)
-        dtype = mode.export_dtype or cast(Any, self).dtype
+        dtype = dtype or mode.export_dtype or cast(Any, self).dtype
         cast_tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in head.tensors.items()
         }
         head = dataclasses.replace(head, tensors=cast_tensors)
-        facts = self._facts(target or cast(Any, self).name_or_path or "TARGET")
+        # What has learnt is no longer what was loaded.
+        loaded = "" if mode.trains_base else cast(Any, self).name_or_path
+        facts = self._facts(target or loaded or "TARGET")
         with tempfile.TemporaryDirectory() as folder:
             stored = write_head(head, Path(folder) / mode.folder, format_for(head.config.kind), facts)
-            return export_head(stored, facts, to, Path(directory), force=force)
+            exported = export_head(stored, facts, to, Path(directory), force=force)
+        if mode.lora:
+            write_adapters(cast(Any, self).state_dict(), mode.values, Path(directory) / LORA_FOLDER)
+        return exported
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load weights as every module does, but refuse weights without the head if they would
@@ -288,21 +336,22 @@ class ConvertedModel:
         """
         if self._convert_reading:
             return False
-        if given.get("labels") is not None or given.get("loss_mask") is not None:
+        if any(given.get(name) is not None for name in ("labels", *EXTRA)):
             return True
         return bool(cast(Any, self).training) and not any(given.get(name) for name in CACHE_ARGUMENTS)
 
     def _convert_loss(self, given: Mapping[str, Any]) -> ConvertedOutput | tuple[Any, ...]:
         self._check_ready()
+        refuse_context_parallel()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
         others = ("attention_mask", "labels", "loss_mask", "position_ids")
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
-        self._convert_reading = True
-        try:
-            found = self._convert_source.features(batch)
-        finally:
-            self._convert_reading = False
+        base_loss = None
+        if self._convert_mode.offline or given.get("base_model_outputs") is not None:
+            found = self._stored_features(batch, given)
+        else:
+            found, base_loss = self._online_features(batch)
         # transformers' own switch; its property changes its name between versions.
         saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
         report = self._convert_objective(checkpointing=saving and torch.is_grad_enabled())(found)
@@ -312,10 +361,54 @@ class ConvertedModel:
             pairs = [pair for name, pair in report.metrics.items() if name.startswith("acceptance_")]
             accuracy = torch.stack([hits / count.clamp_min(1) for hits, count in pairs]).tolist()
         # Nothing counted: a loss of 0 that still reaches every parameter.
-        output = ConvertedOutput(
-            loss=report.loss / torch.where(report.weight > 0, report.weight, 1.0), train_acc=accuracy
-        )
+        loss = report.loss / torch.where(report.weight > 0, report.weight, 1.0)
+        loss = loss if base_loss is None else loss + base_loss
+        output = ConvertedOutput(loss=loss, base_loss=base_loss, train_acc=accuracy)
         return output if given.get("return_dict") in (None, True) else output.to_tuple()
+
+    def _online_features(self, batch: TokenBatch) -> tuple[FeatureBatch, Tensor | None]:
+        """Return the states that the base model computes, and its own loss if it learns."""
+        mode, source, target = self._convert_mode, self._convert_source, FrozenTarget.of(self)
+        learns = cast(Any, self).training and torch.is_grad_enabled()
+        self._convert_losses += learns
+        self._convert_reading = True
+        try:
+            if learns and mode.trains_base:
+                found = source.learning(batch)
+                return detached(found), learn_tokens(target, found)
+            if learns and mode.lora and self._convert_losses > mode.values["eagle_base_lora_warmup_steps"]:
+                with without_adapters(self):
+                    before = source.features(batch)
+                found = source.learning(batch)
+                weight = mode.values["eagle_base_lora_preservation_loss_weight"]
+                return found, weight * stay_close(target, found, before)
+            return source.features(batch), None
+        finally:
+            self._convert_reading = False
+
+    def _stored_features(self, batch: TokenBatch, given: Mapping[str, Any]) -> FeatureBatch:
+        """Return the states that a batch brings in ``base_model_outputs``, by ModelOpt's names."""
+        mode, config, stored = self._convert_mode, self._convert_head.config, given.get("base_model_outputs") or {}
+        if not mode.offline:
+            raise ArgumentError(f"base_model_outputs are for a head that was converted with {mode.algorithm}_offline")
+        read = [boundary for boundary in config.boundaries if boundary != LAST_HIDDEN]
+        wanted = {"base_model_hidden_states": 1, **({"aux_hidden_states": len(read)} if read else {})}
+        size = config.target_hidden_size
+        for name, count in wanted.items():
+            states = stored.get(name)
+            if states is None or states.shape != (*batch.tokens.shape, count * size):
+                raise ArgumentError(
+                    f"with {mode.algorithm}_offline a batch brings base_model_outputs[{name!r}], (batch, tokens, "
+                    f"{count * size}), got {None if states is None else tuple(states.shape)}"
+                )
+        order = padding_order(given["input_ids"], given.get("attention_mask")).unsqueeze(2)
+        moved = {name: torch.take_along_dim(stored[name], order.to(stored[name].device), 1) for name in wanted}
+        last = moved["base_model_hidden_states"]
+        if stored.get("base_hidden_prenorm"):
+            count = cast(Any, self).config.get_text_config().num_hidden_layers
+            last = norm_after_layers(base_of(self), count)[1](last)
+        states = dict(zip(read, moved["aux_hidden_states"].chunk(len(read), -1), strict=True)) if read else {}
+        return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last}).to(self._convert_head.weight.device)
 
     def _convert_objective(self, *, checkpointing: bool) -> Objective:
         # Made anew: whoever moves or shards the model replaces the tensors that it would hold.
@@ -327,30 +420,29 @@ def converted_class(base: type) -> type:
     """Return `base` with `ConvertedModel` above it, under the same name, because transformers
     writes it as the architecture.
 
-    ``forward`` takes what the base's takes, and ``loss_mask``.
+    ``forward`` takes what the base's takes, and `EXTRA`.
     """
     plain = cast(Any, base).forward
     own = inspect.signature(plain)
-    mask = inspect.Parameter("loss_mask", inspect.Parameter.KEYWORD_ONLY, default=None, annotation="Tensor | None")
-    # Sorted stably by kind, so that the new one stands before ``**kwargs``.
-    parameters = [*(item for item in own.parameters.values() if item.name != "loss_mask"), mask]
+    added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in EXTRA]
+    # Sorted stably by kind, so that the new ones stand before ``**kwargs``.
+    parameters = [*(item for item in own.parameters.values() if item.name not in EXTRA), *added]
     signature = own.replace(parameters=sorted(parameters, key=lambda item: item.kind))
-    names = [name for name in signature.parameters if name not in ("self", "loss_mask")]
+    names = [name for name in signature.parameters if name not in ("self", *EXTRA)]
 
     @functools.wraps(plain)
     def forward(self: Any, *arguments: Any, **keywords: Any) -> Any:
         given = {**dict(zip(names, arguments, strict=False)), **keywords}
         if self._convert_wants(given):
             return self._convert_loss(given)
-        given.pop("loss_mask", None)
-        return plain(self, **given)
+        return plain(self, **{name: value for name, value in given.items() if name not in EXTRA})
 
     forward.__signature__ = signature  # type: ignore[attr-defined]
 
     @classmethod  # type: ignore[misc]
     def from_pretrained(cls: Any, path: Any, *arguments: Any, **keywords: Any) -> Any:
         loaded = cast(Any, base).from_pretrained(path, *arguments, **keywords)
-        return restore(loaded, path, keywords.get("subfolder") or "")
+        return restore_head(loaded, path, keywords.get("subfolder") or "")
 
     # The module's name too: transformers reads the source of the class's module.
     body = {
@@ -385,11 +477,10 @@ def token_batch(
             raise ArgumentError(
                 f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
             )
-    real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    real = real_tokens(input_ids, attention_mask)
     counts = real if loss_mask is None else real & loss_mask.bool()
     counts = counts if labels is None else counts & (labels != IGNORED)
-    # Stable: the real tokens of a row keep their order.
-    order = torch.sort((~real).long(), dim=1, stable=True).indices
+    order = padding_order(input_ids, attention_mask)
     real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
     index = torch.arange(real.shape[1], device=real.device).expand_as(real)
     positions = index if position_ids is None else position_ids.gather(1, order)
@@ -401,3 +492,24 @@ def token_batch(
         documents=torch.where(real, begins.long().cumsum(1) - 1, -1),
         positions=torch.where(real, positions, 0),
     )
+
+
+def refuse_context_parallel() -> None:
+    """Raise ArgumentError inside PyTorch's ``context_parallel``, which leaves each process a part of every row."""
+    # It replaces the attention function while it is open.
+    if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
+        raise ArgumentError(
+            "a head does not learn under context parallelism (cp_size above 1): each process would see a part of each "
+            "window. For long windows use gradient_checkpointing_enable(), a smaller eagle_ttt_steps, or FSDP "
+            "(dp_shard_size); `forerun train` also has target_parallel=tp and a sliding_window"
+        )
+
+
+def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return (B, S) bool: the token is no padding."""
+    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+
+
+def padding_order(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Return the order (B, S) that moves padding to the end of each row and keeps that of the real tokens."""
+    return torch.sort((~real_tokens(input_ids, attention_mask)).long(), dim=1, stable=True).indices

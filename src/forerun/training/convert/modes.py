@@ -18,20 +18,23 @@ import torch
 from torch import Tensor
 
 from forerun.drafters.kinds import import_named, kind_named, objective_for
-from forerun.errors import ArgumentError, choices, refuse
+from forerun.errors import ArgumentError, choices, refuse, refuse_unknown
 from forerun.heads.base import Head, HeadConfig
 from forerun.heads.decoders import from_outputs
 from forerun.heads.dflash import DFlashConfig
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.files import HeadCheckpoint
+from forerun.heads.keys import MEANINGLESS
 from forerun.heads.medusa import MedusaConfig
+from forerun.heads.peagle import PEagleConfig
 from forerun.losses.objective import FrozenTarget, Objective
 from forerun.training.convert.settings import (
     ARCHITECTURE,
-    ARCHITECTURE_KEYS,
+    ARCHITECTURES,
     DTYPES,
     FEATURE_NORMS,
     KEYS,
+    LATENT_SIZES,
     SAME_NAME,
     VOCABULARY_IDS,
     Key,
@@ -51,11 +54,19 @@ class Mode:
 
     def __init__(self, config: Any) -> None:
         """Check the keys; ArgumentError for an unknown key (naming the nearest), a value of the
-        wrong type, or an unsupported one. What is missing takes its default.
+        wrong type, or an unsupported one. What is missing takes its default. None stands for the
+        bare name of the mode.
         """
+        self.bare = config is None
+        config = {} if config is None else config
         self.values = check_config(config, self.KEYS, "")
         # As the user wrote it, in JSON's types: saved beside the head.
         self.given: dict[str, Any] = json.loads(json.dumps(config, default=_make_plain))
+        if self.offline and (self.lora or self.trains_base):
+            raise ArgumentError(
+                f"convert: {self.algorithm}_offline has states that were stored, from which the base model cannot "
+                f"learn: leave {self.algorithm}_freeze_base_model and {self.algorithm}_base_lora at their defaults"
+            )
 
     @property
     def folder(self) -> str:
@@ -66,6 +77,21 @@ class Mode:
     def report_accuracy(self) -> bool:
         """Return whether the output has `train_acc`; reading it waits for the device."""
         return bool(self.values.get(f"{self.algorithm}_report_acc", True))
+
+    @property
+    def offline(self) -> bool:
+        """Return whether each batch brings the states of the base model, which does not run."""
+        return bool(self.values.get(f"{self.algorithm}_offline"))
+
+    @property
+    def trains_base(self) -> bool:
+        """Return whether the base model learns from the data's tokens beside its head."""
+        return not self.values.get(f"{self.algorithm}_freeze_base_model", True)
+
+    @property
+    def lora(self) -> bool:
+        """Return whether adapters in the base model learn with the head."""
+        return bool(self.values.get(f"{self.algorithm}_base_lora"))
 
     def shape(self, model: Any) -> HeadConfig:
         """Return the head's shape for a transformers causal LM; ArgumentError if it does not fit
@@ -108,26 +134,47 @@ class EagleMode(Mode):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.given[VOCABULARY_IDS] = None  # which are saved with the head
-        self.architecture = check_config(self.values[ARCHITECTURE], ARCHITECTURE_KEYS, f"{ARCHITECTURE}.")
+        decoder, given = self.values["eagle_decoder_type"], self.values[ARCHITECTURE] or {}
+        refuse_unknown("convert: there is no eagle_decoder_type", decoder, ARCHITECTURES, "There are")
+        keys = ARCHITECTURES[decoder]
+        if decoder == "kimik2":
+            unread = {*MEANINGLESS, "model_type", "tie_word_embeddings"} - keys.keys()
+            given = {name: value for name, value in given.items() if name not in unread}
+        self.architecture = check_config(given, keys, f"{ARCHITECTURE}.")
         _check_generation(self.values, self.architecture)
+        if self.lora and self.values["eagle_base_lora_logits_detach_prob"] != 1.0:
+            raise ArgumentError(
+                "convert: eagle_base_lora_logits_detach_prob must be 1.0: the head's loss reaches the adapters through "
+                "the states that the head reads; the distribution that it learns from stays as it is"
+            )
         self.export_dtype = _dtype(self.architecture["torch_dtype"])
         if (ids := self.values[VOCABULARY_IDS]) is not None:
             self.token_ids = [int(token) for token in ids]
 
     def shape(self, model: Any) -> HeadConfig:
         shape, text = self.architecture, model.config.get_text_config()
+        if self.bare:
+            return EagleConfig.for_target("eagle3", model, None, {"own_lm_head": False})
         _check_sizes(shape, text, ARCHITECTURE)
         draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
-        options = {name: shape[name] for name in SAME_NAME} | rope_of(shape)
+        keys = ARCHITECTURES[self.values["eagle_decoder_type"]]
+        options = {name: shape[name] for name in SAME_NAME} | rope_of(shape, keys["rope_theta"].default)
         options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
+        if latent := {name: shape[name] for name in LATENT_SIZES if name in shape}:
+            options["latent"] = latent
         if shape["max_position_embeddings"] is not None:
             options["max_position_embeddings"] = shape["max_position_embeddings"]
         third = shape["use_aux_hidden_state"]
         if third and (given := _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)):
             options["boundaries"] = given
+        if shape["parallel_draft_step"] > 1:
+            del options["norm_output"]
+            return PEagleConfig.for_target("peagle", model, draft_vocab_size, options)
         return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
 
     def settings(self, config: Any) -> dict[str, Any]:
+        if config.kind == "peagle":
+            return {"depths": self.architecture["parallel_draft_step"]}
         common = {"steps": self.values["eagle_ttt_steps"], "decay": float(self.values["eagle_loss_decay_factor"])}
         if config.generation == 3:
             return common
@@ -153,6 +200,11 @@ def _check_generation(config: Mapping[str, Any], shape: Mapping[str, Any]) -> No
         if shape[name] != third:
             raise ArgumentError(f"convert: {kind} has {ARCHITECTURE}.{name} {third}, got {shape[name]}")
     refuse(
+        (
+            shape["parallel_draft_step"] > 1 and not (third and not shape["norm_output"]),
+            f"convert: {ARCHITECTURE}.parallel_draft_step above 1 is a P-EAGLE head, with EAGLE-3's layers: it has "
+            "use_aux_hidden_state, and no norm_output",
+        ),
         (
             not third and shape["eagle_aux_hidden_state_layer_ids"],
             f"convert: {kind} reads the last hidden state; leave eagle_aux_hidden_state_layer_ids empty",
@@ -219,11 +271,9 @@ class DFlashMode(Mode):
     child = "dflash_module"
     ARCHITECTURE = "dflash_architecture_config"
     KEYS: ClassVar[Mapping[str, Key]] = {
-        "dflash_offline": Key(
-            False, "features come from the model itself; train on stored ones with `forerun train dflash`"
-        ),
+        "dflash_offline": Key(False),
         "dflash_block_size": Key(8),
-        "dflash_freeze_base_model": Key(True, "the base model stays as it is"),
+        "dflash_freeze_base_model": Key(True),
         "dflash_self_logit_distillation": Key(
             True, "the head always learns the base model's own distribution, not the labels"
         ),
@@ -344,24 +394,29 @@ MODES: dict[str, type[Mode]] = {mode.algorithm: mode for mode in (EagleMode, Med
 
 
 def read_mode(mode: Any) -> Mode:
-    """Read what `convert` is given: ``[(name, config)]`` or ``{"algorithm": name, "config":
+    """Read what `convert` is given: a name, ``[(name, config)]`` or ``{"algorithm": name, "config":
     config}``.
     """
-    match [mode] if isinstance(mode, Mapping) else mode:
-        case [{**pair}] if pair.keys() <= {"algorithm", "config"}:
-            name, config = pair.get("algorithm"), pair.get("config", {})
+    match [mode] if isinstance(mode, Mapping | str) else mode:
+        case [{**pair}] if "algorithm" in pair and pair.keys() <= {"algorithm", "config"}:
+            name, config = pair["algorithm"], pair.get("config", {})
+        case [{**pair}] if len(pair) == 1:
+            ((name, config),) = pair.items()
+        case [str(name)]:
+            config = None
         case [[name, config]]:
             pass
         case _:
             raise ArgumentError(
-                f'convert: mode must be [("eagle", config)], a pair in a list; got {reprlib.repr(mode)}'
+                f'convert: mode must be a name, "eagle", or a pair in a list, [("eagle", config)]; got '
+                f"{reprlib.repr(mode)}"
             )
     if name not in MODES:
         raise ArgumentError(
             f"convert: there is no mode {name!r}.{choices(str(name), MODES)} Heads of "
             "other kinds are trained with `forerun train KIND`"
         )
-    return MODES[name]({} if config is None else config)
+    return MODES[name](config)
 
 
 def check_ids(token_ids: Sequence[int] | Tensor, config: HeadConfig) -> Tensor:

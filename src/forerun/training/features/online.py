@@ -55,6 +55,10 @@ class OnlineFeatures:
         The mask takes B x S x S elements. An open autocast holds. ArgumentError if a document is
         longer than the model's context.
         """
+        return self.learning(batch)
+
+    def learning(self, batch: TokenBatch) -> FeatureBatch:
+        """Return `features` through which gradients reach what learns in the model."""
         longest = int(batch.positions.max()) + 1
         if longest > self.max_length:
             raise ArgumentError(
