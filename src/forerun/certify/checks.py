@@ -191,13 +191,13 @@ def _distribution_checks(run: Run) -> Iterator[Check]:
     longer = token_test(run, settings[0], tests=number)
     pace = Pace(tell=run.progress, total=sum(test.answers for test in [*tests, longer, tests[0], longer]))
     for test in [*tests, longer]:
-        yield chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
-    if run.rules <= {"argmax_walk", "sample_walk"}:
-        # The drafts of the examined drafter are never sampled: only these test residuals on this model.
-        for test in (tests[0], longer):
-            sampled = _by_a_sampling_drafter(run, test)
-            if sampled is not None:
-                yield chi_square_check(run, sampled, pace)
+        check = chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
+        yield check
+    # Drafts that were never sampled test no residual: another drafter's do.
+    for test, rules in ((tests[0], run.rules), (longer, check.figures["rules"])):
+        sampled = _by_a_sampling_drafter(run, test) if {*rules} <= {"argmax_walk", "sample_walk"} else None
+        if sampled is not None:
+            yield chi_square_check(run, sampled, pace)
 
 
 def _drafts(run: Run, test: Test) -> bool:
@@ -489,11 +489,12 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "first_p_value": first}
     sample = {"samples": test.samples, "cells": test.possible, "level": test.level, "passed_over": test.passed_over}
     power = {"detects_total_variation": test.detects, "power": run.plan.power}
+    drafts = {"drafted": drafted, "accepted": accepted, "depth": depth, "rules": sorted(stats.steps_per_rule)}
     return Check(
         name=f"sampled distribution, {test.setting.name}",
         passed=chance >= test.level and drafted > 0,
         summary=summary,
-        figures={**fit, **sample, **power, "drafted": drafted, "accepted": accepted, "depth": depth},
+        figures={**fit, **sample, **power, **drafts},
     )
 
 
