@@ -131,4 +131,4 @@ def test_tokens_per_pass_has_one_name() -> None:
         for match in others.finditer(path.read_text(encoding="utf-8"))
     ]
     # What `forerun train --dry-run` calls so are tokens of a step of the optimizer.
-    assert [one for one in found if not one.startswith("src/forerun/training/run.py")] == []
+    assert [one for one in found if not one.startswith("src/forerun/training/dry_run.py")] == []

@@ -39,7 +39,6 @@ ORDER = (
     ("training",),
     ("plan", "certify", "demo", "serve", "bench"),
     ("deploy",),
-    ("speedup",),
     ("cli",),
     ("__main__",),
 )

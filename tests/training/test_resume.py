@@ -25,7 +25,8 @@ HARMLESS = {
     *("output", "target_parallel", "trackers", "evaluation.settings.rows"),
     *("objective.gradient_checkpointing", "objective.flex_attention"),
     *("training.max_seconds", "training.gradient_checkpointing", "training.save_every_s", "training.save_every_steps"),
-    *("training.eval_every_steps", "training.keep_checkpoints", "training.log_every_steps"),
+    *("training.eval_every_steps", "training.keep_checkpoints", "training.log_every_steps", "training.patience"),
+    "training.find_rate",  # before the first step
 }
 """What may change; all that is not here may not."""
 ELSEWHERE = {"kind", "target", "data", "mode", "features", "evaluation.prompts", "output", "trackers"}
@@ -40,6 +41,8 @@ OTHER: dict[str, Any] = {
     "objective.writer": "target",
     "training.steps": 2,
     "training.max_seconds": 1e9,
+    "training.eval_every_steps": 1,
+    "training.patience": 3,
     "training.optimizer": "muon",
     "training.betas": [0.5, 0.5],
     "training.schedule": "linear",

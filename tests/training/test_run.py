@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
+from forerun.heads.files import HeadCheckpoint, TargetFacts, read_head, write_head
+from forerun.model.fingerprint import fingerprint
 from forerun.training import run
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
@@ -40,6 +43,19 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     assert any("eval/tree_t1" in line for line in log)
 
     assert drafts(target, "eagle3", late["head"], top_k=2, nodes=6) > 1.2
+    assert read_head(late["head"]).target == fingerprint(target)
+
+
+def test_a_head_that_was_trained_for_other_weights_is_loaded_with_a_warning(
+    target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = HeadCheckpoint.of(head())
+    for trained_for, warns in ((fingerprint(target), 0), ("another", 1), (None, 0)):
+        caplog.clear()
+        facts = TargetFacts.read(target)
+        written = write_head(replace(stored, target=trained_for), tmp_path / str(trained_for), "flat", facts)
+        drafts(target, "eagle3", written, top_k=2, nodes=6)
+        assert caplog.text.count("another revision of the model") == warns
 
 
 @pytest.mark.parametrize(
@@ -69,13 +85,15 @@ def test_models_that_do_not_fit_beside_each_other_are_told_of_before_one_is_load
 
 def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where that does not pay: what is asked is how often the head is right."""
-    measured, stats = list[SpeculationStats](), run._stats
+    measured, stats = list[list[SpeculationStats]](), run._stats
     monkeypatch.setattr(run, "_stats", lambda *given: measured.append(stats(*given)) or measured[-1])
     prompts, settings = [tokens(3), tokens(5)], EvaluationSettings(max_tokens=24, num_speculative_tokens=3, nodes=6)
     found = run.evaluate(head_shapes(head(), model(), settings), model(), prompts, settings)
     assert {"chain_t0", "tree_t0", "chain_t1", "tree_t1", "acceptance_0", "acceptance_2"} <= found.keys()
     assert len(measured) == 4
-    for one, of in zip(measured, ("", "tree_t0_", "chain_t1_", "tree_t1_"), strict=True):
+    assert 0 <= found["chain_t0_interval"] < 3, "of two prompts"
+    for each, of in zip(measured, ("", "tree_t0_", "chain_t1_", "tree_t1_"), strict=True):
+        one = run.pool(each)
         assert [found[f"acceptance_{of}{depth}"] for depth in range(3)] == one.acceptance_per_depth
         assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
         assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
@@ -256,6 +274,8 @@ LEAST = {
     ("word", "named"),
     [
         ("training.learning_rat=1", r"unknown key 'training\.learning_rat'\. Did you mean 'training\.learning_rate'"),
+        ("learning_rat=1", r"unknown key 'learning_rat'\. Did you mean 'training\.learning_rate'"),
+        ("steps=5", r"Did you mean 'objective\.steps' or 'training\.steps'"),
         ("training={learning_rat: 1, steps: 0}", r"training\.steps must be .*1, or none, got 0\..*learning_rat'"),
         ("training.learning_rate=-1", r"training\.learning_rate must be greater than 0, got -1"),
         ("training=5", "training holds further keys, got 5"),

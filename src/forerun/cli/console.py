@@ -95,15 +95,28 @@ def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), *times)
     with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         number, line = bar.add_task(task, total=total, completed=done), _line_a_minute(console)
+        first: float | None = None  # What was done before: its pace says nothing of what is left
 
         def update(**changes: Any) -> None:
+            nonlocal first
             bar.update(number, **changes)
+            [now] = bar.tasks
+            first = now.completed if first is None else first
             if not console.is_terminal:
-                [now] = bar.tasks
                 of = "" if now.total is None else f" of {now.total:,.0f}"
-                line(f"{task}: {now.completed:,.0f}{of} after {now.elapsed or 0:,.0f} s")
+                elapsed = now.elapsed or 0.0
+                line(f"{now.description}: {now.completed:,.0f}{of} after {elapsed:,.0f} s{_time_left(now, first)}")
 
         yield update
+
+
+def _time_left(now: Any, first: float) -> str:
+    """Return how long rich's task `now` will take at the pace since `first` was done, as an end of a sentence."""
+    done = now.completed - first
+    if now.total is None or done <= 0 or not now.elapsed:
+        return ""
+    seconds = (now.total - now.completed) * now.elapsed / done
+    return f", about {seconds / 60:,.0f} min left" if seconds >= 90 else f", about {seconds:,.0f} s left"
 
 
 def _line_a_minute(console: Console) -> Callable[[str], None]:

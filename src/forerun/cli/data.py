@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,8 +74,10 @@ def prepare(
         Room for the answer to a conversation that ends with its user, which `objective.writer=target` writes while a
         head trains; 0: such a conversation is an error.
     draft_vocab_size
-        Say how much of the answers a draft vocabulary of this size covers.
+        Say how much of the answers a draft vocabulary of this size covers, and how much of documents that it was not
+        chosen from.
     """
+    from forerun.training.data.answers import about_answers
     from forerun.training.data.prepare import prepare as convert
     from forerun.writing import TokenizerIdentity
 
@@ -94,13 +97,14 @@ def prepare(
         done = convert(files, tokenizer, output, name=target, **how)
     summary = done.summary()
     if draft_vocab_size is not None:
-        from forerun.training.data.store import coverage, draft_vocabulary, token_counts
+        from forerun.training.data.store import draft_coverage
 
-        counts = token_counts(done.data, known)
-        covered = coverage(counts, draft_vocabulary(counts, draft_vocab_size))
-        summary["draft_vocabulary"] = {"size": draft_vocab_size, "coverage": round(covered, 6)}
+        [found] = draft_coverage(done.data, known, [draft_vocab_size])
+        summary["draft_vocabulary"] = asdict(found)
     for complaint in done.complaints:
         console.warn(f"skipped: {complaint}")
+    for sentence in about_answers(done.data):
+        console.warn(sentence)
     if json:
         console.out().file.write(dumps(summary, ensure_ascii=False) + "\n")
     else:
@@ -119,6 +123,7 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         "skipped": "records skipped",
         "cut": f"longer than {summary['max_length']} tokens, cut or split",
         "dropped": "dropped: no token counts",
+        "empty": "answers are empty: they are not learned",
         "unwritten": "prompts, to be answered while a head trains (objective.writer=target)",
     }
     told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
@@ -126,7 +131,14 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         out.print("; ".join(told))
     if "draft_vocabulary" in summary:
         found = summary["draft_vocabulary"]
-        out.print(f"a draft vocabulary of {found['size']:,} covers {found['coverage']:.2%} of the tokens that count")
+        seen, unseen = found["coverage"], found["held_out_coverage"]
+        out.print(f"a draft vocabulary of {found['size']:,} covers {seen:.2%} of the tokens that count")
+        if unseen is None:
+            out.print("with a single document nobody can say what it covers of other text")
+        else:
+            out.print(
+                f"chosen from four fifths of the documents it covers {unseen:.2%} of the others, and so of new text"
+            )
 
 
 @data.command
@@ -227,12 +239,16 @@ def regenerate(
         "by": Path(asked.model or str(asked.target)).resolve().name,
     }
     director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
+    began = time.monotonic()
     with console.progress_bar("regenerating") as update:
 
         def tell(progress: AnswerRun) -> None:
-            update(completed=progress.done, total=progress.total)
+            pace = progress.tokens / max(time.monotonic() - began, 1e-9)
+            told = f"regenerating at {pace:,.0f} tokens/s" if progress.tokens else "regenerating"
+            update(completed=progress.done, total=progress.total, description=told)
 
         todo = AnswerRun(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
+        tell(todo)
         try:
             if asked.endpoint is not None:
                 server = Endpoint(url=asked.endpoint, model=str(asked.model))

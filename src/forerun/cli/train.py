@@ -21,6 +21,7 @@ _TITLES = {
     "already_finished": "nothing was trained",
     "interrupted": "interrupted",
     "time": "stopped by training.max_seconds",
+    "no_gain": "stopped: acceptance on held-out prompts no longer rises (training.patience)",
 }
 _SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft", "model")
 _FINISHED = (
@@ -74,10 +75,12 @@ def train(
     parallel
         With several processes: ddp, or fsdp for heads that do not fit one device.
     dry_run
-        Print parameters, memory, steps and the effective recipe; train nothing.
+        Say what the run means: parameters, memory, time, passes over the data, advice and the effective recipe; train
+        nothing.
     allow_changes
         Go on from a checkpoint although the recipe has changed since.
     """
+    from forerun.training.dry_run import plan
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe
     from forerun.training.run import TrainingRun
@@ -93,8 +96,10 @@ def train(
     try:
         if from_traffic is not None:
             recipe = replace(recipe, data=processes.on_first(lambda: _prepare_traffic(from_traffic, recipe)))
-        run = TrainingRun(recipe, processes)
-        outcome = run.plan() if dry_run else run.train(allow_changes=allow_changes)
+        if dry_run:
+            outcome = plan(recipe, processes)
+        else:
+            outcome = TrainingRun(recipe, processes).train(allow_changes=allow_changes)
         if processes.first:
             if outcome.get("reason") == "already_finished":
                 console.warn(_FINISHED.format(recipe.output, outcome["steps"]))
@@ -144,9 +149,11 @@ def _show(outcome: dict[str, Any], *, dry_run: bool, json: bool) -> None:
         return
     table = console.table(title="dry run: nothing is trained" if dry_run else _TITLES[outcome["reason"]])
     for name, value in outcome.items():
-        if name != "recipe" if dry_run else name in _SHOWN and value is not None:
+        if name not in ("recipe", "advice") if dry_run else name in _SHOWN and value is not None:
             number = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else None
             table.add_row(name.replace("_", " "), number or str(value))
     console.out().print(table)
     if dry_run:
+        for sentence in outcome["advice"]:
+            console.out().print(f"* {sentence}")
         console.out().print_json(json_module.dumps(outcome["recipe"]))

@@ -5,6 +5,7 @@ children with no catching up.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +27,11 @@ from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.base import Head, check_fits
 from forerun.heads.catalogue import check_head_named
 from forerun.heads.runner import BlockRunner, HeadRunner, ParallelRunner, RecurrentRunner, SequentialRunner
+from forerun.model.fingerprint import fingerprint
 from forerun.model.kernels import forwards, packing
 from forerun.types import Boundary, Budget, DraftKind
+
+log = logging.getLogger(__name__)
 
 RUNNERS: dict[Way, type[HeadRunner]] = {
     "sequential": SequentialRunner,
@@ -258,7 +262,9 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
     if isinstance(head, str | Path):
         from forerun.model.names import resolve
 
-        head = import_named(READ_HEAD)(resolve(head), num_layers=target.num_layers).build(target.dtype)
+        stored = import_named(READ_HEAD)(resolve(head), num_layers=target.num_layers)
+        _compare_weights(stored.target, target.name_or_path, head)
+        head = stored.build(target.dtype)
     if not isinstance(head, Head):
         raise ArgumentError(
             f"{kind.name}: model is a directory, a hub id or a head of the kind {kind.stored_as}, got "
@@ -270,6 +276,18 @@ def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Hea
         if config.repack:
             repack(head)
     return head
+
+
+def _compare_weights(trained_for: str | None, target: str, head: str | Path) -> None:
+    """Warn of a head that was trained for other weights than those of the checkpoint `target`, as far as is known."""
+    now = fingerprint(target) if trained_for is not None else None
+    if now is not None and now != trained_for:
+        log.warning(
+            "%s was trained for another revision of the model than %s (weights %s, here %s): answers stay right, but "
+            "less of what it drafts is accepted. Take the weights that it was trained for, or go on training: "
+            "draft.start=%s",
+            *(head, target, trained_for, now, head),
+        )
 
 
 def repack(head: Head) -> None:

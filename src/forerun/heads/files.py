@@ -58,6 +58,7 @@ class HeadCheckpoint:
     in.
     """
     notes: tuple[str, ...] = ()  # Doubts of the reader, as sentences for the user
+    target: str | None = None  # `fingerprint` of the weights that it was trained for, where the file says it
 
     def __post_init__(self) -> None:
         check_tensors(self.config, self.tensors)
@@ -149,6 +150,7 @@ class StoredFiles:
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, Tensor]  # Tensors of all shards, under the names on disk
+    target: str | None = None  # `HeadCheckpoint.target`, from the metadata of the weights' file
 
 
 class Format(ABC):
@@ -379,6 +381,8 @@ def is_head(config: Mapping[str, Any]) -> bool:
 
 log = logging.getLogger(__name__)
 CONFIG, README, TRTLLM = "config.json", "README.md", "trtllm.yaml"
+TARGET = "forerun.target"
+"""The entry of safetensors' metadata with the fingerprint of the target; engines read no entry but ``format``."""
 OURS = {CONFIG, INDEX, README, TRTLLM, ".gitattributes"}
 """Files that a directory may hold, beside weights, to be replaced by a new export."""
 UNKNOWN_NOTE = (
@@ -410,7 +414,7 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
     except Exception as error:
         raise locate_error(stored.directory, error) from error
     told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
-    return dataclasses.replace(found, notes=(*found.notes, *told))
+    return dataclasses.replace(found, notes=(*found.notes, *told), target=stored.target)
 
 
 def locate_error(directory: Path, error: Exception) -> CheckpointError:
@@ -466,13 +470,15 @@ def read_files(path: str | Path) -> StoredFiles:
         error=CheckpointError,
     )
     tensors: dict[str, Tensor] = {}
+    target = None
     for file in weight_files(directory) if weights == SINGLE else [directory / weights]:
         twice = sorted(tensors.keys() & read_header(file).keys())
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
         with safe_open(file, "pt") as stored:
+            target = (stored.metadata() or {}).get(TARGET)
             tensors |= {name: stored.get_tensor(name) for name in stored.keys() if chosen.keeps(config, name)}  # noqa: SIM118
-    return StoredFiles(directory=directory, config=config, tensors=tensors)
+    return StoredFiles(directory=directory, config=config, tensors=tensors, target=target)
 
 
 def write_head(
@@ -495,7 +501,8 @@ def write_head(
     config, tensors = chosen.write(checkpoint, target)
     with replace_folder(final) as folder:
         whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, folder / chosen.weights, {"format": "pt"})
+        marks = {} if checkpoint.target is None else {TARGET: checkpoint.target}
+        save_file(whole, folder / chosen.weights, {"format": "pt", **marks})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
         for name, text in written.items():
             (folder / name).write_text(text, encoding="utf-8")

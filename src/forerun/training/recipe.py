@@ -5,6 +5,7 @@ and over the file.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import typing
@@ -17,7 +18,7 @@ import yaml
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.drafters.kinds import kind_named, objective_for
-from forerun.errors import ArgumentError, choices, refuse
+from forerun.errors import ArgumentError, choices, nearest, refuse
 from forerun.losses.objective import STRICT, Count, Natural, complaint
 from forerun.training.loop.settings import TrainSettings
 
@@ -92,9 +93,15 @@ class TrainRecipe(Generic[Settings]):
                 "mode=offline and features=DIRECTORY belong together: give both or neither",
             ),
             (
-                self.evaluation.prompts is None and (self.training.eval_every_steps or self.training.best_metric),
-                "training.eval_every_steps and training.best_metric are about an evaluation, and there is none: name "
-                "prepared data, held out, in evaluation.prompts, or leave them away",
+                self.evaluation.prompts is None
+                and (self.training.eval_every_steps or self.training.best_metric or self.training.patience),
+                "training.eval_every_steps, training.best_metric and training.patience are about an evaluation, and "
+                "there is none: name prepared data, held out, in evaluation.prompts, or leave them away",
+            ),
+            (
+                self.training.find_rate and getattr(self.objective, "writer", "data") != "data",
+                "training.find_rate reads the first batches several times, which objective.writer would write anew: "
+                "find the rate in a run on the data's own text",
             ),
         )
 
@@ -167,6 +174,12 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
         known, where = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))], key[: -len(path[-1])]
+        if not nearest(path[-1], known, 0.8):
+            everywhere = _keys(TrainRecipe, settings)
+            last_parts = {one.rpartition(".")[2] for one in everywhere}
+            for close in difflib.get_close_matches(path[-1], last_parts, n=1, cutoff=0.8):
+                meant = [repr(one) for one in everywhere if one.rpartition(".")[2] == close]
+                return f"unknown key {key!r}. Did you mean {' or '.join(meant)}?"
         return f"unknown key {key!r}.{choices(key, [where + name for name in known])}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):
@@ -181,6 +194,16 @@ def _type_at(path: Sequence[str], settings: type) -> Any:
     for name in path:
         hint = settings if name == "objective" else typing.get_type_hints(hint)[name]
     return hint
+
+
+def _keys(made: type, settings: type, where: str = "") -> list[str]:
+    """Return the whole keys of a recipe, such as ``training.steps``, for an objective with these `settings`."""
+    hints, found = typing.get_type_hints(made), list[str]()
+    for item in dataclasses.fields(made):
+        hint = settings if item.name == "objective" else hints[item.name]
+        key = where + item.name
+        found += _keys(hint, settings, f"{key}.") if dataclasses.is_dataclass(hint) else [key]
+    return found
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]

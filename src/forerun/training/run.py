@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -31,13 +32,15 @@ from forerun.model.load import LoadOptions, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, open_named, refuse_unservable
 from forerun.model.support import text_config
+from forerun.training.data.answers import about_answers
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, describe, find_loaded
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, wrap_parallel
-from forerun.training.loop.trackers import tracker
+from forerun.training.loop.settings import TrainSettings
+from forerun.training.loop.trackers import INTERVAL, tracker
 from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flatten, to_plain
@@ -92,6 +95,9 @@ class TrainingRun:
 
     def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
+        if parallel.first:
+            for sentence in about_answers(self.data):
+                log.warning("%s: %s", recipe.data, sentence)
         training = Training(
             self.objective,
             self.batches,
@@ -116,9 +122,9 @@ class TrainingRun:
         settings, target = self.recipe.evaluation.settings, self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
 
-    def plan(self) -> dict[str, Any]:
-        """Return parameters, bytes, steps, and the measured time of a step; nothing is trained."""
-        settings, windows = self.recipe.training, self.recipe.windows
+    def measure(self) -> dict[str, Any]:
+        """Return parameters, bytes, and the measured seconds of a step; nothing is trained."""
+        settings = self.recipe.training
         weights = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         steps = settings.total_steps(self.batches.steps_per_epoch)
         if self.batches.writer is not None:
@@ -129,20 +135,12 @@ class TrainingRun:
         last = (steps - 1) * settings.accumulation
         backward(model, self.batches, last, (steps - 1) / steps, settings, self.parallel)
         seconds = time.perf_counter() - began
-        steps = settings.total_steps(self.batches.steps_per_epoch, 1, seconds)
         self.module.zero_grad()
-        moments = 2 if settings.optimizer == "adamw" else 1
         return {
             "trainable_parameters": weights,
-            "weights_gradients_and_optimizer_bytes": 4 * weights * (2 + moments),
+            "weights_gradients_and_optimizer_bytes": bytes_of_training(weights, settings),
             "target_bytes": int(self.model.get_memory_footprint()),
-            "documents": len(self.data),
-            "tokens": self.data.num_tokens,
-            "steps": steps,
-            "tokens_per_step": windows.rows * windows.length * settings.accumulation * self.parallel.world,
             "seconds_per_step": seconds,
-            "hours": steps * seconds / 3600,
-            "recipe": to_plain(self.recipe),
         }
 
     def fixed(self) -> dict[str, Any]:
@@ -178,6 +176,12 @@ class TrainingRun:
         output, facts = Path(self.recipe.output), TargetFacts.of(self.model.config, self.recipe.target)
         self.trained.write(module, output / self.trained.folder, facts)
         return (self.trained.folder, *self.trained.beside)
+
+
+def bytes_of_training(weights: int, settings: TrainSettings) -> int:
+    """Return the bytes of so many float32 weights, their gradients and what the optimizer keeps of them."""
+    moments = 2 if settings.optimizer == "adamw" else 1
+    return 4 * weights * (2 + moments)
 
 
 class RunBatches(Batches):
@@ -312,6 +316,7 @@ def evaluate(
     The configurations of `Trained.shapes` draft. ``chain_t0``, ``tree_t0``, ``chain_t1``,
     ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0`` ... say how often the
     chain at temperature 0 got that far, and ``acceptance_tree_t1_0`` ... how often the others did.
+    ``chain_t0_interval`` is half of the 95 % interval of ``chain_t0``, by how much prompts differ; one prompt has none.
     """
     from forerun import LLM
 
@@ -329,20 +334,42 @@ def evaluate(
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, **plain)
         for name, config in shapes.items():
-            stats = _stats(llm, prompts, params, {**config, "adaptive": False})
+            each = _stats(llm, prompts, params, {**config, "adaptive": False})
+            stats = pool(each)
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
+            if len(each) > 1:
+                found[f"{name}_t{temperature}{INTERVAL}"] = half_interval(each)
             found |= {rate_name(name, temperature, d): rate for d, rate in enumerate(stats.acceptance_per_depth)}
     return found
 
 
 def _stats(
     llm: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, config: Mapping[str, Any]
-) -> SpeculationStats:
-    total = SpeculationStats()
+) -> list[SpeculationStats]:
+    """Return what each prompt's answer cost."""
     with torch.random.fork_rng(devices=[]):
-        for output in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config):
-            total.add(output.outputs[0].speculation)
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config)
+    return [output.outputs[0].speculation for output in outputs]
+
+
+def pool(each: Sequence[SpeculationStats]) -> SpeculationStats:
+    """Return the sum of the statistics of several answers."""
+    total = SpeculationStats()
+    for one in each:
+        total.add(one)
     return total
+
+
+def half_interval(each: Sequence[SpeculationStats]) -> float:
+    """Return half of the 95 % interval of the mean acceptance length of several answers, two at least.
+
+    It is that of a ratio of sums: prompts are drawn, the steps within an answer are not independent.
+    """
+    total = pool(each)
+    length = total.mean_acceptance_length - 1
+    off = [one.num_accepted_draft_tokens - length * one.num_spec_steps for one in each]
+    spread = sum(value**2 for value in off) * len(each) / (len(each) - 1)
+    return 1.96 * math.sqrt(spread) / max(1, total.num_spec_steps)
 
 
 def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:

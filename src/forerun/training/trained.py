@@ -35,6 +35,7 @@ from forerun.errors import (
 )
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.model.fingerprint import fingerprint
 from forerun.model.layers import is_quantised
 from forerun.model.load import LoadOptions, save_model
 from forerun.model.names import resolve, tokenizer_beside
@@ -291,7 +292,8 @@ class TrainedHead(Trained):
 
     def write(self, module: nn.Module, folder: Path, facts: TargetFacts) -> None:
         assert isinstance(module, Head), "from `blank`"
-        write_head(HeadCheckpoint.of(module), folder, format_for(module.config.kind), facts)
+        made = replace(HeadCheckpoint.of(module), target=fingerprint(resolve(facts.name_or_path)))
+        write_head(made, folder, format_for(module.config.kind), facts)
 
     def _head(self, model: Any, data: PreparedData) -> Head:
         draft, kind = self.recipe.draft, self.kind

@@ -73,11 +73,35 @@ def test_a_template_that_rewrites_history_is_refused_with_the_reason() -> None:
     assert counted(tokenizer, last) == ["hm#4</s>"] and "hm#yes" not in tokenizer.decode(last.tokens)
 
 
-def test_a_prompt_that_merges_with_the_answer_is_refused_with_that_reason() -> None:
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}x{% endif %}"
-    tokenizer = byte_tokenizer(template, extra=["xy"])
+SPOKEN = (
+    "{% for m in messages %}<{{ m['role'] }}>\n{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n{% endif %}"
+)
+"""As ChatML: a line break stands before the answer, and merges with spaces that the answer begins with."""
+
+
+def test_an_answer_that_begins_with_spaces_is_read_apart_from_its_prompt() -> None:
+    tokenizer = byte_tokenizer(SPOKEN, extra=["ĊĠĠ"])
+    code = [CHAT[1], {"role": "assistant", "content": "  return 1"}, CHAT[3], {"role": "assistant", "content": "4"}]
+    encoded = RecordEncoder(tokenizer).encode(talk(*code))
+    assert counted(tokenizer, encoded) == ["  return 1</s>", "4</s>"]
+    prompt = apply_template(tokenizer, code[:1], (), add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert encoded.tokens[: len(prompt["input_ids"])] == prompt["input_ids"], "what the target reads when it is served"
+
+
+def test_an_answer_that_merges_is_refused_where_its_tokenizer_cannot_read_it_apart() -> None:
+    tokenizer = byte_tokenizer(SPOKEN, extra=["ĊĠĠ"])
+    code = [{"role": "user", "content": "what is </s>?"}, {"role": "assistant", "content": "  return 1"}]
     with pytest.raises(DataError, match="merge"):
-        RecordEncoder(tokenizer).encode(talk({"role": "user", "content": "a"}, {"role": "assistant", "content": "xy"}))
+        RecordEncoder(tokenizer).encode(talk(*code))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_an_empty_answer_is_not_learned_as_an_end(template: str) -> None:
+    tokenizer = byte_tokenizer(template)
+    silent = [CHAT[1], {"role": "assistant", "content": " "}, *CHAT[3:]]
+    assert counted(tokenizer, RecordEncoder(tokenizer).encode(talk(*silent))) == ["4</s>"]
+    assert not any(RecordEncoder(tokenizer).encode(talk(*silent[:2])).mask)
 
 
 def test_markers_around_nothing_are_refused() -> None:

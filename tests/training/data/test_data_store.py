@@ -12,7 +12,16 @@ from damage import flipped
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.training.data import store as prepared
 from forerun.training.data.prepare import prepare
-from forerun.training.data.store import PackedWindows, PreparedData, Segment, coverage, draft_vocabulary, token_counts
+from forerun.training.data.store import (
+    DraftCoverage,
+    PackedWindows,
+    PreparedData,
+    Segment,
+    coverage,
+    draft_coverage,
+    draft_vocabulary,
+    token_counts,
+)
 from training.data.conftest import CHAT, MARKED, PLAIN, byte_tokenizer, random_documents, store, write_lines
 
 DOCUMENTS = [([1, 2, 3], [False, True, True]), ([4, 5], [False, True])]
@@ -93,7 +102,7 @@ def test_the_manifest_says_what_went_in(tmp_path: Path) -> None:
     manifest = done.data.manifest
     assert manifest["counts"] == {
         "documents": 2, "tokens": done.data.num_tokens, "counted_tokens": 9, "records": 2, "conversations": 1,
-        "skipped": 1, "dropped": 0, "cut": 0, "unwritten": 0,
+        "skipped": 1, "dropped": 0, "cut": 0, "unwritten": 0, "empty": 0,
     }  # fmt: skip
     assert manifest["sources"][0]["records"] == 2 and len(manifest["sources"][0]["sha256"]) == 64
     assert len(done.complaints) == 1 and "wrong" in done.complaints[0]
@@ -262,3 +271,10 @@ def test_coverage_is_the_share_that_can_be_said() -> None:
     counts = torch.tensor([6, 0, 3, 1])
     assert coverage(counts, torch.tensor([0, 2])) == pytest.approx(0.9)
     assert coverage(torch.zeros(4), torch.tensor([0])) == 1.0
+
+
+def test_coverage_is_also_told_of_documents_that_the_vocabulary_was_not_chosen_from(tmp_path: Path) -> None:
+    documents = [([number, number], [False, True]) for number in (1, 2, 3, 4, 9)]
+    data, alone = store(tmp_path / "data", documents), store(tmp_path / "one", documents[:1])
+    assert draft_coverage(data, 100, [5]) == [DraftCoverage(size=5, coverage=1.0, held_out_coverage=0.0)]
+    assert draft_coverage(alone, 100, [5]) == [DraftCoverage(size=5, coverage=1.0, held_out_coverage=None)]

@@ -21,9 +21,10 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.errors import ArgumentError, NumericError
 from forerun.losses.objective import FeatureBatch, LossReport, Objective
-from forerun.training.loop import trainer
+from forerun.training.loop import range_test, trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel
+from forerun.training.loop.range_test import choose_factor
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, tracker
 from forerun.training.loop.trainer import rate_factor
@@ -467,3 +468,46 @@ def test_no_step_of_a_run_has_rate_zero() -> None:
         assert all(rate_factor(step, 5, settings) > 0 for step in range(5))
         assert rate_factor(0, 1, settings) == 1.0
     assert rate_factor(0, 1, TrainSettings(warmup_steps=1, schedule="linear")) == 1.0
+
+
+def test_without_a_number_a_tenth_of_the_run_lies_between_evaluations() -> None:
+    settings = TrainSettings()
+    found, former = list[int](), 0
+    for step in range(1, 1001):
+        if settings.evaluates(step, former, 1000):
+            found.append(step)
+            former = step
+    assert found == [*range(100, 1001, 100)]
+    assert not any(settings.evaluates(step, 0, 40) for step in range(40)), "a short run is evaluated at its end"
+    assert not settings.evaluates(100, 0, 1000, share=0.5), "evaluations took half as long as all steps"
+    assert not TrainSettings(eval_every_steps=0).evaluates(100, 0, 1000)
+
+
+def test_training_ends_where_evaluation_no_longer_gains(tmp_path: Path) -> None:
+    scores = iter([1.0, 2.0, 1.5, 2.0, 9.0])
+    choice = settings(steps=20, eval_every_steps=2, patience=2)
+    result = train(Toy(), Numbers(), choice, tmp_path, evaluate=lambda step: {"a": next(scores)})
+    assert (result.reason, result.steps, result.best_step) == ("no_gain", 8, 4)
+    assert result.checkpoint.name == "checkpoint-8"
+
+
+def test_a_range_test_takes_what_learns_fastest_and_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial's rate is a factor on the recipe's; from there the run is one that began with that rate."""
+    monkeypatch.setattr(range_test, "ALIKE", 0.0)  # the toy learns little in a few steps
+    found = run(tmp_path / "found", steps=6, find_rate=True, learning_rate=1e-3)
+    lines = logged(tmp_path / "found")
+    losses = {name: value for name, value in lines[0].items() if name.startswith("loss at")}
+    rate = lines[1]["found_learning_rate"]
+    assert len(losses) == 4 and rate > 1e-3
+    given = run(tmp_path / "given", steps=6, learning_rate=rate)
+    assert found.loss == pytest.approx(given.loss)
+
+
+@pytest.mark.parametrize(
+    ("losses", "best"),
+    [({1.0: math.inf}, 1.0), ({1.0: 2.0, 3.0: 1.9, 10.0: 1.0}, 10.0), ({1.0: 2.0, 3.0: 1.999}, 1.0)],
+)
+def test_of_factors_that_are_alike_the_lowest_is_taken(losses: dict[float, float], best: float) -> None:
+    assert choose_factor(losses) == best

@@ -85,8 +85,8 @@ def prepare(
         "chat_template_kwargs": variables,
     }
     # Records understood; of these conversations; those cut or split; documents without a token to learn, after cutting,
-    # and those whose answer is yet to be written.
-    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0, "unwritten": 0}
+    # those whose answer is yet to be written, and answers that are empty.
+    counts = {"records": 0, "conversations": 0, "cut": 0, "dropped": 0, "unwritten": 0, "empty": 0}
     sources: list[dict[str, Any]] = []
     about = {"max_length": max_length, "options": options, "sources": sources, "counts": counts}
 
@@ -97,6 +97,7 @@ def prepare(
             for record, encoded in usable_records(path, bad, encoder.encode):
                 counts["records"] += 1
                 counts["conversations"] += bool(record.messages)
+                counts["empty"] += sum(is_empty(record, turn) for turn in range(len(record.messages)))
                 counts["cut"] += len(encoded.tokens) > max_length
                 unwritten = encoded.tokens[-1:] == [UNWRITTEN]
                 for start in range(0, len(encoded.tokens) if split_long and not unwritten else 1, max_length):
@@ -176,7 +177,7 @@ class RecordEncoder:
             return Encoded(tokens, [index >= given for index in range(len(tokens))])
         if not self.tokenizer.chat_template and record.pair is not None:
             prompt, answer = self._ids(record.pair[0]), self._ids(record.pair[1], special=False)
-            if self.tokenizer.eos_token_id is not None and not record.truncated:
+            if self.tokenizer.eos_token_id is not None and answer and not record.truncated:
                 answer.append(int(self.tokenizer.eos_token_id))
             return Encoded(prompt + answer, [False] * len(prompt) + [True] * len(answer))
         return self._encode_chat(record)
@@ -194,6 +195,10 @@ class RecordEncoder:
                 "no assistant turn, so there is nothing to learn from (forerun data regenerate writes one; "
                 "--answer-tokens leaves room for one that is written while a head trains)"
             )
+        turns = [turn for turn in turns if not is_empty(record, turn)]
+        if not turns:
+            prompt = list(self._render(record.messages[:-1], record, add_generation_prompt=True)["input_ids"])
+            return Encoded(prompt, [False] * len(prompt))
         messages = record.messages[: turns[-1] + 1]
         self._check_calls(messages, turns[-1:] if self.last_turn_only else turns, record)
         if record.truncated:
@@ -264,7 +269,8 @@ class RecordEncoder:
         """
         template = self.tokenizer.get_chat_template(tools=list(record.tools) or None)
         marked = MARKER.search(template) and not self._writes_marks(messages, record)
-        if self.last_turn_only or not turns or not marked:
+        answers = sum(message["role"] == "assistant" for message in messages)
+        if self.last_turn_only or not turns or len(turns) < answers or not marked:
             return self._by_prefixes(messages, turns, record, **ending)
         rendered = self._render(messages, record, return_assistant_tokens_mask=True, **ending)
         mask = [bool(counted) for counted in rendered["assistant_masks"]]
@@ -293,23 +299,59 @@ class RecordEncoder:
             prompt = self._render(messages[:turn], record, add_generation_prompt=True)["input_ids"]
             whole, part = turn == len(messages) - 1 and not ending, f"messages 1 to {turn + 1}"
             answered = tokens if whole else self._render(messages[: turn + 1], record)["input_ids"]
-            self._check_prefix(prompt, answered, f"the prompt for message {turn + 1}", part)
-            self._check_prefix(answered, tokens, part, "the whole conversation")
+            which = f"the prompt for message {turn + 1}"
+            if not (
+                self._is_prefix(prompt, answered, which, part)
+                and self._is_prefix(answered, tokens, part, "the whole conversation")
+            ):
+                return self._by_pieces(messages, turns, record, tokens, **ending)
             for index in range(len(prompt), self._stop(tokens, len(prompt), len(answered))):
                 mask[index] = True
         if turns and not any(mask):
             raise DataError("the chat template renders every answer of this conversation as nothing")
         return Encoded(tokens, mask)
 
-    def _check_prefix(self, shorter: list[int], longer: list[int], which: str, whole: str) -> None:
-        """Refuse a template in which an earlier part of the text depends on what comes later."""
-        if longer[: len(shorter)] == shorter:
-            return
-        if self.tokenizer.decode(longer).startswith(self.tokenizer.decode(shorter)):
+    def _by_pieces(
+        self, messages: Sequence[Message], turns: Sequence[int], record: Record, merged: list[int], **ending: Any
+    ) -> Encoded:
+        """Encode every prompt and every answer by itself, as the target reads and writes them: no token reaches from
+        one into the other.
+
+        That is how an answer is learned whose first spaces would merge with the prompt's last line break. `merged` are
+        the token ids of the text as a whole.
+        """
+        text = self._render(messages, record, tokenize=False, **ending)
+        tokens, mask, read = list[int](), list[bool](), 0
+        for turn in turns:
+            prompt = self._render(messages[:turn], record, add_generation_prompt=True, tokenize=False)
+            answered = text
+            if ending or turn < len(messages) - 1:
+                answered = self._render(messages[: turn + 1], record, tokenize=False)
+            tokens += self._ids(text[read : len(prompt)], special=False)
+            start = len(tokens)
+            tokens += self._ids(text[len(prompt) : len(answered)], special=False)
+            mask += [False] * (start - len(mask))
+            mask += [start <= index < self._stop(tokens, start, len(tokens)) for index in range(start, len(tokens))]
+            read = len(answered)
+        tokens += self._ids(text[read:], special=False)
+        mask += [False] * (len(tokens) - len(mask))
+        # A tokenizer that begins every text with a space of its own would write one into the middle.
+        if self._writes_marks(messages, record) or self.tokenizer.decode(tokens) != self.tokenizer.decode(merged):
             raise DataError(
-                f"no usable loss mask: the text of {which} begins that of {whole}, but its last tokens merge with "
-                f"what follows; {_REMEDY}one whose prompt ends with a special token or a newline"
+                "no usable loss mask: the last tokens of a prompt or of an answer merge with what follows, and this "
+                f"tokenizer cannot read them apart; {_REMEDY}one whose prompt ends with a special token or a newline"
             )
+        return Encoded(tokens, mask)
+
+    def _is_prefix(self, shorter: list[int], longer: list[int], which: str, whole: str) -> bool:
+        """Return whether the tokens of an earlier part begin those of the whole; False where only its text does.
+
+        DataError for a template in which an earlier part of the text depends on what comes later.
+        """
+        if longer[: len(shorter)] == shorter:
+            return True
+        if self.tokenizer.decode(longer).startswith(self.tokenizer.decode(shorter)):
+            return False
         raise DataError(
             f"no usable loss mask: {which}, rendered alone, is not how {whole} begins. The chat template rewrites "
             f"earlier turns when later ones follow (dropping their thinking blocks, for example); {_REMEDY}count only "
@@ -331,6 +373,17 @@ class RecordEncoder:
 
     def _ids(self, text: str, *, special: bool = True) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+
+def is_empty(record: Record, turn: int) -> bool:
+    """Return whether an answer of the assistant says nothing, calls nothing and was not cut off.
+
+    Only its end could be learned of it.
+    """
+    message = record.messages[turn]
+    cut = record.truncated and turn == len(record.messages) - 1
+    said = str(message["content"]).strip() or message.get("reasoning_content") or message.get("tool_calls")
+    return message["role"] == "assistant" and not (cut or said)
 
 
 def apply_template(

@@ -77,7 +77,7 @@ class AnswerRun:
         self.records = [record for record in records if not self._is_answered(record, finished.get(record.id, ()))]
         self.total = len(records)  # Those of earlier runs included
         self.skipped, self.complaints = bad.count, bad.examples
-        self.written = self.answers = 0
+        self.written = self.answers = self.tokens = 0  # Tokens of all answers, as far as who wrote them says
         self.failed = 0  # Could not be answered; a later run tries them again
 
     @property
@@ -147,12 +147,16 @@ def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
         written = chunk.output.outputs[0]
         if mark := _find_hidden_mark(written.token_ids, marks):
             raise DataError(_HIDDEN.format(mark=mark))
-        return TargetAnswer(written.text, written.finish_reason == "length")
+        truncated = written.finish_reason == "length"
+        if question.messages and not written.text and not truncated:
+            raise DataError(_EMPTY)
+        return TargetAnswer(written.text, truncated, tokens=len(written.token_ids))
 
     asyncio.run(_answer_all(todo, ask, concurrency, step))
     return todo
 
 
+_EMPTY = "the target's answer has no text: it ended at once, and nothing but that end could be learned"
 _HIDDEN = (
     "the target wrote the control token {mark!r} within its answer, which text leaves out; let a server answer that "
     "has a reasoning parser (--endpoint), or the target while a head trains (objective.writer=target)"
@@ -199,6 +203,7 @@ async def _answer_all(
                 while isinstance(question := _next(script, answer), TargetPrompt):
                     answer = await ask(question)
                     todo.answers += 1
+                    todo.tokens += answer.tokens
             except EndpointError as error:
                 failures += 1
                 if failures >= MOST_FAILURES or not todo.answers:
@@ -316,13 +321,14 @@ class Endpoint:
             text = message["content" if question.messages else "text"] or ""
             thought = message.get("reasoning_content") or message.get("reasoning") or ""
             truncated = choice.get("finish_reason") == "length"
+            tokens = int((response.json().get("usage") or {}).get("completion_tokens") or 0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise EndpointError(
                 f"{self.url}{path} answered something that is no OpenAI response: {response.text[:200]!r}"
             ) from error
         if question.messages and not text and not truncated:
-            raise DataError("the endpoint's answer has no text")
-        return TargetAnswer(text, truncated, thought if isinstance(thought, str) else "")
+            raise DataError(_EMPTY)
+        return TargetAnswer(text, truncated, thought if isinstance(thought, str) else "", tokens)
 
     async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
         import httpx
@@ -498,6 +504,7 @@ class TargetAnswer(NamedTuple):
     text: str
     truncated: bool  # A limit on tokens ended it, not the target
     reasoning: str = ""  # Thinking of the target that an endpoint reports separately
+    tokens: int = 0  # Tokens that were written; 0 where an endpoint does not say
 
 
 Script = Generator[

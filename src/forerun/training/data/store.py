@@ -236,6 +236,32 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
     return int(counts[ids].sum()) / total if total else 1.0
 
 
+FIFTH = 5  # Of so many documents one is held out of the choice of a vocabulary, to see what it covers of other text
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftCoverage:
+    """A `DraftCoverage` says how much a draft vocabulary can say, as shares in [0, 1] of the tokens that count."""
+
+    size: int  # Tokens
+    coverage: float  # Of the documents that it was chosen from
+    held_out_coverage: float | None  # Of every fifth document, if it is chosen from the others; None: there is but one
+
+
+def draft_coverage(data: PreparedData, vocab_size: int, sizes: Sequence[int]) -> list[DraftCoverage]:
+    """Return what draft vocabularies of these sizes cover; errors as in `token_counts` and `draft_vocabulary`."""
+    counts, held_out = token_counts(data, vocab_size), np.zeros(vocab_size, np.int64)
+    for index in range(min(FIFTH, len(data)) - 1, len(data), FIFTH):
+        tokens, mask = data.document(index)
+        held_out += np.bincount(tokens[(mask != 0) & (tokens != UNWRITTEN)], minlength=vocab_size)
+    unseen, found = torch.from_numpy(held_out), list[DraftCoverage]()
+    for size in sizes:
+        whole = coverage(counts, draft_vocabulary(counts, size))
+        other = coverage(unseen, draft_vocabulary(counts - unseen, size)) if len(data) > 1 else None
+        found.append(DraftCoverage(size=size, coverage=whole, held_out_coverage=other))
+    return found
+
+
 BUCKET = 2048  # Segments that are sorted and packed together: large enough to fill windows, small enough to stay random
 
 

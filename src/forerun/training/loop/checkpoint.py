@@ -45,6 +45,9 @@ class Progress:
     evaluated: int = 0
     best: float | None = None  # Best value of the deciding metric; higher is better
     best_step: int | None = None
+    stale: int = 0  # Evaluations in a row that brought no better value
+    evaluation_seconds: float = 0.0  # Time of all evaluations, on the first process's clock
+    rate_factor: float = 1.0  # What the range test found best, times both peak rates
 
 
 class Saved:

@@ -18,9 +18,12 @@ from forerun.losses.objective import Count, Natural, NotNegative, Positive, Shar
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 MAY_CHANGE = frozenset({
     "max_seconds", "gradient_checkpointing", "save_every_s", "save_every_steps", "eval_every_steps", "keep_checkpoints",
-    "log_every_steps",
+    "log_every_steps", "patience", "find_rate",
 })  # fmt: skip
 """A resumed run may set these anew; the rest decides what is trained."""
+PARTS, LEAST_BETWEEN, MOST_EVALUATION = 10, 50, 0.2
+"""Where no number is given: evaluations of a run, the least steps between them, and the share of the time of all steps
+beyond which one is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +40,7 @@ class TrainSettings:
     optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: Positive = 3.0e-4  # Peak rate of AdamW, per step
     muon_learning_rate: Positive = 1.0e-3  # Peak rate of Muon, per step, scaled to AdamW's size of update
+    find_rate: bool = False  # Before the first step, try factors on both rates in short runs from the same weights
     muon_momentum: Momentum = 0.95
     weight_decay: NotNegative = 0.01  # Decay of matrices, decoupled, per unit of rate; embeddings, norms: none
     # Shares of AdamW's first and second moment kept per step.
@@ -53,7 +57,9 @@ class TrainSettings:
     seed: Count = 0  # Seed of dropout and the like, not of the data
     save_every_s: NotNegative = 600.0  # Wall seconds between checkpoints; 0: not by time. The end always saves
     save_every_steps: Count = 0  # Optimizer steps between checkpoints; 0: not by steps
-    eval_every_steps: Count = 0  # Optimizer steps between evaluations; 0: only at the end
+    # Optimizer steps between evaluations; 0: only at the end. None: a tenth of the run, see `evaluates`
+    eval_every_steps: Count | None = None
+    patience: Natural | None = None  # Evaluations in a row without a better value that end training; None: any number
     best_metric: str | None = None  # The value of `evaluate` that decides which weights are best, higher is better
     keep_checkpoints: Count = 2  # Newest checkpoints kept; 0: all. The best weights are kept besides.
     log_every_steps: Natural = 10  # Optimizer steps between log lines; each averages over the steps since the last
@@ -78,6 +84,17 @@ class TrainSettings:
         if self.steps is not None:
             return self.steps
         return max(1, math.ceil(self.epochs * batches_per_epoch / self.accumulation - 1e-9))
+
+    def evaluates(self, step: int, former: int, total: int, *, share: float = 0.0) -> bool:
+        """Return whether to evaluate after `step` of `total` steps, where `former` was the last one evaluated.
+
+        `share` is the time of evaluations so far, as a share of that of all steps.
+        """
+        if self.eval_every_steps is not None:
+            return bool(self.eval_every_steps) and step % self.eval_every_steps == 0
+        if share > MOST_EVALUATION or step - former < LEAST_BETWEEN:
+            return False
+        return PARTS * step // total > PARTS * former // total
 
     def warmup(self, total: int) -> int:
         return self.warmup_steps if self.warmup_steps is not None else round(self.warmup_share * total)

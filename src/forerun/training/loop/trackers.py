@@ -21,6 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.writing import write_file
 
+INTERVAL = "_interval"
+"""The end of the name of half of a value's 95 % interval, in the value's own unit."""
+
 
 class Tracker(Protocol):
     """A `Tracker` records values by step."""
@@ -79,6 +82,7 @@ class Bar(Tracker):
         """
         self._console = console or Console(stderr=True)
         self._total, self._spoken = total, -math.inf
+        self._held_out = ""  # What the last evaluation found
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         times = (TimeElapsedColumn(), TimeRemainingColumn())
         self._bar = Progress(*columns, *times, console=self._console, disable=not self._console.is_terminal)
@@ -87,19 +91,39 @@ class Bar(Tracker):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if "loss" not in values:
-            text = "  ".join(f"{name.removeprefix('eval/')} {value:.4g}" for name, value in values.items())
-            self._console.print(f"step {step}: {text}", highlight=False)
+            self._print(f"step {step}: {_headline(values)}")
+            name, value = next(iter(values.items()), ("", 0.0))
+            if name.startswith("eval/"):
+                self._held_out = f"  held out {value:.2f}"
             return
         rate, speed = values.get("learning_rate", math.nan), values.get("tokens_per_second", math.nan)
-        text = f"loss {values['loss']:.4f}  rate {rate:.2e}  {speed:,.0f} tokens/s"
+        given = [value for name, value in values.items() if name.startswith("acceptance_")]
+        accepted = f"  accepts {1 + sum(given):.2f} of given text" if given else ""
+        text = f"loss {values['loss']:.4f}{accepted}{self._held_out}  rate {rate:.2e}  {speed:,.0f} tokens/s"
         if self._console.is_terminal:
             self._bar.update(self._task, total=self._total(), completed=step, description=text)
         elif time.monotonic() - self._spoken >= 10 or step >= self._total():
             self._spoken = time.monotonic()
-            self._console.print(f"step {step:,} of {self._total():,}  {text}", highlight=False)
+            self._print(f"step {step:,} of {self._total():,}  {text}")
+
+    def _print(self, text: str) -> None:
+        """Print a line, which is broken between words in a terminal alone."""
+        self._console.print(text, highlight=False, soft_wrap=not self._console.is_terminal)
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def _headline(values: Mapping[str, float]) -> str:
+    """Return what is worth a line on the console: no shares by depth, and intervals behind their values."""
+    plain = {name.removeprefix("eval/"): value for name, value in values.items()}
+    parts = list[str]()
+    for name, value in plain.items():
+        if name.startswith("acceptance_") or name.endswith(INTERVAL):
+            continue
+        interval = plain.get(name + INTERVAL)
+        parts.append(f"{name} {value:.4g}" + (f" ± {interval:.2g}" if interval is not None else ""))
+    return "  ".join(parts)
 
 
 class Remote(Tracker):

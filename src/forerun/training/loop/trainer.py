@@ -25,20 +25,22 @@ from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.losses.objective import Batches, Objective
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, gather_parameters, wrap_parallel
+from forerun.training.loop.range_test import RangeTest, choose_factor, trial_steps
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
 from forerun.writing import tidy, write_file
 
 Evaluate = Callable[[int], Mapping[str, float]]
-Reason = Literal["finished", "already_finished", "interrupted", "time"]
+Reason = Literal["finished", "already_finished", "interrupted", "time", "no_gain"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
     """A `TrainResult` says how training ended."""
 
-    reason: Reason  # "already_finished": an earlier run had done all steps; "time": `max_seconds` have passed
+    # "already_finished": an earlier run had done all steps; "time": `max_seconds` have passed; "no_gain": `patience`
+    reason: Reason
     steps: int
     tokens: int
     loss: float | None  # Nats per counted prediction in the last step of this run that had any
@@ -123,6 +125,8 @@ class Training:
         with self.interrupts, ExitStack() as stack:
             for tracker in self.trackers:
                 stack.callback(tracker.close)
+            if self.settings.find_rate and first == 0:
+                self._find_rate()
             while True:
                 reason, save_due = self._consult()
                 over = self.progress.step >= self.total
@@ -130,9 +134,15 @@ class Training:
                     self._log_window()
                 if reason or save_due:  # before an evaluation, which may fail
                     self._save()
-                due = over or _due(self.progress.step, self.settings.eval_every_steps)
+                done = self.progress
+                share = done.evaluation_seconds / max(done.seconds, 1e-9)
+                due = over or self.settings.evaluates(done.step, done.evaluated, self.total, share=share)
                 if due and reason != "interrupted" and self.evaluate and self.progress.evaluated != self.progress.step:
                     self._evaluate(self.evaluate)
+                patience = self.settings.patience
+                if reason is None and patience is not None and self.progress.stale >= patience:
+                    reason = "no_gain"
+                    self._save()
                 if reason:
                     break
                 self._step()
@@ -187,7 +197,8 @@ class Training:
         sums.seconds = time.monotonic() - began
         progress.seconds += sums.seconds
         self.window.add(sums)
-        self.last = {"learning_rate": settings.learning_rate * factor, "gradient_norm": norm}
+        rate = settings.learning_rate * factor * progress.rate_factor
+        self.last = {"learning_rate": rate, "gradient_norm": norm}
         if _due(progress.step, settings.log_every_steps):
             self._log_window()
 
@@ -210,7 +221,7 @@ class Training:
                 first, ranks = self.progress.position, range(self.parallel.world)
                 positions = range(first, first + self.settings.accumulation)
                 raise NumericError(self._not_finite("gradient", [(p, rank) for p in positions for rank in ranks]))
-            set_rate(self.optimizers, factor, self.rates(done))
+            set_rate(self.optimizers, factor * self.progress.rate_factor, self.rates(done))
             for optimizer in self.optimizers:
                 optimizer.step()
             self.loss = sums.loss / sums.weight
@@ -234,14 +245,15 @@ class Training:
             self.parallel.on_first(lambda: checkpoint.save_progress(path, self.progress))
 
     def _judge(self, evaluate: Evaluate) -> None:
-        step = self.progress.step
+        step, began = self.progress.step, time.monotonic()
         self.module.eval()
         try:
             with gather_parameters(self.model), checkpoint.preserve_random():
                 values = {name: float(value) for name, value in evaluate(step).items()}
         finally:
             self.module.train()
-        values = self.parallel.share(values)
+        values, seconds = self.parallel.share((values, time.monotonic() - began))
+        self.progress.evaluation_seconds += seconds
         self.progress.evaluated = step
         self._log({f"eval/{name}": value for name, value in values.items()})
         deciding = self.settings.best_metric or next(iter(values), None)
@@ -250,9 +262,28 @@ class Training:
         if deciding not in values:
             raise ArgumentError(f"best_metric={deciding!r} is not among the values of evaluation: {sorted(values)}.")
         best = self.progress.best
+        self.progress.stale += 1
         if math.isfinite(values[deciding]) and (best is None or values[deciding] > best):
+            self.progress.stale = 0
             checkpoint.save_best(self.output, self.module, self.parallel, step, values)
             self.progress.best, self.progress.best_step = values[deciding], step
+
+    def _find_rate(self) -> None:
+        """Look for the best factor on the peak rates, keep it, and log what each one came to."""
+        test = RangeTest(
+            model=self.model,
+            module=self.module,
+            optimizers=self.optimizers,
+            batches=self.batches,
+            settings=self.settings,
+            parallel=self.parallel,
+            steps=trial_steps(self.total),
+        )
+        losses = test.run()
+        rate = self.settings.learning_rate
+        self._log({f"loss at rate {factor * rate:.1e}": loss for factor, loss in losses.items()})
+        self.progress.rate_factor = choose_factor(losses)
+        self._log({"found_learning_rate": self.progress.rate_factor * rate})
 
     def _save(self) -> None:
         if self.saved_step == self.progress.step:
