@@ -12,12 +12,18 @@ forerun's process starts anew with every category, so each category begins with 
 (`--memory category`), and no round or batch copies what another one answered; with ``question`` drafters forget what
 they learned after each one, with ``run`` nothing is ever forgotten. Only a question's first turn is asked: the second
 one would depend on what an engine answered to the first.
+
+The board of docs/benchmarks.md is this program with forerun's arms alone, at two temperatures:
+
+    python benchmarks/spec_bench.py smollm2 --questions spec_bench.jsonl --alone --drafters ngram suffix auto \
+        'eagle3={"method": "eagle3", "model": "HEAD"}' --temperature 0 1 --board
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -50,6 +56,7 @@ VLLM_NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min
 LLAMA_NGRAM = ("--spec-type", "ngram-mod")
 WARM_UP = "Write two sentences about the sea. Then write them again."
 PLAIN = "forerun plain"
+ALL = "all"  # Of every category together
 
 # --- engines ----------------------------------------------------------------------------------------------------------
 
@@ -212,9 +219,10 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm]:
     forerun = worker("forerun", "forerun", ours, loading, PYTHONPATH=str(ROOT / "src"))
     arms[PLAIN] = Arm(engine=forerun, how=False)
     for drafter in options.drafters:
-        how = json.loads(drafter) if drafter.startswith("{") else {"method": drafter}
-        arms[f"forerun {drafter}"] = Arm(engine=forerun, how=how)
-    chosen = options.arms or list(arms)
+        name, _, config = drafter.partition("=")
+        how = json.loads(config) if config else json.loads(name) if name.startswith("{") else {"method": name}
+        arms[f"forerun {name}"] = Arm(engine=forerun, how=how)
+    chosen = options.arms or [name for name in arms if not options.alone or name.startswith("forerun ")]
     unknown = [name for name in chosen if name not in arms]
     if unknown:
         raise SystemExit(f"no arm {unknown[0]!r}; there are {', '.join(arms)}")
@@ -285,12 +293,13 @@ def measure(options: argparse.Namespace, arms: Mapping[str, Arm]) -> None:
     engines = {id(arm.engine): arm.engine for arm in arms.values()}
     category, warm = None, set[str]()
     try:
-        for turn, (question, number) in enumerate((q, n) for q in questions for n in range(options.rounds)):
+        turns = itertools.product(questions, options.temperature, range(options.rounds))
+        for turn, (question, temperature, number) in enumerate(turns):
             rows = len(question.prompts)
             order = [name for name, arm in arms.items() if rows == 1 or arm.batches]
             order = order[turn % len(order) :] + order[: turn % len(order)]
             stamp = {"category": question.category, "question": question.name, "rows": rows, "round": number}
-            stamp |= {"temperature": options.temperature, "tokens_asked": options.tokens, "memory": options.memory}
+            stamp |= {"temperature": temperature, "tokens_asked": options.tokens, "memory": options.memory}
             lacking = [name for name in order if _key({**stamp, "arm": name}) not in known]
             if lacking and options.memory != "run" and category != question.category:
                 for name in [name for name in warm if name.startswith("forerun")]:
@@ -303,11 +312,12 @@ def measure(options: argparse.Namespace, arms: Mapping[str, Arm]) -> None:
                 if name not in warm:
                     arms[name].engine.ask(arms[name].how, _warm_up(options))
                     warm.add(name)
-                memory = "run" if options.memory == "run" else f"{question.category} {rows} {number}"
+                memory = f"{question.category} {rows} {number} {temperature:g}"
+                memory = "run" if options.memory == "run" else memory
                 asked = {
                     "prompts": question.prompts,
                     "tokens": options.tokens,
-                    "temperature": options.temperature,
+                    "temperature": temperature,
                     "seed": 1000 * number + turn,
                     "memory": f"{question.name} {memory}" if options.memory == "question" else memory,
                 }
@@ -327,7 +337,7 @@ def _warm_up(options: argparse.Namespace) -> dict[str, Any]:
     messages = [{"role": "user", "content": WARM_UP}]
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    return {"prompts": [list(ids)], "tokens": 8, "temperature": options.temperature, "seed": 0, "memory": "warm-up"}
+    return {"prompts": [list(ids)], "tokens": 8, "temperature": 0.0, "seed": 0, "memory": "warm-up"}
 
 
 def _key(line: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -374,10 +384,15 @@ def ratios(rates: Rates, arm: str, other: str) -> dict[str, list[float]]:
 def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Tokens/s by arm and category (median over the questions), and `auto` beside every other arm."""
     rates = rates_of(lines)
-    passes = defaultdict[str, list[int]](lambda: [0, 0])
+    passes: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(lambda: [0, 0]))
     for line in lines:
-        passes[line["arm"]][0] += line["tokens"]
-        passes[line["arm"]][1] += line.get("passes", 0)
+        for kind in (ALL, line["category"]):
+            passes[line["arm"]][kind][0] += line["tokens"]
+            passes[line["arm"]][kind][1] += line.get("passes", 0)
+    per_pass = {
+        arm: {kind: round(tokens / count, 2) for kind, (tokens, count) in own.items() if count}
+        for arm, own in passes.items()
+    }
     best = "forerun auto" if "forerun auto" in rates else PLAIN
     beside = dict[str, Any]()
     for other in [name for name in rates if name != best]:
@@ -391,7 +406,10 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens_per_second": {
             arm: {kind: round(median(own.values()), 1) for kind, own in kinds.items()} for arm, kinds in rates.items()
         },
-        "tokens_per_pass": {arm: round(tokens / count, 2) for arm, (tokens, count) in passes.items() if count},
+        "tokens_per_pass": {arm: own for arm, own in per_pass.items() if own},
+        "speedup": {
+            arm: {kind: round(median(own), 2) for kind, own in ratios(rates, arm, PLAIN).items()} for arm in rates
+        },
         f"{best} over": beside,
     }
 
@@ -407,13 +425,25 @@ def show(found: Mapping[str, Any], title: str) -> None:
     for arm, own in speeds.items():
         cells = [f"{own[kind]:.1f}" if kind in own else "" for kind in kinds]
         mean = f"{fmean(own.values()):.1f}" if len(own) == len(kinds) else ""
-        table.add_row(arm, *cells, mean, str(found["tokens_per_pass"].get(arm, "")), "")
+        table.add_row(arm, *cells, mean, str(found["tokens_per_pass"].get(arm, {}).get(ALL, "")), "")
     table.add_section()
     [(over, beside)] = [(key, value) for key, value in found.items() if key.endswith(" over")]
     for other, own in beside.items():
         cells = [f"{own[kind]:.2f}" if kind in own else "" for kind in kinds]
         table.add_row(f"{over} {other}", *cells, f"{own['mean']:.2f}", "", f"{own['worst question']:.2f}")
     Console(width=190).print(table)
+
+
+def write_board(found: Mapping[str, Any]) -> None:
+    """Print the board as Markdown: of each drafter tokens per pass and speed over plain decoding's, by category."""
+    kinds = list(found["questions"])
+    rows = [["", *kinds, "mean"], ["---"] * (len(kinds) + 2)]
+    speeds = {arm: own for arm, own in found["speedup"].items() if arm.startswith("forerun ") and arm != PLAIN}
+    for arm in sorted(speeds, key=lambda name: -fmean(speeds[name].values())):
+        own, passes = speeds[arm], found["tokens_per_pass"][arm]
+        cells = [f"{passes[kind]:.2f}, {own[kind]:.2f} x" if kind in own else "" for kind in kinds]
+        rows.append([f"`{arm.removeprefix('forerun ')}`", *cells, f"{passes[ALL]:.2f}, {fmean(own.values()):.2f} x"])
+    sys.stdout.write("\n".join(f"| {' | '.join(cells)} |" for cells in rows) + "\n")
 
 
 def say(text: str) -> None:
@@ -432,8 +462,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--rounds", type=int, default=1, help="times that each question is asked; the median counts")
     parser.add_argument("--rows", type=int, nargs="+", default=[1], help="questions that are asked at once")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="of forerun: names or configurations")
+    parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="of forerun: NAME, JSON or NAME=JSON")
+    parser.add_argument("--alone", action="store_true", help="forerun's arms alone")
     parser.add_argument("--arms", nargs="+", help="only these, by the names that the table shows")
     parser.add_argument("--memory", choices=["category", "question", "run"], default="category")
     parser.add_argument("--dtype", default="auto", help="of all but llama.cpp, whose file says its own")
@@ -446,6 +477,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e6, help="no question is begun after so long")
     parser.add_argument("--work", type=Path, default=ROOT / "build/spec_bench", help="for the engines' logs")
     parser.add_argument("--table", action="store_true", help="ask nothing: show what the file holds")
+    parser.add_argument("--board", action="store_true", help="Markdown: tokens per pass and speed-up by category")
     parser.add_argument("--json", action="store_true", help="one JSON line")
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -459,7 +491,10 @@ def main() -> None:
         chosen = [one for one in lines if (one["rows"], one["temperature"], one["tokens_asked"]) == same]
         title = f"{rows} at once, T = {temperature:g}, at most {tokens} tokens"
         found[title] = summary(chosen)
-        if not options.json:
+        if options.board:
+            sys.stdout.write(f"\n{title}:\n\n")
+            write_board(found[title])
+        elif not options.json:
             show(found[title], f"{title}: tokens/s, prompts included")
     if options.json:
         from benchmarks.suite.suite import this_machine
