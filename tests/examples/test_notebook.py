@@ -42,6 +42,7 @@ def test_it_trains_a_head_that_changes_no_answer_and_exports_it(
     assert "image/png" in _under(shown, "plt.subplots")
     assert _under(shown, "exported.command").startswith("'vllm serve ")
     assert "'vllm', 'ok'" in _under(shown, "diagnose(")
+    assert "'the same text': True" in _under(shown, '"the same text"')
 
 
 def _under(shown: dict[str, str], words: str) -> str:

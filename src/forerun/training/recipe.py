@@ -122,6 +122,10 @@ def read_recipe(
             raise ArgumentError(f"{path} is not YAML: {error}") from None
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
+        if "metadata" in values:
+            from forerun.training.convert.recipes import translate
+
+            values = translate(values)
     for name, value in (flags or {}).items():
         if value is not None:
             _set(values, name, value)

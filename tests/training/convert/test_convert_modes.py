@@ -139,10 +139,10 @@ def test_what_a_dflash_configuration_means() -> None:
     assert plain.qk_norm and not plain.own_lm_head and plain.hidden_size == 32
     made = shape({"num_hidden_layers": 1, "rope_theta": 5e5}, dflash_draft_attention="causal", dflash_swa_window_size=9)
     assert (made.num_hidden_layers, made.rope_theta, made.is_causal, made.sliding_window) == (1, 5e5, True, 9)
-    mode, config = read_mode([("dflash", {"dflash_dpace_alpha": 0.3})]), shape()
-    assert mode.settings(config) == {"anchors": 512, "smoothing": 0.3}
+    mode = read_mode([("dflash", {"dflash_dpace_alpha": 0.3})])
+    assert mode.settings() == {"anchors": 512, "smoothing": 0.3}
     decay = read_mode([("dflash", {"dflash_loss_objective": "decay", "dflash_loss_decay_factor": 4.0})])
-    assert decay.settings(config) == {"anchors": 512, "gamma": 4.0}
+    assert decay.settings() == {"anchors": 512, "gamma": 4.0}
 
 
 @pytest.mark.parametrize(

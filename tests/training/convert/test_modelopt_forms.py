@@ -25,6 +25,7 @@ from forerun import (
 from forerun.errors import ArgumentError, CheckpointError, DataError
 from forerun.heads.files import read_head
 from forerun.heads.peagle import PEagleObjective
+from forerun.training.recipe import read_recipe
 from training.convert.converted import SMALL, base, config, eagle, learned, text
 
 ARCHITECTURE = "eagle_architecture_config"
@@ -200,6 +201,9 @@ def test_adapters_learn_with_the_head_and_keep_the_answers(tmp_path: Path) -> No
     assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, base()(ids).logits)
     expected = model(ids).logits
     assert not torch.equal(expected, base()(ids).logits)
+    prompt = ids[:1, :6]
+    answer, _ = forerun.HFARValidation(model, Words()).validate(8, input_ids=prompt)
+    assert torch.equal(answer, model.generate(prompt, max_new_tokens=8, do_sample=False))
     torch.testing.assert_close(forerun.restore(base(), tmp_path / "saved")(ids).logits, expected)
     forerun.export_speculative_decoding(model, export_dir=tmp_path / "out")
     adapted: Any = PeftModel.from_pretrained(base(), tmp_path / "out" / "base_lora")
@@ -306,6 +310,11 @@ def test_what_is_not_converted_is_not_saved_and_what_is_none_is_not_restored(tmp
         forerun.save(eagle(), tmp_path / "file.pth")
 
 
+def test_medusas_arguments_of_a_call_are_refused_with_what_trains_both() -> None:
+    with pytest.raises(ArgumentError, match=r"freeze_base_model.*forerun train medusa2"):
+        converted("medusa")(text(), labels=text(), freeze_base_model=False)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.*", "ignore::FutureWarning")
 def test_context_parallelism_is_refused_with_what_to_use(tmp_path: Path) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
@@ -319,3 +328,91 @@ def test_context_parallelism_is_refused_with_what_to_use(tmp_path: Path) -> None
             eagle()(ids, labels=ids)
     finally:
         torch.distributed.destroy_process_group()
+
+
+RECIPE = """
+metadata: {recipe_type: speculative_eagle, description: bundled}
+model: {model_name_or_path: some/model, trust_remote_code: false, use_fake_base_for_offline: false}
+data: {mode: , data_path: prepared, offline_data_path: , draft_vocab_cache: , vlm_img_dir: , vlm_processor: }
+training:
+  output_dir: runs/head
+  num_train_epochs: 1
+  per_device_train_batch_size: 1
+  learning_rate: 1.0e-4
+  warmup_steps: 1000
+  training_seq_len: 2048
+  logging_steps: 100
+  save_steps: 8192
+  cp_size: 1
+  disable_tqdm: false
+  estimate_ar: false
+  ar_validate_steps: -1
+  answer_only_loss: false
+  do_eval: false
+  lr_scheduler_type: linear
+  save_strategy: steps
+  weight_decay: 0.0
+  dataloader_drop_last: true
+  bf16: true
+  tf32: true
+  remove_unused_columns: false
+eagle:
+  eagle_decoder_type: llama
+  eagle_ttt_steps: 4
+  eagle_export_rope_scaling: {rope_type: yarn, factor: 32.0, original_max_position_embeddings: 2048}
+  eagle_architecture_config: {num_hidden_layers: 2, rope_theta: 5.0e+5, eagle_aux_hidden_state_layer_ids: [1, 13, 26]}
+"""
+
+
+def test_modelopts_recipe_is_read_as_ours(tmp_path: Path) -> None:
+    (tmp_path / "eagle3.yaml").write_text(RECIPE)
+    found = read_recipe("eagle3", tmp_path / "eagle3.yaml", ["training.steps=7", "draft.options.qk_norm=true"])
+    assert (found.target, found.data, found.output, found.mode) == ("some/model", "prepared", "runs/head", "online")
+    assert (found.objective.steps, found.objective.decay) == (4, 0.9)
+    assert (found.windows.length, found.windows.rows) == (2048, 1)
+    training = found.training
+    assert (training.steps, training.learning_rate, training.warmup_steps, training.schedule) == (
+        7,
+        1e-4,
+        1000,
+        "linear",
+    )
+    expected = {"num_hidden_layers": 2, "rope_theta": 5e5, "rope_scaling": None, "boundaries": [2, 14, 27]}
+    assert found.draft.options == {**expected, "qk_norm": True}
+    (tmp_path / "eagle3.yaml").write_text(RECIPE.replace("offline_data_path: ,", "offline_data_path: states,"))
+    stored = read_recipe("eagle3", tmp_path / "eagle3.yaml")
+    assert (stored.mode, stored.features) == ("offline", "states")
+
+
+def test_other_recipes_of_modelopts_are_read_by_their_kind(tmp_path: Path) -> None:
+    head = "model: {model_name_or_path: m}\ndata: {data_path: d}\ntraining: {output_dir: o}\n"
+    kinds = {
+        "medusa": "metadata: {recipe_type: speculative_medusa}\nmedusa: {medusa_num_heads: 4}",
+        "dflash": "metadata: {recipe_type: speculative_dflash}\ndflash: {dflash_block_size: 4}",
+        "peagle": "metadata: {recipe_type: speculative_eagle}\n"
+        "eagle: {eagle_architecture_config: {parallel_draft_step: 5}}",
+    }
+    for kind, more in kinds.items():
+        (tmp_path / f"{kind}.yaml").write_text(head + more)
+        assert read_recipe(kind, tmp_path / f"{kind}.yaml").kind == kind
+    with pytest.raises(ArgumentError, match="forerun train peagle"):
+        read_recipe("eagle3", tmp_path / "peagle.yaml")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("cp_size: 1", "cp_size: 2", "training.cp_size is 2.*gradient_checkpointing.*target_parallel=tp"),
+        ("draft_vocab_cache: ", "draft_vocab_cache: d2t.pt", "draft.vocab_size=N"),
+        ("data_path: prepared", "streaming_server_url: http", "--source vllm"),
+        ("weight_decay", "weight_decai", "Did you mean 'training.weight_decay'"),
+        ("\neagle:", "\neagles:", "no section 'eagles'"),
+        ("speculative_eagle", "ptq", "recipe_type.*'ptq'"),
+        ("eagle_ttt_steps: 4", "eagle_freeze_base_model: false", r"forerun\.convert"),
+        ("eagle_ttt_steps: 4", "eagle_ttt_step: 4", "Did you mean 'eagle_ttt_steps'"),
+    ],
+)
+def test_what_a_recipe_of_modelopts_cannot_have_is_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "eagle3.yaml").write_text(RECIPE.replace(old, new))
+    with pytest.raises(ArgumentError, match=message):
+        read_recipe("eagle3", tmp_path / "eagle3.yaml")

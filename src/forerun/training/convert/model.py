@@ -51,6 +51,11 @@ from forerun.writing import read_object, write_file
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
 IGNORED = -100  # transformers' label of a token that does not count
 EXTRA = ("loss_mask", "base_model_outputs")  # What a converted model's forward takes beside what the base's takes
+MEDUSA_ARGUMENTS = {
+    "freeze_base_model",
+    "medusa_heads_coefficient",
+    "medusa_decay_coefficient",
+}  # ModelOpt's, of a call
 _RESTORES = "_forerun_restores_heads"
 
 
@@ -345,6 +350,11 @@ class ConvertedModel:
         refuse_context_parallel()
         if given.get("input_ids") is None:
             raise ArgumentError("a converted model computes its loss from input_ids; inputs_embeds are not enough")
+        if MEDUSA_ARGUMENTS & given.keys():
+            raise ArgumentError(
+                f"leave {', '.join(sorted(MEDUSA_ARGUMENTS & given.keys()))} away: the base model stands still beside "
+                "Medusa heads, whose loss is that of `forerun train medusa`; `forerun train medusa2` trains both"
+            )
         others = ("attention_mask", "labels", "loss_mask", "position_ids")
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
         base_loss = None

@@ -217,7 +217,7 @@ class HFARValidation:
     def __init__(self, model: Any, tokenizer: Any) -> None:
         check_converted(model, "HFARValidation")
         self.model, self.tokenizer = model.eval(), tokenizer
-        self._llm = LLM(model, tokenizer=False, max_num_seqs=1, self_check=False)
+        self._llm = LLM(model, tokenizer=False, max_num_seqs=1, self_check=model._convert_mode.lora)
 
     def validate(
         self, osl: int, prompt: Any = None, input_ids: Tensor | None = None, *, steps: int = 1

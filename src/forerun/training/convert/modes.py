@@ -109,14 +109,27 @@ class Mode:
             ids = torch.arange(config.draft_vocab_size)
         return kind_named(config.kind).head.initial(model, config, ids, seed=torch.initial_seed())
 
-    def settings(self, config: HeadConfig) -> dict[str, Any]:
-        """Return the settings of the objective for such a head."""
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the objective."""
         raise NotImplementedError
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of the head, as ``forerun train KIND`` names it."""
+        return self.algorithm
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the head's shape, see `HeadConfig.for_target`."""
+        return {}
+
+    def draft(self) -> dict[str, Any]:
+        """Return ``draft`` of a recipe for `forerun train`: what the configuration names."""
+        return {"options": self.options()}
 
     def objective(self, head: Head, target: FrozenTarget, *, checkpointing: bool) -> Objective:
         """Return the objective that the head is trained with."""
         made = objective_for(kind_named(head.config.kind))
-        settings = made.Settings(gradient_checkpointing=checkpointing, **self.settings(head.config))
+        settings = made.Settings(gradient_checkpointing=checkpointing, **self.settings())
         return made(head, target, settings)
 
     def finished(self, head: HeadCheckpoint, model: Any) -> HeadCheckpoint:
@@ -151,32 +164,48 @@ class EagleMode(Mode):
         if (ids := self.values[VOCABULARY_IDS]) is not None:
             self.token_ids = [int(token) for token in ids]
 
+    @property
+    def kind(self) -> str:
+        if self.architecture["parallel_draft_step"] > 1:
+            return "peagle"
+        return "eagle3" if self.architecture["use_aux_hidden_state"] else "eagle"
+
+    def options(self) -> dict[str, Any]:
+        shape, keys = self.architecture, ARCHITECTURES[self.values["eagle_decoder_type"]]
+        options = {name: shape[name] for name in SAME_NAME} | rope_of(shape, keys["rope_theta"].default)
+        if latent := {name: shape[name] for name in LATENT_SIZES if name in shape}:
+            options["latent"] = latent
+        if shape["max_position_embeddings"] is not None:
+            options["max_position_embeddings"] = shape["max_position_embeddings"]
+        if layers := shape["eagle_aux_hidden_state_layer_ids"]:
+            options["boundaries"] = from_outputs(layers)
+        if self.kind == "peagle":
+            del options["norm_output"]
+        return options
+
+    def draft(self) -> dict[str, Any]:
+        named, options = set(self.values[ARCHITECTURE] or {}), self.options()
+        named |= {"boundaries"} | ({"rope_theta", "rope_scaling"} if {"rope_theta", "rope_scaling"} & named else set())
+        if "latent" not in options:
+            options = {name: value for name, value in options.items() if name in named}
+        return {"options": options, "vocab_size": self.architecture["draft_vocab_size"]}
+
     def shape(self, model: Any) -> HeadConfig:
         shape, text = self.architecture, model.config.get_text_config()
         if self.bare:
             return EagleConfig.for_target("eagle3", model, None, {"own_lm_head": False})
         _check_sizes(shape, text, ARCHITECTURE)
+        _check_layers(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
         draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
-        keys = ARCHITECTURES[self.values["eagle_decoder_type"]]
-        options = {name: shape[name] for name in SAME_NAME} | rope_of(shape, keys["rope_theta"].default)
-        options["own_lm_head"] = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
-        if latent := {name: shape[name] for name in LATENT_SIZES if name in shape}:
-            options["latent"] = latent
-        if shape["max_position_embeddings"] is not None:
-            options["max_position_embeddings"] = shape["max_position_embeddings"]
-        third = shape["use_aux_hidden_state"]
-        if third and (given := _boundaries(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)):
-            options["boundaries"] = given
-        if shape["parallel_draft_step"] > 1:
-            del options["norm_output"]
-            return PEagleConfig.for_target("peagle", model, draft_vocab_size, options)
-        return EagleConfig.for_target("eagle3" if third else "eagle", model, draft_vocab_size, options)
+        own = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
+        made = PEagleConfig if self.kind == "peagle" else EagleConfig
+        return made.for_target(self.kind, model, draft_vocab_size, self.options() | {"own_lm_head": own})
 
-    def settings(self, config: Any) -> dict[str, Any]:
-        if config.kind == "peagle":
+    def settings(self) -> dict[str, Any]:
+        if self.kind == "peagle":
             return {"depths": self.architecture["parallel_draft_step"]}
         common = {"steps": self.values["eagle_ttt_steps"], "decay": float(self.values["eagle_loss_decay_factor"])}
-        if config.generation == 3:
+        if self.kind == "eagle3":
             return common
         # ModelOpt pulls features only on request, and reads them as they are.
         pulls = self.values["eagle_hidden_state_distillation"]
@@ -229,17 +258,14 @@ def _check_sizes(architecture: Mapping[str, Any], text: Any, where: str) -> None
             raise ArgumentError(f"{where}.{name} must be the base model's {own}, got {given}")
 
 
-def _boundaries(layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Convert ModelOpt's 0-based layers, whose outputs are meant, to boundaries; empty: our
-    default.
-    """
+def _check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise ArgumentError for a layer, by ModelOpt's number from 0, that the base model has not."""
     wrong = [layer for layer in layers if not 0 <= layer < count]
     if wrong:
         raise ArgumentError(
             f"{ARCHITECTURE}.eagle_aux_hidden_state_layer_ids counts the base model's {count} layers from 0, "
             f"got {wrong[0]}"
         )
-    return from_outputs(layers)
 
 
 class MedusaMode(Mode):
@@ -249,11 +275,13 @@ class MedusaMode(Mode):
     child = "medusa_heads"
     KEYS: ClassVar[Mapping[str, Key]] = {"medusa_num_heads": Key(2), "medusa_num_layers": Key(1)}
 
-    def shape(self, model: Any) -> HeadConfig:
-        options = {name.removeprefix("medusa_"): value for name, value in self.values.items()}
-        return MedusaConfig.for_target("medusa", model, None, options)
+    def options(self) -> dict[str, Any]:
+        return {name.removeprefix("medusa_"): value for name, value in self.values.items()}
 
-    def settings(self, config: HeadConfig) -> dict[str, Any]:
+    def shape(self, model: Any) -> HeadConfig:
+        return MedusaConfig.for_target("medusa", model, None, self.options())
+
+    def settings(self) -> dict[str, Any]:
         return {}
 
 
@@ -341,8 +369,7 @@ class DFlashMode(Mode):
         self.architecture = shape
         self.export_dtype = _dtype(shape.get("torch_dtype", "bfloat16"))
 
-    def shape(self, model: Any) -> HeadConfig:
-        _check_sizes(self.architecture, model.config.get_text_config(), self.ARCHITECTURE)
+    def options(self) -> dict[str, Any]:
         names = (*SAME_NAME, "max_position_embeddings")
         options = {name: value for name, value in self.architecture.items() if name in names and value is not None}
         if self.architecture.keys() & {"rope_theta", "rope_scaling"}:
@@ -354,9 +381,13 @@ class DFlashMode(Mode):
         }
         if self.values["dflash_mask_token_id"] is not None:
             options["mask_token_id"] = self.values["dflash_mask_token_id"]
-        return DFlashConfig.for_target("dflash", model, None, options)
+        return options
 
-    def settings(self, config: HeadConfig) -> dict[str, Any]:
+    def shape(self, model: Any) -> HeadConfig:
+        _check_sizes(self.architecture, model.config.get_text_config(), self.ARCHITECTURE)
+        return DFlashConfig.for_target("dflash", model, None, self.options())
+
+    def settings(self) -> dict[str, Any]:
         anchors = {"anchors": self.values["dflash_num_anchors"]}
         if self.values["dflash_loss_objective"] == "dpace":
             return anchors | {"smoothing": float(self.values["dflash_dpace_alpha"])}
@@ -386,7 +417,7 @@ class MtpMode(Mode):
             raise ArgumentError("convert: MTP layers are read from the model's checkpoint; load it by from_pretrained")
         return import_named(kind_named("mtp").in_target or "")(model.name_or_path).build(torch.float32)
 
-    def settings(self, config: HeadConfig) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {"steps": self.values["mtp_steps"], "decay": float(self.values["mtp_loss_decay_factor"])}
 
 
