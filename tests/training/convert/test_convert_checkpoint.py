@@ -12,6 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 import forerun
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.files import read_head
+from forerun.model.fingerprint import fingerprint
 from forerun.training.convert.model import ConvertedModel
 from training.convert.converted import base, eagle, text
 
@@ -38,6 +39,8 @@ def converted(**options: Any) -> Any:
 def test_without_the_hook_the_base_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     model = converted()
     model.save_pretrained(tmp_path)
+    model.export_head(tmp_path / "head", "hf", target=str(tmp_path))
+    assert read_head(tmp_path / "head").target == fingerprint(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as stored:
         assert set(stored.keys()) == set(base().state_dict())
     written = json.loads((tmp_path / "config.json").read_text())

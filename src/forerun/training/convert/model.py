@@ -30,6 +30,7 @@ from forerun.heads.base import Head
 from forerun.heads.engines import Exported, export_head
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.losses.objective import FeatureBatch, FrozenTarget, Objective, TokenBatch
+from forerun.model.fingerprint import fingerprint
 from forerun.model.layers import CACHE_ARGUMENTS, base_of, device_of, norm_after_layers
 from forerun.training.convert.base_model import (
     LORA_FOLDER,
@@ -294,10 +295,10 @@ class ConvertedModel:
         cast_tensors = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in head.tensors.items()
         }
-        head = dataclasses.replace(head, tensors=cast_tensors)
         # What has learnt is no longer what was loaded.
         loaded = "" if mode.trains_base else cast(Any, self).name_or_path
         facts = self._facts(target or loaded or "TARGET")
+        head = dataclasses.replace(head, tensors=cast_tensors, target=fingerprint(facts.name_or_path))
         with tempfile.TemporaryDirectory() as folder:
             stored = write_head(head, Path(folder) / mode.folder, format_for(head.config.kind), facts)
             exported = export_head(stored, facts, to, Path(directory), force=force)
