@@ -39,6 +39,7 @@ ORDER = (
     ("training",),
     ("plan", "certify", "demo", "serve", "bench"),
     ("deploy",),
+    ("speedup",),
     ("cli",),
     ("__main__",),
 )

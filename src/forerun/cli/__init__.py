@@ -61,6 +61,7 @@ VERBS = {
     "serve": "Serve a model behind OpenAI's API.",
     "bench": "Measure any OpenAI-compatible server under load.",
     "certify": "Prove on your own model that speculation changes nothing.",
+    "speedup": "Make a model faster, and say honestly how much: one command.",
     "data": "Prepare training data, or let the target write it.",
     "train": "Train a draft head for your own model.",
     "tune": "Find settings for a model by measuring it.",

@@ -261,7 +261,10 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
 
 log = logging.getLogger(__name__)
 
-UserPrompt = str | Sequence[Mapping[str, Any]]  # A text, or the messages of a conversation whose last answer is wanted
+UserPrompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+"""A `UserPrompt` is a text, a prompt as the engine takes it, or the messages of a conversation whose last answer is
+wanted.
+"""
 Tell = Callable[[str], None]
 LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
@@ -352,7 +355,7 @@ class EncodedPrompts:
             context=llm.max_model_len - max_tokens,
             default_seed=0,
         )
-        texts = [text if isinstance(text, str) else llm.chat_prompt(text) for text in prompts[:limit]]
+        texts = [one if isinstance(one, str | Mapping) else llm.chat_prompt(one) for one in prompts[:limit]]
         return cls(
             prompts=[reader.tokens(text)[1] for text in texts],
             params=reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)),

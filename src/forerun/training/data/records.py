@@ -45,7 +45,7 @@ class Record:
     tokens: tuple[int, ...] = ()  # The text in token ids, as a server recorded it (`forerun serve --record-traffic`)
     vocabulary: str = ""  # sha256 of the tokenizer's that `tokens` are of
     prompt_tokens: int = 0  # First tokens of `text` or `tokens` that were given to the writer, so they do not count
-    category: str = ""  # Category that the entry names
+    category: str = ""  # Category that the entry names, or its source
     truncated: bool = False  # The last answer was cut off by a limit: its end is not the writer's
 
 
@@ -185,7 +185,7 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     common: dict[str, Any] = {
         "where": where,
         "id": name,
-        "category": str(entry.get("category", "")),
+        "category": str(entry.get("category", entry.get("source", ""))),
         "truncated": bool(entry.get("truncated", False)),
     }
     messages, pair = _conversation(entry)

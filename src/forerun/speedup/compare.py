@@ -1,0 +1,227 @@
+"""This module asks a model the same prompts plainly and with drafters, in turns, and says how much faster it was and
+how sure that is.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from forerun.certify.reference import difference
+from forerun.speedup.prompts import has_circle
+from forerun.types import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.engine.llm import LLM
+
+PLAIN = "plain"
+TEMPERATURES = (0.0, 1.0)
+RESAMPLES = 2000  # Of the bootstrap
+CONFIDENCE = 0.95
+WARM_UP_TOKENS = 24
+FEWEST = 5  # Prompts that are asked however long that takes, and below which there is no interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupArm:
+    """A `SpeedupArm` is one way to decode: plainly, or with a drafter."""
+
+    name: str
+    config: Mapping[str, Any] | None = None  # A `speculative_config`; None decodes plainly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedPrompt:
+    """An `AskedPrompt` is a prompt as the engine takes it."""
+
+    digest: str
+    category: str
+    prompt: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerTiming:
+    """An `AnswerTiming` is one answer of one arm, with its time and passes."""
+
+    digest: str
+    category: str
+    arm: str
+    temperature: float
+    tokens: int
+    passes: int
+    seconds: float  # From the question to the last token, reading the prompt included
+    decode_s: float  # From the first token to the last
+    same: bool  # The text is plain decoding's, or parts from it at a numeric tie; above temperature 0 not compared
+    empty: bool  # Nothing was written
+    circle: bool  # It ends in a circle
+
+
+class SideBySide:
+    """A `SideBySide` asks prompts with several arms, which take turns prompt by prompt."""
+
+    def __init__(
+        self, llm: LLM, arms: Sequence[SpeedupArm], *, max_tokens: int, temperatures: Sequence[float] = TEMPERATURES
+    ) -> None:
+        """Compare `arms`, of which the first decodes plainly."""
+        self.llm, self.arms, self.max_tokens, self.temperatures = llm, arms, max_tokens, temperatures
+        self._number = 0
+
+    def ask(
+        self,
+        prompts: Sequence[AskedPrompt],
+        *,
+        seconds: float,
+        done: Sequence[AnswerTiming] = (),
+        tell: Callable[[list[AnswerTiming]], None] = lambda found: None,
+    ) -> list[AnswerTiming]:
+        """Ask the prompts in order, at least `FEWEST`, until the time is spent, and return all answers.
+
+        `done` are those of an earlier call, which are not asked again. `tell` is called after each prompt.
+        """
+        found = list(done)
+        known = {one.digest for one in found}
+        waiting = [prompt for prompt in prompts if prompt.digest not in known]
+        deadline = time.monotonic() + seconds
+        if waiting:
+            for arm in self.arms:
+                self._answer(arm, waiting[0], 0.0, min(WARM_UP_TOKENS, self.max_tokens))
+        for number, prompt in enumerate(waiting):
+            if len(known) + number >= FEWEST and time.monotonic() > deadline:
+                break
+            found += self._ask(prompt, number)
+            tell(found)
+        return found
+
+    def _ask(self, prompt: AskedPrompt, number: int) -> list[AnswerTiming]:
+        """Answer one prompt with every arm at every temperature; who goes first changes from prompt to prompt."""
+        found = list[AnswerTiming]()
+        turn = number % len(self.arms)
+        for temperature in self.temperatures:
+            outputs = {
+                arm.name: self._answer(arm, prompt, temperature, self.max_tokens)
+                for arm in (*self.arms[turn:], *self.arms[:turn])
+            }
+            plain = outputs[self.arms[0].name]
+            found += [self._timing(prompt, temperature, name, output, plain) for name, output in outputs.items()]
+        return found
+
+    def _answer(self, arm: SpeedupArm, prompt: AskedPrompt, temperature: float, tokens: int) -> RequestOutput:
+        self._number += 1
+        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=7)
+        # A domain of its own for each answer, or a drafter that remembers would copy the plain one.
+        [output] = self.llm.generate(
+            [prompt.prompt],
+            params,
+            speculative=False if arm.config is None else dict(arm.config),
+            cache_salt=f"speedup {self._number}",
+        )
+        return output
+
+    def _timing(
+        self, prompt: AskedPrompt, temperature: float, arm: str, output: RequestOutput, plain: RequestOutput
+    ) -> AnswerTiming:
+        answer, decode_s, same = output.outputs[0], output.decode_s or 0.0, True
+        if temperature == 0 and output is not plain:
+            pair = (plain.outputs[0].token_ids, answer.token_ids)
+            parted = difference(self.llm, output.prompt_token_ids, pair, 0)
+            same = parted is None or parted.tie
+        return AnswerTiming(
+            digest=prompt.digest,
+            category=prompt.category,
+            arm=arm,
+            temperature=temperature,
+            tokens=len(answer.token_ids),
+            passes=answer.speculation.num_passes,
+            seconds=(output.time_to_first_token_s or 0.0) + decode_s,
+            decode_s=decode_s,
+            same=same,
+            empty=not answer.text.strip(),
+            circle=has_circle(answer.text),
+        )
+
+
+def summarise_arm(
+    timings: Sequence[AnswerTiming], arm: str, temperature: float, *, category: str | None = None
+) -> dict[str, Any] | None:
+    """Return an arm's tokens per second, its speed over plain decoding's and its tokens per pass, with intervals, over
+    the prompts of a category or all; None where nothing was answered.
+    """
+    chosen = [
+        one for one in timings if one.temperature == temperature and (category is None or one.category == category)
+    ]
+    own = {one.digest: one for one in chosen if one.arm == arm}
+    plain = {one.digest: one for one in chosen if one.arm == PLAIN}
+    digests = [digest for digest in own if digest in plain and own[digest].tokens and plain[digest].tokens]
+    if not digests:
+        return None
+    # Sums by prompt, (prompts,): a prompt is what the bootstrap draws.
+    tokens, passes, seconds = (_column(own, digests, name) for name in ("tokens", "passes", "seconds"))
+    plain_tokens, plain_seconds = (_column(plain, digests, name) for name in ("tokens", "seconds"))
+    speed, plain_speed = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
+    decoded = _decode_speed(own, digests) / _decode_speed(plain, digests)
+    drawn = np.random.default_rng(0).integers(len(digests), size=(RESAMPLES, len(digests)))
+    ratios = tokens[drawn].sum(1) / seconds[drawn].sum(1) * plain_seconds[drawn].sum(1) / plain_tokens[drawn].sum(1)
+    per_pass = tokens[drawn].sum(1) / passes[drawn].sum(1)
+    return {
+        "prompts": len(digests),
+        "tokens_per_second": round(float(speed), 2),
+        "plain_tokens_per_second": round(float(plain_speed), 2),
+        "speedup": round(float(speed / plain_speed), 4),
+        "speedup_interval": _interval(ratios, len(digests)),
+        "decode_speedup": round(float(decoded), 4),
+        "tokens_per_pass": round(float(tokens.sum() / passes.sum()), 4),
+        "tokens_per_pass_interval": _interval(per_pass, len(digests)),
+        "worst_prompt": round(float((tokens / seconds * plain_seconds / plain_tokens).min()), 4),
+        "slower_prompts": int((tokens / seconds * plain_seconds / plain_tokens < 1).sum()),
+        "unlike_plain": sum(not own[digest].same for digest in digests),
+    }
+
+
+def _column(timings: Mapping[str, AnswerTiming], digests: Sequence[str], name: str) -> Any:
+    return np.array([max(1e-9, getattr(timings[digest], name)) for digest in digests])
+
+
+def _decode_speed(timings: Mapping[str, AnswerTiming], digests: Sequence[str]) -> float:
+    """Return the tokens behind the first by the time behind the first."""
+    tokens = sum(timings[digest].tokens - 1 for digest in digests)
+    return tokens / max(1e-9, sum(timings[digest].decode_s for digest in digests))
+
+
+def _interval(values: Any, count: int) -> list[float] | None:
+    """Return the bootstrap's interval; None for fewer than `FEWEST` prompts, of which it says nothing."""
+    if count < FEWEST:
+        return None
+    tail = (1 - CONFIDENCE) / 2
+    return [round(float(bound), 4) for bound in np.quantile(values, [tail, 1 - tail])]
+
+
+def summarise(timings: Sequence[AnswerTiming], arms: Sequence[SpeedupArm]) -> dict[str, Any]:
+    """Return the figures of each arm by temperature, over all prompts and by category."""
+    categories = sorted({one.category for one in timings})
+    found = dict[str, Any]()
+    for arm in arms:
+        if arm.config is None:
+            continue
+        found[arm.name] = {
+            f"{temperature:g}": {
+                "all": summarise_arm(timings, arm.name, temperature),
+                "categories": {
+                    name: figures
+                    for name in categories
+                    if (figures := summarise_arm(timings, arm.name, temperature, category=name)) is not None
+                },
+            }
+            for temperature in sorted({one.temperature for one in timings})
+        }
+    return found
+
+
+def mean_speedup(figures: Mapping[str, Any]) -> float:
+    """Return the geometric mean of an arm's speed-ups over all temperatures; 0 where it answered nothing."""
+    found = [one["all"]["speedup"] if one["all"] is not None else 0.0 for one in figures.values()]
+    return float(math.prod(found) ** (1 / len(found)))

@@ -1,0 +1,167 @@
+"""This module reads the prompts of ``forerun speedup`` and splits them into those that are learned from and held-out
+ones.
+
+Which part a prompt belongs to follows from a digest of its text and from its category: the same prompt is held out in
+every run, in whatever order a file holds it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import DataError
+from forerun.training.data.records import BadRecords, Record, read_records
+
+MIX = Path(__file__).with_name("mix.jsonl")
+"""The built-in prompts: 48 of six categories, written for this purpose."""
+PROMPT_TOKENS = 64  # Tokens of a plain text that are given to the model, which goes on with it
+FEW = 50  # Held-out prompts below which a report warns that its intervals are wide
+MOST_CATEGORIES = 12  # More, and the smallest ones are reported together
+OTHER = "other"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupPrompt:
+    """A `SpeedupPrompt` is one thing that the model is asked, in the form that ``forerun data`` reads."""
+
+    digest: str
+    category: str
+    entry: dict[str, Any]
+    """It has `messages`, `text`, or a server's own token ids with the answer that they got (`answered`)."""
+
+    @property
+    def answered(self) -> bool:
+        """Return whether the model has answered already: what a server recorded."""
+        return "token_ids" in self.entry
+
+    @property
+    def line(self) -> str:
+        """Return the prompt as a line of JSON."""
+        return json.dumps({"id": self.digest, "category": self.category, **self.entry}, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def parse(cls, line: str) -> SpeedupPrompt:
+        """Return what `line` holds."""
+        entry = json.loads(line)
+        return cls(digest=entry.pop("id"), category=entry.pop("category"), entry=entry)
+
+    @property
+    def asked(self) -> list[dict[str, Any]]:
+        """Return the messages up to the first question; what comes behind it waits for an answer."""
+        messages: list[dict[str, Any]] = self.entry.get("messages", [])
+        first = next((index for index, one in enumerate(messages) if one["role"] == "user"), len(messages))
+        return messages[: first + 1]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptSplit:
+    """A `PromptSplit` holds the prompts of each part."""
+
+    train: list[SpeedupPrompt]
+    trial: list[SpeedupPrompt]
+    """Free drafters are chosen on these, and a head is evaluated on them while it trains; it does not learn them."""
+    held_out: list[SpeedupPrompt]
+    """Only the last measurement asks these."""
+    skipped: int = 0  # Entries of the files that could not be used
+
+
+def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[SpeedupPrompt], int]:
+    """Return the different prompts of some files, in any form that ``forerun data prepare`` reads, and how many entries
+    could not be used.
+
+    Without a chat `template` the model goes on with the text of each question. DataError: nothing is usable.
+    """
+    bad, found = BadRecords(skip=True), dict[str, SpeedupPrompt]()
+    for path in files:
+        for record in read_records(path, bad):
+            entry = _entry(record, template=template)
+            if entry is None:
+                bad.report(f"{record.where}: nobody asks anything")
+                continue
+            said = entry.get("messages") or entry.get("text") or entry.get("prompt_token_ids")
+            digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+            found.setdefault(digest, SpeedupPrompt(digest=digest, category=record.category or "all", entry=entry))
+    if not found:
+        reason = f": {bad.examples[0]}" if bad.examples else ""
+        raise DataError(f"{', '.join(map(str, files))}: no entry could be used as a prompt{reason}")
+    return _with_few_categories(list(found.values())), bad.count
+
+
+def _entry(record: Record, *, template: bool) -> dict[str, Any] | None:
+    """Return what is asked of a record, its answers left out, unless a server wrote them down; None if nothing is."""
+    if record.tokens:
+        given = record.prompt_tokens
+        ids = {"prompt_token_ids": list(record.tokens[:given]), "token_ids": list(record.tokens[given:])}
+        return {**ids, "vocabulary": record.vocabulary}
+    if not record.messages:
+        return {"text": record.text}
+    asked = [message for message in record.messages if message["role"] in ("system", "user")]
+    if not any(message["role"] == "user" for message in asked):
+        return None
+    if not template:
+        return {"text": "\n\n".join(str(message["content"]) for message in asked[:2])}
+    tools = {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
+    return {"messages": asked, **tools}
+
+
+def _with_few_categories(prompts: list[SpeedupPrompt]) -> list[SpeedupPrompt]:
+    """Return the prompts with all but the largest categories taken together."""
+    counts = Counter(prompt.category for prompt in prompts)
+    if len(counts) <= MOST_CATEGORIES:
+        return prompts
+    kept = {name for name, _ in counts.most_common(MOST_CATEGORIES - 1)}
+    return [
+        prompt if prompt.category in kept else SpeedupPrompt(digest=prompt.digest, category=OTHER, entry=prompt.entry)
+        for prompt in prompts
+    ]
+
+
+def split_prompts(prompts: Sequence[SpeedupPrompt], *, skipped: int = 0) -> PromptSplit:
+    """Split prompts by digest, the same shares of each category; DataError for fewer than three.
+
+    A fifth is held out, at least 50 where that leaves half, and at most 200; a tenth is for trials, at most 32.
+    """
+    if len(prompts) < 3:
+        raise DataError(
+            f"{len(prompts)} different prompts are too few: some are held out, and some are for trials; give at least "
+            "3, better 500 (--prompts FILE)"
+        )
+    total = len(prompts)
+    held_out = min(200, max(total // 5, min(FEW, total // 2)))
+    trial = min(32, max(total // 10, 1))
+    parts: dict[str, list[SpeedupPrompt]] = {"held_out": [], "trial": [], "train": []}
+    for number, prompt in enumerate(take_turns(prompts)):
+        part = "held_out" if number < held_out else "trial" if number < held_out + trial else "train"
+        parts[part].append(prompt)
+    return PromptSplit(**parts, skipped=skipped)
+
+
+def take_turns(prompts: Iterable[SpeedupPrompt]) -> list[SpeedupPrompt]:
+    """Return the prompts by digest, categories taking turns in proportion to their sizes: any first part of the list
+    has about the shares of the whole.
+    """
+    by_category = defaultdict[str, list[SpeedupPrompt]](list)
+    for prompt in sorted(prompts, key=lambda one: one.digest):
+        by_category[prompt.category].append(prompt)
+    placed = [
+        ((index + 0.5) / len(group), category, prompt)
+        for category, group in by_category.items()
+        for index, prompt in enumerate(group)
+    ]
+    return [prompt for _, _, prompt in sorted(placed, key=lambda one: one[:2])]
+
+
+def has_circle(text: str) -> bool:
+    """Return whether a text ends in a circle: its last stretch, of at most 120 characters, four times in a row."""
+    end = text.rstrip()
+    for length in range(1, min(120, len(end) // 4) + 1):
+        times = max(4, -(-40 // length))
+        if len(end) >= length * times and end.endswith(end[-length:] * times):
+            return True
+    return False

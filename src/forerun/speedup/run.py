@@ -1,0 +1,494 @@
+"""This module runs the stages of ``forerun speedup``, each of which leaves one file that says that it is done.
+
+Every stage is made of what other verbs do: the planner measures passes and drafters, ``forerun data`` lets the model
+answer, ``forerun train`` trains, ``forerun export`` and ``forerun deploy`` write for other engines. A run that was
+stopped goes on at the first stage without its file.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from forerun.control.config import SpeculativeConfig
+from forerun.control.measuring import load_or_measure
+from forerun.devices import processor_name
+from forerun.errors import ArgumentError, DataError, ForerunError, first_line
+from forerun.model.load import read_header, weight_files
+from forerun.model.support import text_config
+from forerun.plan.measured import EncodedPrompts, measure_drafter
+from forerun.plan.planner import plan as make_plan
+from forerun.speedup.answering import answer_prompts, prepare_answers
+from forerun.speedup.choice import FreeSpeed, HeadChoice
+from forerun.speedup.compare import PLAIN, AnswerTiming, AskedPrompt, SideBySide, SpeedupArm, mean_speedup, summarise
+from forerun.speedup.page import write_page
+from forerun.speedup.prompts import (
+    FEW,
+    PROMPT_TOKENS,
+    SpeedupPrompt,
+    read_prompts,
+    split_prompts,
+    take_turns,
+)
+from forerun.speedup.serving import serving_lines, verdict_of
+from forerun.speedup.settings import SETTINGS, SpeedupRequest
+from forerun.speedup.training import HeadTraining, choose_for
+from forerun.training.features.store import find_loaded, target_hash
+from forerun.writing import alone, hash_file, read_sealed, replace_folder, tidy, write_file, write_sealed
+
+if TYPE_CHECKING:
+    from forerun.control.costs import CostModel
+    from forerun.engine.llm import LLM
+
+FREE: tuple[SpeedupArm, ...] = (
+    SpeedupArm(name="ngram", config={"method": "ngram"}),
+    SpeedupArm(name="suffix", config={"method": "suffix"}),
+    SpeedupArm(name="recycling", config={"method": "recycling"}),
+    SpeedupArm(name="auto", config={"method": "auto"}),
+)
+"""Drafters that need no training. The plan forecasts all but `auto`, which chooses among them at every step."""
+RESULT, TIMINGS = "result", "timings.json"
+
+
+class SpeedupConsole(Protocol):
+    """A `SpeedupConsole` shows what a run does."""
+
+    def say(self, words: str) -> None:
+        """Print a line that stays."""
+
+    def busy(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Show that something takes time; the yielded function says how far it is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupStage:
+    """A `SpeedupStage` is one step on the way, named by its file."""
+
+    name: str
+    words: str
+    share: float  # Of the budget; 0: as long as it takes
+
+
+STAGES = (
+    SpeedupStage(name="machine", words="measure the machine and the model", share=0.0),
+    SpeedupStage(name="prompts", words="read and split the prompts", share=0.0),
+    SpeedupStage(name="answers", words="let the model answer the prompts", share=SETTINGS.answers_share),
+    SpeedupStage(name="free", words="try what needs no training", share=SETTINGS.free_share),
+    SpeedupStage(name="choice", words="choose what is worth training", share=0.0),
+    SpeedupStage(name="training", words="train it", share=0.0),
+    SpeedupStage(name="comparison", words="measure on held-out prompts, side by side", share=SETTINGS.comparison_share),
+    SpeedupStage(name=RESULT, words="write the page and the lines that serve it", share=0.0),
+)
+FROM_BUDGET = ("answers", "free", "choice", "training", "comparison", RESULT)
+"""These stages are made again for another budget."""
+
+
+class SpeedupRun:
+    """A `SpeedupRun` goes through the stages in one folder."""
+
+    def __init__(self, asked: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
+        """Open the folder; ArgumentError where it holds a run for another model or other prompts.
+
+        `load` loads the model, with rows for `SpeedupSettings.rows` answers and no prefix cache.
+        """
+        self.asked, self.console, self._load = asked, console, load
+        self.folder = asked.output
+        self._llm: LLM | None = None
+        self._open()
+
+    @property
+    def llm(self) -> LLM:
+        """Return the model, which is loaded when a stage first needs it."""
+        if self._llm is None:
+            self._llm = self._load()
+        return self._llm
+
+    def release(self) -> None:
+        """Let go of the model: training loads its own."""
+        self._llm = None
+
+    def cost(self) -> CostModel:
+        """Return what passes cost here, as the first stage measured it."""
+        return load_or_measure(self.llm.target, rows=(1,))
+
+    def run(self) -> dict[str, Any]:
+        """Go through the stages that are not done, and return the result."""
+        with alone(self.folder) as free:
+            if not free:
+                raise ArgumentError(f"another run is at work in {self.folder}: wait for it, or take another --output")
+            tidy(self.folder)
+            self._begin()
+            for number, stage in enumerate(STAGES, start=1):
+                if not self.done(stage.name):
+                    self._announce(number, stage)
+                    with self._saying_what_is_kept(stage):
+                        self._do(stage)
+        return self.read(RESULT)
+
+    def prepare(self) -> None:
+        """Go through the first two stages alone, for a plan of the others."""
+        if not self.path("run").is_file():
+            write_sealed(self.path("run"), self._settings)
+        for number, stage in enumerate(STAGES[:2], start=1):
+            if not self.done(stage.name):
+                self._announce(number, stage)
+                self._do(stage)
+
+    def plan(self) -> list[dict[str, Any]]:
+        """Return the stages with the minutes that each is expected to take, or took."""
+        budget, found = self.asked.budget_s, list[dict[str, Any]]()
+        spent = sum(self.read(name)["seconds"] for name in ("machine", "prompts") if self.done(name))
+        left = budget - spent - sum(stage.share for stage in STAGES) * budget
+        for stage in STAGES:
+            seconds = stage.share * budget
+            if stage.name == "training":
+                seconds = self._training_seconds(max(0.0, left))
+            done = self.done(stage.name)
+            minutes = round((self.read(stage.name)["seconds"] if done else seconds) / 60, 2)
+            found.append({"stage": stage.name, "what": stage.words, "minutes": minutes, "done": done})
+        return found
+
+    def _training_seconds(self, expected: float) -> float:
+        """Return the seconds of the training, as they are chosen or else `expected`."""
+        if not self.done("choice"):
+            return expected
+        choice = self.read("choice")
+        return float(choice["training_seconds"]) if choice["train"] else 0.0
+
+    # --- the folder -----------------------------------------------------------------------------------------------
+
+    def path(self, name: str) -> Path:
+        """Return the file of a stage."""
+        return self.folder / f"{name}.json"
+
+    def done(self, name: str) -> bool:
+        """Return whether a stage is done."""
+        return self.path(name).is_file() and not (self._changed and name in FROM_BUDGET)
+
+    def read(self, name: str) -> dict[str, Any]:
+        """Return what a stage that is done found."""
+        return read_sealed(self.path(name), f"delete {self.path(name)}, and the same command makes it again")
+
+    def _open(self) -> None:
+        """Compare the folder with what is asked now."""
+        asked = {
+            "model": Path(self.asked.model).name,
+            "weights": target_hash(find_loaded(self.asked.model))[:16],
+            "prompts": sorted(hash_file(path)[:16] for path in self.asked.files),
+            "max_tokens": self.asked.max_tokens,
+            "dtype": self.asked.dtype,
+        }
+        self._settings = {**asked, "budget_s": self.asked.budget_s, "kind": self.asked.kind}
+        self._changed = False  # The budget is another one, or the kind of head
+        if self.path("run").is_file():
+            former = read_sealed(self.path("run"), f"choose another --output, or delete {self.folder}")
+            other = [name for name, value in asked.items() if former.get(name) != value]
+            if other:
+                shown = "; ".join(f"{name} was {former.get(name)!r}, is {asked[name]!r}" for name in other)
+                raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
+            self._changed = former != self._settings
+        elif self.folder.is_dir() and any(self.folder.iterdir()):
+            raise ArgumentError(f"{self.folder} exists and is no run of forerun speedup; choose another --output")
+
+    def _begin(self) -> None:
+        """Write down what is asked, and forget the stages that another budget changes."""
+        if self._changed:
+            kept = "measurements, prompts and answers that are written stay"
+            self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
+            for path in (*(self.path(name) for name in FROM_BUDGET), self.folder / TIMINGS):
+                path.unlink(missing_ok=True)
+            self._changed = False
+        write_sealed(self.path("run"), self._settings)
+
+    @contextmanager
+    def _saying_what_is_kept(self, stage: SpeedupStage) -> Iterator[None]:
+        """Say what to do where the disk runs full."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataError(
+                f"the disk is full ({error}) in the stage {stage.name!r}; what is done is safe in {self.folder}: make "
+                "room, and the same command goes on there"
+            ) from error
+
+    def _announce(self, number: int, stage: SpeedupStage) -> None:
+        if stage.name == "training" and not self.read("choice")["train"]:
+            return
+        following = f"; next: {STAGES[number].words}" if number < len(STAGES) else ""
+        [planned] = [one for one in self.plan() if one["stage"] == stage.name]
+        about = f" (about {planned['minutes']:.1f} min)" if planned["minutes"] >= 0.1 else ""
+        self.console.say(f"{number}/{len(STAGES)} {stage.words}{about}{following}")
+
+    def _do(self, stage: SpeedupStage) -> None:
+        work: dict[str, Callable[[], dict[str, Any]]] = {
+            "machine": self._machine,
+            "prompts": self._prompts,
+            "answers": self._answers,
+            "free": self._free,
+            "choice": self._choice,
+            "training": self._training,
+            "comparison": self._comparison,
+            RESULT: self._result,
+        }
+        began = time.monotonic()
+        found = work[stage.name]()
+        write_sealed(self.path(stage.name), {**found, "seconds": round(time.monotonic() - began, 2)})
+
+    def spent(self) -> float:
+        """Return the seconds of all stages that are done."""
+        return sum(self.read(stage.name)["seconds"] for stage in STAGES if self.done(stage.name))
+
+    # --- the stages -----------------------------------------------------------------------------------------------
+
+    def _machine(self) -> dict[str, Any]:
+        target = self.llm.target
+        with self.console.busy("measuring passes") as tell:
+            cost = load_or_measure(target, rows=(1,), tell=tell)
+        text = text_config(target.model)
+        plain_ms = cost.pass_ms(1)
+        v = [[nodes, round(cost.v(nodes), 3)] for nodes in cost.nodes]
+        [wide] = [value for nodes, value in v if nodes == min(cost.nodes, key=lambda one: abs(one - 8))]
+        self.console.say(f"  plain: {1000 / plain_ms:.1f} tokens/s; a pass over 8 tokens costs {wide:.2f} plain ones")
+        return {
+            "processor": processor_name(),
+            "device": str(target.device),
+            "dtype": target.dtype_name,
+            "parameters": count_weights(find_loaded(self.asked.model)),
+            "layers": text.num_hidden_layers,
+            "hidden_size": text.hidden_size,
+            "vocab_size": text.vocab_size,
+            "template": self.llm.has_chat_template,
+            "pass_ms": round(plain_ms, 3),
+            "tokens_per_second": round(1000 / plain_ms, 2),
+            "v": v,
+        }
+
+    def _prompts(self) -> dict[str, Any]:
+        template = self.read("machine")["template"]
+        prompts, skipped = read_prompts(self.asked.files, template=template)
+        split = split_prompts(prompts, skipped=skipped)
+        parts = {"train": split.train, "trial": split.trial, "held_out": split.held_out}
+        for name, part in parts.items():
+            write_file(self.folder / "prompts" / f"{name}.jsonl", "".join(prompt.line for prompt in part))
+        notes = list[str]()
+        if not self.asked.prompts:
+            notes.append(
+                "the prompts are the built-in mix: yours say more about your use, and train a head (--prompts)"
+            )
+        if not template:
+            notes.append("the model has no chat template: it goes on with the text of each prompt")
+        if skipped:
+            notes.append(f"{skipped:,} entries could not be used and are left out")
+        counts = {name: len(part) for name, part in parts.items()}
+        said = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+        self.console.say(f"  {said}")
+        if len(split.held_out) < FEW:
+            self.console.say(f"  {len(split.held_out)} held-out prompts are few: the intervals will be wide")
+        for note in notes:
+            self.console.say(f"  {note}")
+        categories = sorted({prompt.category for prompt in prompts})
+        files = [path.name for path in self.asked.prompts] or ["the built-in mix"]
+        return {**counts, "files": files, "categories": categories, "notes": notes}
+
+    def part(self, name: str) -> list[SpeedupPrompt]:
+        """Return the prompts of a part."""
+        lines = (self.folder / "prompts" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        return [SpeedupPrompt.parse(line) for line in lines]
+
+    def _answers(self) -> dict[str, Any]:
+        seconds = SETTINGS.answers_share * self.asked.budget_s
+        parts = {"trial": self.part("trial"), "train": self.part("train")}
+        folder = self.folder / "answers"
+        with self.console.busy("answering") as tell:
+            found = answer_prompts(self.llm, parts, folder, self.asked, seconds=seconds, tell=tell)
+        found |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.asked.model)
+        tokens = found["tokens"]
+        self.console.say(f"  {found['answered']:,} answers, {tokens:,} tokens to learn")
+        for note in found["notes"]:
+            self.console.say(f"  {note}")
+        return found
+
+    def _free(self) -> dict[str, Any]:
+        seconds, prompts = SETTINGS.free_share * self.asked.budget_s, self.asked_prompts("trial")
+        arms, cost, forecasts = (SpeedupArm(name=PLAIN), *FREE), self.cost(), dict[str, Any]()
+        with self.console.busy("trying") as tell:
+            for arm in FREE:
+                if arm.name != "auto":
+                    forecasts[arm.name] = self._forecast(arm, prompts, cost, tell)
+            compared = SideBySide(self.llm, arms, max_tokens=self.asked.compared_tokens)
+            timings = compared.ask(prompts, seconds=seconds, tell=lambda found: tell(_count(found, arms)))
+        figures = summarise(timings, arms)
+        best = max(figures, key=lambda name: mean_speedup(figures[name]))
+        names = ", ".join(
+            f"{name} {mean_speedup(figures[name]):.2f} x"
+            for name in sorted(figures, key=lambda n: -mean_speedup(figures[n]))
+        )
+        self.console.say(f"  over plain decoding: {names}")
+        if mean_speedup(figures[best]) <= 1:
+            best = PLAIN
+        return {"best": best, "figures": figures, "forecasts": forecasts, "prompts": len({t.digest for t in timings})}
+
+    def _forecast(
+        self, arm: SpeedupArm, prompts: list[AskedPrompt], cost: CostModel, tell: Callable[[str], None]
+    ) -> dict[str, Any]:
+        """Return what the plan expects of a drafter, from its acceptance on the first of these prompts."""
+        config = SpeculativeConfig.parse(arm.config)
+        assert config is not None
+        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.asked.compared_tokens}
+        chosen = [prompt.prompt for prompt in prompts]
+        answers = EncodedPrompts.of(self.llm, chosen, limit=SETTINGS.forecast_prompts, **how)
+        try:
+            found = measure_drafter(self.llm, config, answers, tell)
+        except ForerunError as error:
+            return {"reason": first_line(error)}
+        best = make_plan(found.load(cost, rows=1)).best
+        return {
+            "speedup": round(best.speedup, 4),
+            "draft_length": best.k,
+            "tokens_per_pass": round(best.tokens_per_pass, 4),
+            "acceptance": [round(rate, 4) for rate in found.trial.survival[:8]],
+            "fixed_ms": round(found.draft.fixed_ms, 4),
+            "level_ms": round(found.draft.level_ms, 4),
+        }
+
+    def asked_prompts(self, name: str) -> list[AskedPrompt]:
+        """Return the prompts of a part as the engine takes them; those that are too long are left out."""
+        found, room = list[AskedPrompt](), self.llm.max_model_len - self.asked.compared_tokens
+        for prompt in take_turns(self.part(name)):
+            try:
+                ids = self._ids(prompt)
+            except ForerunError:
+                continue
+            if 0 < len(ids) <= room:
+                taken = {"prompt_token_ids": ids}
+                found.append(AskedPrompt(digest=prompt.digest, category=prompt.category, prompt=taken))
+        if not found:
+            raise DataError(f"none of the {name.replace('_', ' ')} prompts fits {room} tokens; give shorter ones")
+        return found
+
+    def _ids(self, prompt: SpeedupPrompt) -> list[int]:
+        if prompt.answered:
+            return list(prompt.entry["prompt_token_ids"])
+        if prompt.asked:
+            return list(self.llm.chat_prompt(prompt.asked, prompt.entry.get("tools"))["prompt_token_ids"])
+        return self.llm.encode(prompt.entry["text"])[:PROMPT_TOKENS]
+
+    def _choice(self) -> dict[str, Any]:
+        answers, free = self.read("answers"), self.read("free")
+        left = self.asked.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
+        if answers["reason"]:
+            found = HeadChoice(best=None, train=False, reason=answers["reason"])
+            considered = list[dict[str, Any]]()
+        else:
+            speeds = free_speeds(free)
+            with self.console.busy("measuring an untrained head") as tell:
+                found, considered = choose_for(
+                    self.llm,
+                    self.asked,
+                    self.cost(),
+                    self.folder,
+                    parameters=self.read("machine")["parameters"],
+                    seconds=left,
+                    free=speeds,
+                    tell=tell,
+                )
+                self.release()
+        self.console.say(f"  {'train' if found.train else 'train nothing'}: {found.reason}")
+        return {**found.record(), "training_seconds": round(left, 1), "considered": considered}
+
+    def _training(self) -> dict[str, Any]:
+        choice = self.read("choice")
+        if not choice["train"]:
+            return {"head": None}
+        self.release()
+        training = HeadTraining.of(self.asked, choice, self.folder)
+        outcome = training.run()
+        if outcome["interrupted"]:
+            raise KeyboardInterrupt
+        with replace_folder(self.folder / "head") as fresh:
+            shutil.copytree(outcome["head"], fresh, dirs_exist_ok=True)
+        return {"head": "head", "kind": choice["kind"], **training.history(), "steps": outcome["steps"]}
+
+    def _comparison(self) -> dict[str, Any]:
+        free, trained = self.read("free"), self.read("training")
+        arms = [SpeedupArm(name=PLAIN), *(arm for arm in FREE if arm.name == free["best"])]
+        prompts, forecasts = self.asked_prompts("held_out"), dict(free["forecasts"])
+        if trained["head"] is not None:
+            head = str((self.folder / trained["head"]).resolve())
+            alone_ = SpeedupArm(name=trained["kind"], config={"method": trained["kind"], "model": head})
+            arms += [alone_, SpeedupArm(name=f"auto + {alone_.name}", config={"method": "auto", "model": head})]
+        path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.asked.budget_s
+        with self.console.busy("measuring") as tell:
+            if trained["head"] is not None:
+                forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell)
+
+            def keep(found: list[AnswerTiming]) -> None:
+                write_file(path, json.dumps([asdict(one) for one in found]))
+                tell(_count(found, arms))
+
+            compared = SideBySide(self.llm, arms, max_tokens=self.asked.compared_tokens)
+            timings = compared.ask(prompts, seconds=seconds, done=_kept(path, arms), tell=keep)
+        plain = [one for one in timings if one.arm == PLAIN and one.temperature == 0]
+        return {
+            "arms": {arm.name: arm.config for arm in arms},
+            "figures": summarise(timings, arms),
+            "forecasts": {arm.name: forecasts[arm.name] for arm in arms if arm.name in forecasts},
+            "prompts": len(plain),
+            "empty": sum(one.empty for one in plain),
+            "circles": sum(one.circle for one in plain),
+        }
+
+    def _result(self) -> dict[str, Any]:
+        found = {stage.name: self.read(stage.name) for stage in STAGES if stage.name != RESULT}
+        verdict = verdict_of(found)
+        lines = serving_lines(self.asked.model, self.folder.resolve(), verdict)
+        result = {
+            "model": self.asked.model,
+            "output": str(self.folder),
+            "budget_s": self.asked.budget_s,
+            "seconds_spent": round(self.spent(), 1),
+            **verdict,
+            "serve": lines,
+            "page": str(self.folder / "page.html"),
+        }
+        write_page(self.folder, result, found)
+        return result
+
+
+def count_weights(directory: Path) -> int:
+    """Return the number of weights in a checkpoint's files."""
+    headers = (read_header(path).values() for path in weight_files(directory) if path.suffix == ".safetensors")
+    return sum(math.prod(entry["shape"]) for header in headers for entry in header)
+
+
+def free_speeds(free: Mapping[str, Any]) -> dict[str, FreeSpeed]:
+    """Return how fast each category is with the best free drafter at T = 0, and its share of plain decoding's time."""
+    best = free["best"]
+    named = next(iter(free["figures"])) if best == PLAIN else best
+    found = dict[str, FreeSpeed]()
+    for category, figures in free["figures"][named]["0"]["categories"].items():
+        share = figures["prompts"] / figures["plain_tokens_per_second"]
+        found[category] = FreeSpeed(speedup=1.0 if best == PLAIN else max(1.0, figures["speedup"]), share=share)
+    return found
+
+
+def _count(timings: list[AnswerTiming], arms: list[SpeedupArm] | tuple[SpeedupArm, ...]) -> str:
+    return f"{len({one.digest for one in timings}):,} prompts with {len(arms)} ways to decode"
+
+
+def _kept(path: Path, arms: list[SpeedupArm]) -> list[AnswerTiming]:
+    """Return the answers that an interrupted measurement left, unless they are of other arms."""
+    if not path.is_file():
+        return []
+    found = [AnswerTiming(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    return found if {one.arm for one in found} == {arm.name for arm in arms} else []

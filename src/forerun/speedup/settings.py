@@ -1,0 +1,72 @@
+"""This module has what is asked of ``forerun speedup``, and the figures that it decides by, each with its unit and
+where it comes from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from forerun.speedup.prompts import MIX
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSettings:
+    """`HeadSettings` say how heads are trained, and what is expected of them."""
+
+    kinds: tuple[str, ...] = ("eagle3",)  # Considered kinds: of equal training EAGLE-3 drafts best (docs/benchmarks.md)
+    vocab_sizes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # Draft vocabularies, besides the target's whole one
+    steps: tuple[int, ...] = (3, 5, 7)  # Lengths of unrolling
+    window: int = 512  # Tokens of a training window
+    learning_rate: float = 1e-3
+    first_tokens: float = 1e4  # Learned tokens at which `first_acceptance` is expected
+    first_acceptance: float = 0.12
+    by_decade: float = 0.16
+    """Acceptance that ten times the tokens add: an EAGLE-3 head for SmolLM2-135M-Instruct has 0.13 after two minutes on
+    two cores, published ones for Llama-3.2-1B 0.75 after 100,000 answers."""
+    most_acceptance: float = 0.8
+    most_epochs: float = 8.0  # Passes over the same answers that still teach something
+    beyond_unrolling: float = 0.85  # Share of its acceptance that a head keeps beyond the depth it was unrolled to
+    fewest_steps: int = 100
+    evaluations: int = 6  # Most of them while a head trains, besides the last one; one in five minutes
+    worth: float = 1.05  # Speed-up over what is free from which a head is trained: less is within the forecast's error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupSettings:
+    """`SpeedupSettings` say how a budget is spent, and how much is asked."""
+
+    answers_share: float = 0.25  # Of the budget: the model answers the training prompts
+    free_share: float = 0.08  # Drafters that need no training
+    comparison_share: float = 0.2  # The last measurement
+    rows: int = 8  # Answers at once while the model writes them
+    longest: int = 2048  # Tokens of a prompt and its answer
+    compared_tokens: int = 128  # Of each answer that is compared, at most
+    forecast_prompts: int = 6  # Prompts on which a drafter's acceptance is measured for the plan
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # At which the answers are written that a head learns, in equal shares
+    head: HeadSettings = field(default_factory=HeadSettings)
+
+
+SETTINGS = SpeedupSettings()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupRequest:
+    """A `SpeedupRequest` says which model is to become faster, on which prompts, within which time."""
+
+    model: str
+    output: Path
+    budget_s: float  # Seconds of all stages
+    prompts: tuple[Path, ...] = ()  # Empty: the built-in mix
+    kind: str | None = None  # Kind of head to train in any case; None: what is worth it, or nothing
+    max_tokens: int = 256  # Of an answer that a head learns; no more are compared
+    dtype: str = "auto"
+
+    @property
+    def compared_tokens(self) -> int:
+        """Return the most tokens of an answer that is compared."""
+        return min(self.max_tokens, SETTINGS.compared_tokens)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return self.prompts or (MIX,)
