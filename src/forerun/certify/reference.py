@@ -54,8 +54,8 @@ class Reference:
     def places(
         self, prompt: Sequence[int], answer: Sequence[int], temperature: float, uniform: torch.Generator
     ) -> list[float]:
-        """Where each token of an answer stands between 0 and 1 among all of the vocabulary, the likelier ones first and
-        each as wide as it is likely, at a random point of its width. These places are uniform and independent if each
+        """Return the place of each token of an answer between 0 and 1 among all of the vocabulary, the likelier ones
+        first and each as wide as it is likely, at a random point of its width. These places are uniform and independent if each
         token was drawn from the target's distribution at that temperature (Rosenblatt's transform, 1952)."""
         logits = self.logits([*prompt, *answer[:-1]], len(answer)).cpu().double()
         probs = (logits / temperature).softmax(-1)

@@ -22,8 +22,8 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 """A resumed run may set these anew; the rest decides what is trained."""
 PARTS, LEAST_BETWEEN, MOST_EVALUATION = 10, 50, 0.2
-"""Where no number is given: evaluations of a run, the least steps between them, and the share of the time of all steps
-beyond which one is left out."""
+"""Defaults: evaluations of a run, the least steps between them, and the share of the time of all steps beyond which one
+is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
