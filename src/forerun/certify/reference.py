@@ -55,8 +55,8 @@ class Reference:
         self, prompt: Sequence[int], answer: Sequence[int], temperature: float, uniform: torch.Generator
     ) -> list[float]:
         """Return the place of each token of an answer between 0 and 1 among all of the vocabulary, the likelier ones
-        first and each as wide as it is likely, at a random point of its width. These places are uniform and independent if each
-        token was drawn from the target's distribution at that temperature (Rosenblatt's transform, 1952)."""
+        first and each as wide as it is likely, at a random point of its width. These places are uniform and independent
+        if each token was drawn from the target's distribution at that temperature (Rosenblatt's transform, 1952)."""
         logits = self.logits([*prompt, *answer[:-1]], len(answer)).cpu().double()
         probs = (logits / temperature).softmax(-1)
         own = probs.gather(1, torch.tensor(answer)[:, None])
