@@ -1,4 +1,4 @@
-"""Prompts: in which forms they come, how they are split, and answers that go in circles."""
+"""Prompts: in which forms they come and how they are split."""
 
 import json
 from collections import Counter
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import DataError
-from forerun.speedup.prompts import MIX, has_circle, read_prompts, split_prompts, take_turns
+from forerun.speedup.prompts import MIX, read_prompts, split_prompts, take_turns
 
 
 def written(path: Path, *entries: object) -> Path:
@@ -62,18 +62,3 @@ def test_too_few_prompts_are_refused(tmp_path: Path) -> None:
         read_prompts(
             [written(tmp_path / "none.jsonl", {"messages": [{"role": "assistant", "content": "x"}]})], template=True
         )
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("and so on " * 5, True),
-        ("yes. " + "no " * 30, True),
-        ("A sentence that ends like most of them do.", False),
-        ("", False),
-        ("ha ha ha ha", False),
-        ("1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20", False),
-    ],
-)
-def test_circles(text: str, expected: bool) -> None:
-    assert has_circle(text) is expected

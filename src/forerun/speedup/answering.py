@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import DataError, first_line
-from forerun.speedup.prompts import PROMPT_TOKENS, SpeedupPrompt, has_circle
+from forerun.speedup.prompts import PROMPT_TOKENS, SpeedupPrompt
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
+from forerun.training.data.answers import runs_in_circles
 from forerun.training.data.prepare import prepare
 from forerun.training.data.records import Record
 from forerun.training.data.regenerate import AnswerRun, Director, with_engine
@@ -101,35 +102,28 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
     """
     assert llm.tokenizer is not None, "a named model has a tokenizer"
     shutil.rmtree(prepared, ignore_errors=True)  # Of an earlier budget
-    texts = [_written(line) for path in sorted(folder.glob("*.jsonl")) for line in _lines(path)]
-    known = [text for text in texts if text is not None]
-    empty, circles = sum(not text.strip() for text in known), sum(has_circle(text) for text in known)
-    found: dict[str, Any] = {"empty": empty, "circles": circles, "tokens": 0, "reason": ""}
-    found["notes"] = _notes(empty, circles, len(known))
+    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in _lines(path)]
+    empty = sum("messages" in line and not str(line["messages"][-1]["content"]).strip() for line in lines)
+    total, circles, found = len(lines), 0, dict[str, Any](tokens=0, reason="")
     try:
         for part in ("train", "trial"):
             files = [path for path in sorted(folder.glob(f"{part}-*.jsonl")) if path.stat().st_size]
             how: dict[str, Any] = {"max_length": SETTINGS.longest, "skip_bad": True, "name": name}
             data = prepare(files, llm.tokenizer, prepared / part, **how).data
+            documents = [data.document(index) for index in range(len(data))]
+            circles += sum(runs_in_circles(tokens[mask != 0]) for tokens, mask in documents)
             if part == "train":
                 found["tokens"] = data.manifest["counts"]["counted_tokens"]
     except DataError as error:
         found["reason"] = f"there is nothing that a head could learn: {first_line(error)}"
-    if known and max(empty, circles) > MOST * len(known):
+    if total and max(empty, circles) > MOST * total:
         what = "are empty" if empty > circles else "go in circles"
-        found["reason"] = f"{max(empty, circles) / len(known):.0%} of the answers {what}: no head is trained on them"
-    return found
+        found["reason"] = f"{max(empty, circles) / total:.0%} of the answers {what}: no head is trained on them"
+    return {**found, "empty": empty, "circles": circles, "notes": _notes(empty, circles, total)}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def _written(line: Mapping[str, Any]) -> str | None:
-    """Return what the model wrote in a line; None where only its tokens are known."""
-    if "messages" in line:
-        return str(line["messages"][-1]["content"])
-    return str(line["text"]) if "text" in line else None
 
 
 def _notes(empty: int, circles: int, total: int) -> list[str]:

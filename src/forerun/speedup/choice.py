@@ -157,7 +157,7 @@ def choose_head(
     `forced` trains in any case in which a step fits.
     """
     settings = SETTINGS.head
-    best = max(forecasts, key=lambda one: one.speedup)
+    best = max(forecasts, key=lambda one: (one.speedup, one.line.speedup, one.acceptance))
     minutes, steps = budget.seconds / 60, best.training_steps
     shape, line = best.shape.words, best.line
     shares = sum(one.share for one in free.values())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forerun.certify.reference import difference
-from forerun.speedup.prompts import has_circle
+from forerun.training.data.answers import runs_in_circles
 from forerun.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -58,17 +58,15 @@ class AnswerTiming:
     decode_s: float  # From the first token to the last
     same: bool  # The text is plain decoding's, or parts from it at a numeric tie; above temperature 0 not compared
     empty: bool  # Nothing was written
-    circle: bool  # It ends in a circle
+    circle: bool  # It ends in a circle (`runs_in_circles`)
 
 
 class SideBySide:
     """A `SideBySide` asks prompts with several arms, which take turns prompt by prompt."""
 
-    def __init__(
-        self, llm: LLM, arms: Sequence[SpeedupArm], *, max_tokens: int, temperatures: Sequence[float] = TEMPERATURES
-    ) -> None:
-        """Compare `arms`, of which the first decodes plainly."""
-        self.llm, self.arms, self.max_tokens, self.temperatures = llm, arms, max_tokens, temperatures
+    def __init__(self, llm: LLM, arms: Sequence[SpeedupArm], *, max_tokens: int, fewest: int = FEWEST) -> None:
+        """Compare `arms`, of which the first decodes plainly, on at least the `fewest` prompts."""
+        self.llm, self.arms, self.max_tokens, self.fewest = llm, arms, max_tokens, fewest
         self._number = 0
 
     def ask(
@@ -79,7 +77,7 @@ class SideBySide:
         done: Sequence[AnswerTiming] = (),
         tell: Callable[[list[AnswerTiming]], None] = lambda found: None,
     ) -> list[AnswerTiming]:
-        """Ask the prompts in order, at least `FEWEST`, until the time is spent, and return all answers.
+        """Ask the prompts in order, at least the fewest, until the time is spent, and return all answers.
 
         `done` are those of an earlier call, which are not asked again. `tell` is called after each prompt.
         """
@@ -91,7 +89,7 @@ class SideBySide:
             for arm in self.arms:
                 self._answer(arm, waiting[0], 0.0, min(WARM_UP_TOKENS, self.max_tokens))
         for number, prompt in enumerate(waiting):
-            if len(known) + number >= FEWEST and time.monotonic() > deadline:
+            if len(known) + number >= self.fewest and time.monotonic() > deadline:
                 break
             found += self._ask(prompt, number)
             tell(found)
@@ -101,7 +99,7 @@ class SideBySide:
         """Answer one prompt with every arm at every temperature; who goes first changes from prompt to prompt."""
         found = list[AnswerTiming]()
         turn = number % len(self.arms)
-        for temperature in self.temperatures:
+        for temperature in TEMPERATURES:
             outputs = {
                 arm.name: self._answer(arm, prompt, temperature, self.max_tokens)
                 for arm in (*self.arms[turn:], *self.arms[:turn])
@@ -141,7 +139,7 @@ class SideBySide:
             decode_s=decode_s,
             same=same,
             empty=not answer.text.strip(),
-            circle=has_circle(answer.text),
+            circle=runs_in_circles(np.array(answer.token_ids, np.int32)),
         )
 
 

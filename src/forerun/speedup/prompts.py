@@ -155,13 +155,3 @@ def take_turns(prompts: Iterable[SpeedupPrompt]) -> list[SpeedupPrompt]:
         for index, prompt in enumerate(group)
     ]
     return [prompt for _, _, prompt in sorted(placed, key=lambda one: one[:2])]
-
-
-def has_circle(text: str) -> bool:
-    """Return whether a text ends in a circle: its last stretch, of at most 120 characters, four times in a row."""
-    end = text.rstrip()
-    for length in range(1, min(120, len(end) // 4) + 1):
-        times = max(4, -(-40 // length))
-        if len(end) >= length * times and end.endswith(end[-length:] * times):
-            return True
-    return False

@@ -320,13 +320,15 @@ class SpeedupRun:
 
     def _free(self) -> dict[str, Any]:
         seconds, prompts = SETTINGS.free_share * self.asked.budget_s, self.asked_prompts("trial")
+        deadline = time.monotonic() + seconds
         arms, cost, forecasts = (SpeedupArm(name=PLAIN), *FREE), self.cost(), dict[str, Any]()
         with self.console.busy("trying") as tell:
             for arm in FREE:
                 if arm.name != "auto":
-                    forecasts[arm.name] = self._forecast(arm, prompts, cost, tell)
-            compared = SideBySide(self.llm, arms, max_tokens=self.asked.compared_tokens)
-            timings = compared.ask(prompts, seconds=seconds, tell=lambda found: tell(_count(found, arms)))
+                    forecasts[arm.name] = self._forecast(arm, prompts, cost, tell, seconds=seconds)
+            tokens = min(SETTINGS.trial_tokens, self.asked.max_tokens)
+            compared, left = SideBySide(self.llm, arms, max_tokens=tokens, fewest=2), deadline - time.monotonic()
+            timings = compared.ask(prompts, seconds=left, tell=lambda found: tell(_count(found, arms)))
         figures = summarise(timings, arms)
         best = max(figures, key=lambda name: mean_speedup(figures[name]))
         names = ", ".join(
@@ -339,14 +341,24 @@ class SpeedupRun:
         return {"best": best, "figures": figures, "forecasts": forecasts, "prompts": len({t.digest for t in timings})}
 
     def _forecast(
-        self, arm: SpeedupArm, prompts: list[AskedPrompt], cost: CostModel, tell: Callable[[str], None]
+        self,
+        arm: SpeedupArm,
+        prompts: list[AskedPrompt],
+        cost: CostModel,
+        tell: Callable[[str], None],
+        *,
+        seconds: float,
     ) -> dict[str, Any]:
-        """Return what the plan expects of a drafter, from its acceptance on the first of these prompts."""
+        """Return what the plan expects of a drafter, from its acceptance on the first of these prompts; of so many
+        that it takes a small share of the `seconds`.
+        """
         config = SpeculativeConfig.parse(arm.config)
         assert config is not None
         how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.asked.compared_tokens}
         chosen = [prompt.prompt for prompt in prompts]
-        answers = EncodedPrompts.of(self.llm, chosen, limit=SETTINGS.forecast_prompts, **how)
+        each_s = self.asked.compared_tokens * cost.pass_ms(1) / 1000
+        most = max(1, min(SETTINGS.forecast_prompts, int(SETTINGS.forecast_share * seconds / each_s)))
+        answers = EncodedPrompts.of(self.llm, chosen, limit=most, **how)
         try:
             found = measure_drafter(self.llm, config, answers, tell)
         except ForerunError as error:
@@ -430,7 +442,7 @@ class SpeedupRun:
         path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.asked.budget_s
         with self.console.busy("measuring") as tell:
             if trained["head"] is not None:
-                forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell)
+                forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell, seconds=seconds)
 
             def keep(found: list[AnswerTiming]) -> None:
                 write_file(path, json.dumps([asdict(one) for one in found]))

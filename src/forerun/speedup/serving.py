@@ -80,7 +80,8 @@ def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
     for temperature, one in figures.items():
         for category, part in one["categories"].items():
             if part["speedup"] < NO_LOSS:
-                yield f"{category} at T = {temperature}: {_gain(part)}"
+                count = f"{part['prompts']} prompt{'s' if part['prompts'] > 1 else ''}"
+                yield f"{category} at T = {temperature}: {_gain(part)}, {count}"
 
 
 def _certainty(found: Mapping[str, Any]) -> Iterator[str]:

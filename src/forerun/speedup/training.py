@@ -96,7 +96,7 @@ def _settings_of(kind: str) -> set[str]:
 def _head(llm: LLM, kind: str, vocab_size: int | None, device: str) -> Any:
     """Return a head with random weights."""
     known = kind_named(kind)
-    config = known.head.Config.for_target(known.name, llm.target.model, vocab_size, {})
+    config = known.head.Config.for_target(known.name, llm.target.model, vocab_size, SETTINGS.head.options.get(kind, {}))
     with torch.device(device):
         return known.head(config)
 
@@ -112,7 +112,7 @@ def _probe(llm: LLM, asked: SpeedupRequest, folder: Path, data: PreparedData, sh
     draft = _time_drafts(llm, shape, data)
     recipe = make_training(asked, folder, shape, seconds=1.0, output=folder / "probe")
     run = TrainingRun(recipe, Parallel.from_environment("ddp"))
-    steps = [float(run.plan()["seconds_per_step"]) for _ in range(2)]
+    steps = [float(run.measure()["seconds_per_step"]) for _ in range(2)]
     windows = PackedWindows(data, length=recipe.windows.length, rows=1, seed=0)
     counted = data.manifest["counts"]["counted_tokens"] / windows.steps_per_epoch()
     return TrainingProbe(shape=shape, step_s=min(steps), counted=counted, draft=draft)
@@ -131,10 +131,10 @@ def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
 
 
 def make_training(
-    asked: SpeedupRequest, folder: Path, shape: HeadShape, *, seconds: float, output: Path, evaluate_every: int = 0
+    asked: SpeedupRequest, folder: Path, shape: HeadShape, *, seconds: float, output: Path
 ) -> TrainRecipe[Any]:
     """Return the recipe that trains a head of `shape` for so many seconds on the answers in `folder`, and evaluates it
-    on the trial prompts every so many steps (0: at the end).
+    on the trial prompts.
     """
     settings = SETTINGS.head
     objective = {"steps": shape.steps} if "steps" in _settings_of(shape.kind) else {}
@@ -143,14 +143,14 @@ def make_training(
         "target_dtype": asked.dtype,
         "data": str(folder / "prepared" / "train"),
         "output": str(output),
-        "draft": {"vocab_size": shape.vocab_size},
+        "draft": {"vocab_size": shape.vocab_size, "options": dict(settings.options.get(shape.kind, {}))},
         "objective": objective,
         "windows": {"length": settings.window, "rows": 1},
         "training": {
             "seconds": seconds,
             "learning_rate": settings.learning_rate,
+            "warmup_steps": settings.warmup_steps,
             "save_every_s": 120.0,
-            "eval_every_steps": evaluate_every,
         },
         "evaluation": {"prompts": str(folder / "prepared" / "trial"), "prompt_tokens": settings.window},
     }
@@ -175,10 +175,7 @@ class HeadTraining:
         )
         seconds = choice["training_seconds"]
         output = folder / "training" / f"{shape.kind}-{seconds:.0f}s"
-        evaluations = min(SETTINGS.head.evaluations, int(seconds / 300))
-        every = choice["training_steps"] // (evaluations + 1) if evaluations else 0
-        how: dict[str, Any] = {"seconds": seconds, "output": output, "evaluate_every": every}
-        return cls(recipe=make_training(asked, folder, shape, **how))
+        return cls(recipe=make_training(asked, folder, shape, seconds=seconds, output=output))
 
     def run(self) -> dict[str, Any]:
         """Train, on from where an earlier run stopped, and return the outcome of `TrainingRun.train`."""
