@@ -45,7 +45,7 @@ def test_few_prompts_have_no_interval_and_none_have_no_figures() -> None:
     assert found is not None and found["speedup_interval"] is None
     assert summarise_arm(TIMINGS, "suffix", 1.0) is None
     assert (
-        summarise_arm([timing("p", PLAIN, 1.0, tokens=0), timing("p", "suffix", 1.0, tokens=0)], "suffix", 0.0) is None
+        summarise_arm([timing("p", PLAIN, 1.0, tokens=1), timing("p", "suffix", 1.0, tokens=1)], "suffix", 0.0) is None
     )
 
 

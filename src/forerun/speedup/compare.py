@@ -147,14 +147,15 @@ def summarise_arm(
     timings: Sequence[AnswerTiming], arm: str, temperature: float, *, category: str | None = None
 ) -> dict[str, Any] | None:
     """Return an arm's tokens per second, its speed over plain decoding's and its tokens per pass, with intervals, over
-    the prompts of a category or all; None where nothing was answered.
+    the prompts of a category or all; None where no answer has two tokens.
     """
     chosen = [
         one for one in timings if one.temperature == temperature and (category is None or one.category == category)
     ]
     own = {one.digest: one for one in chosen if one.arm == arm}
     plain = {one.digest: one for one in chosen if one.arm == PLAIN}
-    digests = [digest for digest in own if digest in plain and own[digest].tokens and plain[digest].tokens]
+    # An answer of one token comes with its prompt: nothing can make it faster.
+    digests = [name for name in own if name in plain and min(own[name].tokens, plain[name].tokens) > 1]
     if not digests:
         return None
     # Sums by prompt, (prompts,): a prompt is what the bootstrap draws.
