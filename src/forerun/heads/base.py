@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.errors import ArgumentError, VocabularyMismatchError, refuse, refuse_unknown
+from forerun.heads.start import Seen
 from forerun.types import Boundary
 
 Angles = tuple[Tensor, Tensor]  # Cosines and sines (B, N, D) of the positions
@@ -188,6 +189,15 @@ class Head(nn.Module, ABC):
         """Copy the weights that start as the target's, without gradients. The arguments are those
         of `initial`.
         """
+
+    def fit(self, seen: Seen) -> None:
+        """Let layers that read the target's states start at what comes nearest to its next last state, without
+        gradients. The default leaves them as they are.
+        """
+
+    def scales(self) -> Sequence[nn.Parameter]:
+        """Return the weights that the logits are proportional to; none if there are no such weights."""
+        return ()
 
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         """Combine the target's states at the boundaries, (B, N, Ht) each, into the feature (B, N,

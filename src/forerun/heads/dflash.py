@@ -28,6 +28,7 @@ from forerun.errors import find_problem
 from forerun.heads.base import Angles, Attend, BlockHead, HeadConfig
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
+from forerun.heads.start import Fitting, Seen, fit_last
 from forerun.losses.chunked_loss import DraftPaths, VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
@@ -134,6 +135,14 @@ class DFlashHead(DecoderHead, BlockHead):
     def fuse(self, features: Sequence[Tensor]) -> Tensor:
         return self.hidden_norm(self.fc(torch.cat(list(features), dim=-1)))
 
+    def fit(self, seen: Seen) -> None:
+        """Let ``fc`` read every dimension of the target's states alike, outliers as well, and their mean not at all."""
+
+        def read(batch: FeatureBatch) -> Tensor:
+            return torch.cat([batch.features[boundary].float() for boundary in self.config.boundaries], -1)
+
+        self.fc.weight.copy_(seen.evened(self.fc.weight, read))
+
     def context(self, features: Tensor, angles: Angles) -> list[tuple[Tensor, Tensor]]:
         return [layer.self_attn.entries(features, angles) for layer in self.layers]  # type: ignore[union-attr, operator]
 
@@ -211,6 +220,23 @@ class DFlashObjective(DecoderObjective):
             weight=found.weights.sum(),
             metrics=chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap),
         )
+
+    def fit(self, batches: Sequence[FeatureBatch]) -> None:
+        """Fit the last feed-forward part: what is in a place otherwise, the embedding of its token or of the mask, is
+        a confident prediction of that very token.
+        """
+
+        def run(batch: FeatureBatch) -> Fitting:
+            blocks = self.blocks(batch)
+            wanted = self.behind(blocks, batch.features[LAST_HIDDEN]).view(*blocks.counted.shape, -1)
+            return Fitting(lambda states: self._predicting(states, blocks)[blocks.counted], wanted[blocks.counted])
+
+        fit_last(self.head.layers[-1].mlp.down_proj, self.head.norm, batches, run)  # type: ignore[union-attr, arg-type]
+
+    def _predicting(self, states: Tensor, blocks: BlockOutputs) -> Tensor:
+        """Return those of `states` (B, A * b, W) that predict a depth: (B, A, K, W)."""
+        first, depths = self.head.first, blocks.counted.shape[-1]
+        return states.view(*blocks.anchors.shape, self.head.places, -1)[:, :, first : first + depths]
 
     def blocks(self, batch: FeatureBatch) -> BlockOutputs:
         """Return the head's outputs behind the anchors."""

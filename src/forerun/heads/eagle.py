@@ -34,6 +34,7 @@ from forerun.errors import ArgumentError, find_problem
 from forerun.heads.base import Advanced, Angles, Attend, HeadConfig, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
+from forerun.heads.start import Seen
 from forerun.losses.chunked_loss import VocabularyLoss
 from forerun.losses.objective import (
     DecoderObjective,
@@ -192,12 +193,35 @@ class FusedHead(DecoderHead):
         """
         if self.config.generation == 1 or not self.config.use_aux_hidden_state:
             return features[0]
+        return self.fc(self.join(features))
+
+    def join(self, features: Sequence[Tensor]) -> Tensor:
+        """Return what ``fc`` reads of the target's states (B, N, Ht) each: all of them side by side, normed as the
+        configuration says.
+        """
         if self.config.fc_norm:
             features = [norm(feature) for norm, feature in zip(self.fc_norm, features, strict=True)]
         joined = torch.cat(list(features), dim=-1)
-        if self.config.norm_before_fc:
-            joined = self.input_norm(joined)
-        return self.fc(joined)
+        return self.input_norm(joined) if self.config.norm_before_fc else joined
+
+    def fit(self, seen: Seen) -> None:
+        """Let ``fc`` start at what comes nearest to the target's last state at the token that is read beside it."""
+        config = self.config
+        if not config.use_aux_hidden_state or config.hidden_size != config.target_hidden_size:
+            return
+
+        def read(batch: FeatureBatch) -> Tensor:
+            joined = self.join([batch.features[boundary].float() for boundary in config.boundaries])
+            return joined if config.generation == 3 else torch.cat([seen.embedded(batch, 1), joined], -1)
+
+        # Norms before ``fc`` give it inputs of one size, outliers as well: it then learns faster.
+        norms: Sequence[Any] = [self.input_norm] if config.norm_before_fc else list(getattr(self, "fc_norm", ()))
+        if norms:
+            for norm, sizes in zip(norms, seen.sizes(read, 1).chunk(len(norms)), strict=True):
+                norm.weight.div_(sizes)
+        scale = self.norm.weight if isinstance(self.norm, RMSNorm) else None
+        nearest = seen.nearest(read, 1, scale)
+        self.fc.weight.copy_(seen.beside(nearest, self.fc.weight, read) if config.generation == 3 else nearest)
 
     def through(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
         """Run all layers: embeddings (B, N, H) beside `states` (B, N, H) -> (B, N, H), the residual

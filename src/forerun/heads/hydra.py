@@ -14,8 +14,9 @@ published ``hydra_lm_head.pt`` is a pickle and is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -31,6 +32,8 @@ from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Ten
 from forerun.heads.keys import Keys
 from forerun.heads.layers import DecoderConfig, DecoderHead, DecoderLayer, RMSNorm
 from forerun.heads.medusa import ResBlock
+from forerun.heads.start import Seen
+from forerun.losses.objective import FeatureBatch
 from forerun.types import LAST_HIDDEN
 
 
@@ -106,6 +109,20 @@ class HydraHead(DecoderHead, RecurrentHead):
             if getattr(target, "bias", None) is not None:
                 lm_head.bias.copy_(target.bias.float())  # type: ignore[operator]
             blocks.start()  # type: ignore[operator]
+
+    def fit(self, seen: Seen) -> None:
+        """Let each depth start at what comes nearest to the target's last state after the tokens above it."""
+
+        def read(batch: FeatureBatch, depth: int) -> Tensor:
+            above = [seen.embedded(batch, ahead) for ahead in range(1, depth + 2)]
+            return torch.cat([self.norm(batch.features[LAST_HIDDEN].float()), *above], -1)
+
+        for depth, blocks in enumerate(self.heads):
+            nearest = seen.nearest(partial(read, depth=depth), depth + 1)
+            blocks.first.res_connection.weight.copy_(nearest)  # type: ignore[union-attr, operator]
+
+    def scales(self) -> Sequence[nn.Parameter]:
+        return [weight for lm_head in self.lm_heads for weight in lm_head.parameters()]
 
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         states = features

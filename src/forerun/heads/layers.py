@@ -13,7 +13,7 @@ Keys and values are kept as each head reads them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -245,6 +245,9 @@ class DecoderHead(AttendingHead):
         norm: Any = None if gemma else getattr(getattr(base_of(model), "norm", None), "weight", None)
         if isinstance(self.norm, RMSNorm) and norm is not None and norm.shape == self.norm.weight.shape:
             self.norm.load_state_dict({"weight": norm.float()})
+
+    def scales(self) -> Sequence[nn.Parameter]:
+        return (self.norm.weight,) if isinstance(self.norm, RMSNorm) else ()
 
 
 class RMSNorm(nn.Module):

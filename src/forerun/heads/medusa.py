@@ -25,7 +25,7 @@ LMDeploy 0.18.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +48,7 @@ from forerun.heads.engines import (
 )
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, make_config
 from forerun.heads.keys import Keys
+from forerun.heads.start import Seen
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
     FeatureBatch,
@@ -120,6 +121,15 @@ class MedusaHead(ParallelHead):
         """Let each depth predict at first what the target's own output head predicts."""
         for depth in range(self.config.num_heads):
             self.output_weight(depth).copy_(model.get_output_embeddings().weight.float())
+
+    def fit(self, seen: Seen) -> None:
+        """Let each depth read what comes nearest to the target's last state there."""
+        for depth in range(self.config.num_heads):
+            weight = self.output_weight(depth)
+            weight.copy_(weight @ seen.nearest(lambda batch: batch.features[LAST_HIDDEN].float(), depth + 1))
+
+    def scales(self) -> Sequence[nn.Parameter]:
+        return [self.heads[depth][-1].weight for depth in range(self.config.num_heads)]  # type: ignore[index]
 
     def states(self, features: Tensor, depths: int) -> Tensor:
         return torch.stack([head[:-1](features) for head in self.heads[:depths]], -2)  # type: ignore[index]

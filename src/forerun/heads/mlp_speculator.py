@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -102,6 +102,9 @@ class MlpSpeculatorHead(RecurrentHead):
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Copy nothing: the states are the speculator's own."""
+
+    def scales(self) -> Sequence[nn.Parameter]:
+        return [weight for output in self.head for weight in output.parameters()]
 
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         if not self.config.scale_input:

@@ -27,7 +27,7 @@ loaders of EAGLE-3 heads drop ``mask_hidden`` or stop at it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,6 +46,7 @@ from forerun.heads.eagle_files import LLAMA, FlatFormat, read_flat
 from forerun.heads.engines import TOKENS, Finding, fails, vllm_line
 from forerun.heads.files import Config, Format, HeadCheckpoint, StoredFiles, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys, architectures
+from forerun.heads.start import Fitting, Seen, fit_last
 from forerun.losses.objective import (
     DecoderObjective,
     DecoderSettings,
@@ -98,6 +99,15 @@ class PEagleHead(FusedHead, BlockHead):
     def __init__(self, config: PEagleConfig) -> None:
         super().__init__(config)
         self.mask_hidden = nn.Parameter(torch.randn(1, 1, len(config.boundaries) * config.target_hidden_size))
+
+    def fit(self, seen: Seen) -> None:
+        """Let a mask, besides, read at first the mean of what stands in its place elsewhere."""
+        super().fit(seen)
+
+        def read(batch: FeatureBatch) -> Tensor:
+            return torch.cat([batch.features[boundary] for boundary in self.config.boundaries], -1)
+
+        self.mask_hidden.copy_(seen.places(read, 1).mean(0).view_as(self.mask_hidden))
 
     @property
     def places(self) -> None:
@@ -164,6 +174,16 @@ class PEagleObjective(DecoderObjective):
         return LossReport(
             loss=found.loss, weight=found.weights.sum(), metrics=masked.metrics(agrees, overlap, self.settings)
         )
+
+    def fit(self, batches: Sequence[FeatureBatch]) -> None:
+        """Fit the last feed-forward part, at all depths together."""
+
+        def run(batch: FeatureBatch) -> Fitting:
+            masked, _ = self.masked(batch)
+            wanted = masked.following(batch.features[LAST_HIDDEN])
+            return Fitting(lambda states: states[masked.counted], wanted[masked.counted])
+
+        fit_last(self.head.layers[-1].mlp.down_proj, self.head.norm, batches, run)  # type: ignore[union-attr, arg-type]
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:
         """Return what is computed, and the head's outputs (B, N, H), which the output head reads."""

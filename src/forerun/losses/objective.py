@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
@@ -295,6 +295,9 @@ class HeadObjective(Objective):
 
     def parameters_module(self) -> nn.Module:
         return self.head
+
+    def fit(self, batches: Sequence[FeatureBatch]) -> None:
+        """Fit what only a pass of the head shows to the first batches of a run, see `heads.start`; mostly nothing."""
 
     def embed(self, ids: Tensor, depth: int = 0) -> Tensor:
         """Embed token ids by the head's own table, or the target's, which is not trained."""

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import TargetFacts
+from forerun.heads.start import SEEN_TOKENS
 from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Objective, TokenBatch
 from forerun.model import Target
 from forerun.model.layers import base_of, layers_of
@@ -98,6 +99,8 @@ class TrainingRun:
         if parallel.first:
             for sentence in about_answers(self.data):
                 log.warning("%s: %s", recipe.data, sentence)
+        if parallel.on_first(lambda: checkpoint.latest(output) is None):
+            self.fit()
         training = Training(
             self.objective,
             self.batches,
@@ -116,6 +119,17 @@ class TrainingRun:
             "interrupted": result.interrupted,
             **parallel.on_first(lambda: {name: str(output / name) for name in self.export(weights)}),
         }
+
+    def fit(self) -> None:
+        """Fit what starts afresh to the target's states on the run's first batches; those whose answers are written
+        while it trains are not there yet.
+        """
+        if self.batches.writer is not None:
+            return
+        windows, parallel = self.recipe.windows, self.parallel
+        count = 1 + max(1, SEEN_TOKENS // (windows.rows * windows.length))
+        seen = [self.batches.batch(step, parallel.rank, parallel.world) for step in range(count)]
+        self.trained.fit(self.objective, seen, halves=self.recipe.training.halves(self.model.device))
 
     def evaluate(self, _step: int) -> dict[str, float]:
         """Evaluate what is trained, as it is, on `prompts`."""

@@ -35,6 +35,8 @@ from forerun.errors import (
 )
 from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.heads.start import fit
+from forerun.losses.objective import FeatureBatch
 from forerun.model.fingerprint import fingerprint
 from forerun.model.layers import is_quantised
 from forerun.model.load import LoadOptions, save_model
@@ -242,6 +244,12 @@ class Trained(ABC):
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
 
+    def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
+        """Fit what starts afresh to the target's states on the first batches of the run, see `heads.start.fit`; a model
+        that is made of another is not fresh.
+        """
+        return
+
     @abstractmethod
     def blank(self) -> nn.Module:
         """Return a module of the same shape, for other weights; ours may be distributed over
@@ -283,6 +291,10 @@ class TrainedHead(Trained):
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         self.module = self._head(model, data)
         self.boundaries = self.module.config.boundaries
+
+    def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
+        if self.recipe.draft.start is None and self.kind.in_target is None:
+            fit(objective, batches, halves=halves)
 
     def blank(self) -> nn.Module:
         return type(self.module)(self.module.config)
@@ -513,6 +525,9 @@ class TrainedTargetAndHead(Trained):
 
     def blank(self) -> nn.Module:
         return TargetAndHead(blank_model(self.module.model), self.head.blank())
+
+    def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
+        self.head.fit(objective.heads, batches, halves=halves)
 
     def target(self, model: Any) -> Any:
         return copy_for_drafting(self.module.model, model)
