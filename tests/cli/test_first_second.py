@@ -51,6 +51,11 @@ REFUSED = {
         "generate demo -p x --drafter draft_model --drafter-model /nowhere/draft",
         "no directory /nowhere/draft",
     ),
+    "a member whose head is nowhere": (
+        "generate demo -p x --speculative-config "
+        """'{"method": "merge", "drafters": ["ngram", {"method": "eagle3", "model": "/nowhere/head"}]}'""",
+        "no directory /nowhere/head",
+    ),
     "no answer": ("generate demo -p x -n 0", "Must be >= 1"),
     "no answer in the demo": ("demo -n 0", "Must be >= 1"),
     "a word too many": ("generate demo 'why?' -p x", "unexpected argument 'why?'"),

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.errors import ArgumentError, ForerunError
+from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.types import Source
 
 PROMPTS = ["the cat sat on the", "the dog and the dog and the", "log", "on the mat the cat on the mat the"]
@@ -253,6 +253,22 @@ def test_a_bad_speculative_config_is_named(plain: LLM, config: Any, message: str
 def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM(str(checkpoint), max_modellen=3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "eagle3", "model": "/nowhere/head"},
+        {"method": "merge", "drafters": ["ngram", {"method": "draft_model", "model": "/nowhere/head"}]},
+    ],
+    ids=["alone", "member"],
+)
+def test_a_drafter_that_is_nowhere_is_refused_before_the_model_is_loaded(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
+) -> None:
+    monkeypatch.setattr("forerun.model.Target.load", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(CheckpointError, match="no directory /nowhere/head"):
+        LLM(checkpoint, speculative_config=config)
 
 
 @pytest.mark.parametrize("keywords", [{"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}])

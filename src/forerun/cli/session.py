@@ -17,11 +17,9 @@ from rich.text import Text
 
 from forerun.cli import console
 from forerun.cli.options import TargetOptions
-from forerun.control.config import SpeculativeConfig, check_sizes
+from forerun.control.config import SpeculativeConfig, check_models_named, check_sizes
 from forerun.core import rules
 from forerun.drafters import DRAFTERS, check_option_names, declared_options
-from forerun.drafters.kinds import KINDS
-from forerun.heads.catalogue import check_head_named
 from forerun.model import checks
 from forerun.params import NEUTRAL
 from forerun.types import OutputToken, RequestOutput, SamplingParams, Source, StreamChunk
@@ -227,11 +225,7 @@ def check(model: str, options: TargetOptions, speculative_config: dict[str, Any]
     if config.method not in DRAFTERS:
         return
     check_option_names(config.method, config.drafter_options, declared_options(config.method))
-    drafts_with = config.options.get("model")
-    if config.method in KINDS and KINDS[config.method].trains == "head":
-        check_head_named(KINDS[config.method], drafts_with, model)
-    if isinstance(drafts_with, str):
-        checks.check_found(drafts_with)
+    check_models_named(config, model)
 
 
 @contextmanager

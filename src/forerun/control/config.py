@@ -12,7 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
+from forerun.drafters.kinds import KINDS
 from forerun.errors import ArgumentError, DataError, choices
+from forerun.heads.catalogue import check_head_named
+from forerun.model.checks import check_found
 from forerun.writing import read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
@@ -280,6 +283,22 @@ def method_of(model: Any) -> str:
     return "pard" if "pard_token" in config else "draft_model"
 
 
+def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
+    """Return the method and the options of a configuration, and of each drafter that it names as a mapping."""
+    members = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
+    return [{"method": config.method, **config.options}, *members]
+
+
+def check_models_named(config: SpeculativeConfig | None, target_name: str) -> None:
+    """Raise, before anything is loaded, the error of a drafter whose head is not named or whose model is nowhere."""
+    for options in [] if config is None else _all_options(config):
+        kind, model = KINDS.get(str(options.get("method"))), options.get("model")
+        if kind is not None and kind.trains == "head":
+            check_head_named(kind, model, target_name)
+        if isinstance(model, str):
+            check_found(model)
+
+
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
     """Return the bytes of the weights of the models that draft, and of their caches for each token
     of a row, as their directories state them; 0 where there is none to ask.
@@ -288,8 +307,7 @@ def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
 
     if config is None:
         return 0, 0
-    others = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
-    named = [one.get("model") for one in (config.options, *others)]
+    named = [one.get("model") for one in _all_options(config)]
     folders = [folder for one in named if isinstance(one, str) and (folder := Path(resolve(one))).is_dir()]
     return sum(map(_weights, folders)), sum(map(_cached, folders))
 

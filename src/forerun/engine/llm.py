@@ -21,6 +21,7 @@ from forerun.control.config import (
     MAX_SPECULATIVE_TOKENS,
     NOT_WHILE_SERVING,
     SpeculativeConfig,
+    check_models_named,
     check_sizes,
     drafter_bytes,
     from_old_keywords,
@@ -125,6 +126,7 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
         )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
+        check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         headroom = MAX_SPECULATIVE_TOKENS + 1
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
