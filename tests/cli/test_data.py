@@ -9,6 +9,7 @@ import pytest
 
 from bench.scripted import Script, scripted
 from cli.conftest import Forerun
+from forerun.cli import console
 from forerun.training.data.store import PreparedData
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -34,6 +35,18 @@ def test_prepare_writes_data_and_says_what_is_in_it(forerun: Forerun, chats: Pat
     assert data.manifest["options"]["chat_template_kwargs"] == {"enable_thinking": False}
     words = forerun(*arguments, "--output", tmp_path / "b")
     assert words.code == 0 and "2 documents" in words.out and "covers" in words.out and "1 records skipped" in words.out
+
+
+def test_progress_in_a_file_says_how_fast_it_goes_and_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "LINE_EVERY_S", 0.0)
+    with console.progress_bar("answering") as update:
+        update(completed=4, total=10)  # those of an earlier run
+        update(completed=6, total=10, description="answering at 7 tokens/s")
+    first, second = capsys.readouterr().err.splitlines()
+    assert "answering: 4 of 10 after" in first and "left" not in first
+    assert "answering at 7 tokens/s: 6 of 10 after" in second and second.endswith("left")
 
 
 def test_regenerate_here_then_prepare(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:

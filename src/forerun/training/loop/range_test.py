@@ -1,7 +1,7 @@
 """A range test tries several learning rates in short runs from the same weights, on the same batches.
 
 Each trial warms up and falls to zero like a run of its own, so that a high rate is judged by what it leaves, not by its
-noise. What is best after some tens of steps is taken for the whole run; of two that are alike the lower one.
+noise. A run is longer than a trial and wants a lower rate, so of rates that are nearly as good the lowest is taken.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FACTORS = (1.0, 3.0, 10.0, 30.0)
 hour want more."""
 LEAST = 24  # Steps of a trial
 WARMUP = 0.2  # Share of a trial in which the rate rises
-ALIKE = 0.01  # Share of the loss by which a higher rate must be better
+ALIKE = 0.06  # Share of the loss by which a higher rate must be better
 WORSE = 1.2  # Times the best loss at which no higher rate is tried
 
 

@@ -22,8 +22,8 @@ MAY_CHANGE = frozenset({
 })  # fmt: skip
 """A resumed run may set these anew; the rest decides what is trained."""
 PARTS, LEAST_BETWEEN, MOST_EVALUATION = 10, 50, 0.2
-"""Defaults: evaluations of a run, the least steps between them, and the share of the time of all steps beyond which one
-is left out."""
+"""These are the evaluations of a run where no number is given, the least steps between two, and the share of the time
+of all steps beyond which one is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
