@@ -14,10 +14,11 @@ from contract.harness import PROMPTS, as_prompts, dflash_head, eagle_head, llm, 
 from contract.test_greedy import NEUTRAL
 from forerun import LLM, SamplingParams
 from forerun.control import costs, explore
+from forerun.control.choice import Bid, Offer, allocate, best_depth, choose
 from forerun.control.config import SpeculativeConfig, arms_of, method_of
 from forerun.control.costs import READING, DraftCost, Nominal, PassShape, StepCosts, Times
 from forerun.control.explore import Survival
-from forerun.control.policy import Bid, Offer, allocate, best_depth, choose, policy_for
+from forerun.control.policy import policy_for
 from forerun.control.ranking import Confidence, Ranking
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune

@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 
 from control.simulation import LEVEL, Passes, Spec, World
+from forerun.control.choice import best_depth
 from forerun.control.explore import ModelTrials, few
-from forerun.control.policy import best_depth
 from forerun.control.settings import SETTINGS
 
 
