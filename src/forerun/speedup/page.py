@@ -105,17 +105,15 @@ def _plots(shown: Mapping[str, Any] | None, found: Mapping[str, Any]) -> dict[st
     if losses:
         points = [(float(step), float(loss)) for step, loss in losses]
         plots["loss"] = draw_lines({"loss": points}, across="training steps", up="loss, nats")
-    lengths = found["training"].get("evaluations")
-    if lengths:
+    lengths = found["training"].get("evaluations", [])
+    if len(lengths) > 1:
         names = {"chain_t0": "T = 0", "chain_t1": "T = 1"}
         lines = {
             words: [(float(one["step"]), float(one[key])) for one in lengths if key in one]
             for key, words in names.items()
         }
-        across, up = "training steps", "acceptance length of the chain"
-        plots["acceptance"] = draw_lines(
-            {name: points for name, points in lines.items() if points}, across=across, up=up
-        )
+        drawn = {name: points for name, points in lines.items() if points}
+        plots["acceptance"] = draw_lines(drawn, across="training steps", up="acceptance length of the chain")
     return plots
 
 

@@ -253,7 +253,7 @@ class SpeedupRun:
     def _machine(self) -> dict[str, Any]:
         target = self.llm.target
         with self.console.busy("measuring passes") as tell:
-            cost = load_or_measure(target, rows=(1,), tell=tell)
+            cost = load_or_measure(target, rows=(1,), force=True, tell=tell)  # the machine may be busier than it was
         text = text_config(target.model)
         plain_ms = cost.pass_ms(1)
         v = [[nodes, round(cost.v(nodes), 3)] for nodes in cost.nodes]
@@ -463,7 +463,7 @@ class SpeedupRun:
     def _result(self) -> dict[str, Any]:
         found = {stage.name: self.read(stage.name) for stage in STAGES if stage.name != RESULT}
         verdict = verdict_of(found)
-        lines = serving_lines(self.asked.model, self.folder.resolve(), verdict)
+        lines = serving_lines(self.asked.model, self.folder.resolve(), verdict, found["comparison"]["forecasts"])
         result = {
             "model": self.asked.model,
             "output": str(self.folder),

@@ -103,8 +103,13 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"{unlike} greedy answers differ from plain decoding's by more than a numeric tie: please report this"
 
 
-def serving_lines(model: str, folder: Path, verdict: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each engine the lines that serve the model with what won, or why there are none."""
+def serving_lines(
+    model: str, folder: Path, verdict: Mapping[str, Any], forecasts: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return for each engine the lines that serve the model with what won, or why there are none.
+
+    The plan's `forecasts` say how long a head's drafts are best where they are as long at every step.
+    """
     config = verdict["speculative_config"]
     here = ["forerun", "serve", model]
     if config is not None:
@@ -113,13 +118,15 @@ def serving_lines(model: str, folder: Path, verdict: Mapping[str, Any]) -> dict[
     found: dict[str, dict[str, Any]] = {"forerun": {"lines": [shlex.join(here)], "notes": []}}
     for engine in ELSEWHERE:
         try:
-            found[engine] = _elsewhere(engine, model, folder, config)
+            found[engine] = _elsewhere(engine, model, folder, config, forecasts)
         except ForerunError as error:
             found[engine] = {"lines": [], "notes": [first_line(error)]}
     return found
 
 
-def _elsewhere(name: str, model: str, folder: Path, config: Mapping[str, Any] | None) -> dict[str, Any]:
+def _elsewhere(
+    name: str, model: str, folder: Path, config: Mapping[str, Any] | None, forecasts: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the lines of another engine, with the head written as it reads it."""
     engine = find_engine(name)
     version, notes = choose_version(engine, None)
@@ -127,10 +134,10 @@ def _elsewhere(name: str, model: str, folder: Path, config: Mapping[str, Any] | 
     if wanted is not None and "model" in wanted:
         # `auto` with a head is the head alone elsewhere: other engines do not choose among drafters at each step.
         kind = read_head(wanted["model"]).config.kind
-        wanted = {
-            "method": kind,
-            "model": _exported(engine.reads, kind, wanted["model"], model, folder / f"for-{name}"),
-        }
+        head = _exported(engine.reads, kind, wanted["model"], model, folder / f"for-{name}")
+        wanted = {"method": kind, "model": head}
+        if length := forecasts.get(kind, {}).get("draft_length"):
+            wanted["num_speculative_tokens"] = length
         if config is not None and config["method"] == "auto":
             notes.append(
                 f"{engine.title} drafts with the head alone; forerun's `auto` copies as well, so measure there"
