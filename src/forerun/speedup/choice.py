@@ -63,7 +63,7 @@ class HeadForecast:
     training_steps: int
     tokens: float  # Tokens that it learns from, a repeated one as often as it still teaches something
     acceptance: float  # Of the first drafted token
-    line: PlanLine  # The plan's best draft length, alone against plain decoding
+    line: PlanLine  # The plan's best draft of at least one token, alone against plain decoding
     speedup: float  # With the free drafter where that one is faster
 
 
@@ -99,7 +99,8 @@ def forecast_head(
     survival = list(itertools.accumulate(rates, lambda before, rate: before * rate))
     more_ms = cost.pass_ms(1) * (shape.parameters - probe.shape.parameters) / budget.target_parameters
     draft = DraftCost(fixed_ms=probe.draft.fixed_ms, level_ms=max(0.0, probe.draft.level_ms + more_ms))
-    line = make_plan(PlanLoad(survival=survival, cost=cost, draft=lambda rows: draft)).best
+    lines = make_plan(PlanLoad(survival=survival, cost=cost, draft=lambda rows: draft)).lines
+    line = max(lines[1:], key=lambda one: one.speedup)
     shares = sum(one.share for one in free.values())
     seconds = sum(one.share / max(one.speedup, line.speedup) for one in free.values())
     return HeadForecast(

@@ -21,7 +21,7 @@ class HeadSettings:
     steps: tuple[int, ...] = (2, 3, 5, 7)  # Lengths of unrolling
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"eagle3": {"norm_before_fc": True}})
     """Variants by kind, `draft.options` of a recipe: with it SmolLM2's head had 1.27 tokens a pass after 60 steps, 1.22
-    without; all engines read it."""
+    without; vLLM, SGLang, TensorRT-LLM and llama.cpp read it (docs/formats.md)."""
     window: int = 512  # Tokens of a training window
     learning_rate: float = 1e-3
     warmup_steps: int = 20
