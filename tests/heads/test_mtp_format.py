@@ -221,6 +221,9 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         def __exit__(self, *given: Any) -> None:
             self.inner.__exit__(*given)
 
+        def metadata(self) -> dict[str, str] | None:
+            return dict(self.file.metadata() or {})
+
         def keys(self) -> list[str]:
             return list(self.file.keys())
 
