@@ -56,7 +56,7 @@ EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
 """The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
 FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
 _TOGETHER = 128  # Answers asked for at once
-_TRIED = 32  # Answers in which the examined drafter has to draft something, or another drafts in its place
+_TRIED = 32  # Answers, or fewer longer ones, in which the examined drafter has to draft, or another drafts in its place
 
 Tokens = list[int]
 
@@ -202,7 +202,7 @@ def _distribution_checks(run: Run) -> Iterator[Check]:
 
 def _drafts(run: Run, test: Test) -> bool:
     """Return whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
-    answers = test.drawn(run, _TRIED, first=0)
+    answers = test.drawn(run, max(4, _TRIED * run.plan.sample_tokens // test.tokens), first=0)
     return any(answer.speculation.num_draft_tokens for _, answer in answers)
 
 
@@ -213,7 +213,8 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
     layers = run.llm.target.num_layers
     if layers < 2:
         return None
-    found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": 3}
+    depth = 3 if test.each == "answers" else 2  # Each level costs most of a pass, and longer answers have many steps
+    found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": depth}
     found["adaptive"] = False
     try:
         run.llm.engine.drafting.ensure(SpeculativeConfig.parse(found))
