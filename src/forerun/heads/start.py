@@ -56,8 +56,7 @@ class Seen:
 
     def sizes(self, read: Callable[[FeatureBatch], Tensor], ahead: int) -> Tensor:
         """Return the root mean square (W,) of each dimension of what is `read` (B, S, W)."""
-        found = self.places(read, ahead)
-        return (found.square().sum(0) / max(1, len(found))).sqrt().clamp_min(LEAST)
+        return root_mean_squares(self.places(read, ahead))
 
     def evened(self, weight: Tensor, read: Callable[[FeatureBatch], Tensor]) -> Tensor:
         """Return the drawn `weight` (H, W) of a layer over what is `read` (B, S, W), changed so that every dimension
@@ -85,9 +84,14 @@ class Seen:
         return nearest_map(inputs, unscaled(wanted, scale))
 
 
+def root_mean_squares(rows: Tensor) -> Tensor:
+    """Return the root mean square (W,) of each dimension of the rows (N, W), `LEAST` at least."""
+    return (rows.square().sum(0) / max(1, len(rows))).sqrt().clamp_min(LEAST)
+
+
 def nearest_map(inputs: Tensor, wanted: Tensor) -> Tensor:
     """Return the weight (H, W) of the linear map of `inputs` (N, W) that comes nearest to what is `wanted` (N, H)."""
-    sizes = (inputs.square().sum(0) / max(1, len(inputs))).sqrt().clamp_min(LEAST)
+    sizes = root_mean_squares(inputs)
     inputs = inputs / sizes
     products = inputs @ inputs.T
     products.diagonal().add_(RIDGE * len(inputs))
