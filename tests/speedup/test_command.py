@@ -73,6 +73,9 @@ def test_from_a_model_to_a_page_and_on_from_every_stage(
     again = forerun(*words)
     assert again.code == 0 and "page:" in again.out and "/8" not in again.err
     _nothing_is_worth_it(forerun, words, out, monkeypatch)
+    before = len(began)
+    assert forerun(*words, "--budget", "2h", "--kind", "eagle3").code == 0
+    assert began[before:] == ["choice", "training", "comparison", "result"]
 
 
 def _nothing_is_worth_it(forerun: Forerun, words: list[object], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,9 @@ STAGES = (
     SpeedupStage(name="comparison", words="measure on held-out prompts, side by side", share=SETTINGS.comparison_share),
     SpeedupStage(name=RESULT, words="write the page and the lines that serve it", share=0.0),
 )
-FROM_BUDGET = ("answers", "free", "choice", "training", "comparison", RESULT)
+FROM_KIND = ("choice", "training", "comparison", RESULT)
+"""These stages are made again where another kind of head is asked for."""
+FROM_BUDGET = ("answers", "free", *FROM_KIND)
 """These stages are made again for another budget."""
 
 
@@ -177,7 +179,7 @@ class SpeedupRun:
         if not self.done("choice"):
             return expected
         choice = self.read("choice")
-        return float(choice["training_seconds"]) if choice["train"] else 0.0
+        return float(choice["training_seconds"]) / SETTINGS.steps_share if choice["train"] else 0.0
 
     # --- the folder -----------------------------------------------------------------------------------------------
 
@@ -187,7 +189,7 @@ class SpeedupRun:
 
     def done(self, name: str) -> bool:
         """Return whether a stage is done."""
-        return self.path(name).is_file() and not (self._changed and name in FROM_BUDGET)
+        return self.path(name).is_file() and name not in self._again
 
     def read(self, name: str) -> dict[str, Any]:
         """Return what a stage that is done found."""
@@ -203,25 +205,28 @@ class SpeedupRun:
             "dtype": self.asked.dtype,
         }
         self._settings = {**asked, "budget_s": self.asked.budget_s, "kind": self.asked.kind}
-        self._changed = False  # The budget is another one, or the kind of head
+        self._again: tuple[str, ...] = ()  # Stages that another budget or kind of head makes anew
         if self.path("run").is_file():
             former = read_sealed(self.path("run"), f"choose another --output, or delete {self.folder}")
             other = [name for name, value in asked.items() if former.get(name) != value]
             if other:
                 shown = "; ".join(f"{name} was {former.get(name)!r}, is {asked[name]!r}" for name in other)
                 raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
-            self._changed = former != self._settings
+            if former["budget_s"] != self.asked.budget_s:
+                self._again = FROM_BUDGET
+            elif former["kind"] != self.asked.kind:
+                self._again = FROM_KIND
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise ArgumentError(f"{self.folder} exists and is no run of forerun speedup; choose another --output")
 
     def _begin(self) -> None:
         """Write down what is asked, and forget the stages that another budget changes."""
-        if self._changed:
+        if self._again:
             kept = "measurements, prompts and answers that are written stay"
             self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
-            for path in (*(self.path(name) for name in FROM_BUDGET), self.folder / TIMINGS):
+            for path in (*(self.path(name) for name in self._again), self.folder / TIMINGS):
                 path.unlink(missing_ok=True)
-            self._changed = False
+            self._again = ()
         write_sealed(self.path("run"), self._settings)
 
     @contextmanager
@@ -444,6 +449,7 @@ class SpeedupRun:
     def _choice(self) -> dict[str, Any]:
         answers, free = self.read("answers"), self.read("free")
         left = self.asked.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
+        left *= SETTINGS.steps_share
         if answers["reason"]:
             found = HeadChoice(best=None, train=False, reason=answers["reason"])
             considered = list[dict[str, Any]]()

@@ -46,7 +46,8 @@ class SpeedupSettings:
     )
     answers_share: float = 0.25  # The model answers the training prompts
     free_share: float = 0.08  # Drafters that need no training
-    comparison_share: float = 0.2  # The last measurement
+    steps_share: float = 0.8  # Of the training's time; the rest goes to evaluations while it trains (`TrainSettings`)
+    comparison_share: float = 0.2  # Of the budget: the last measurement
     most_drawn: int = 5000  # Prompts that are drawn, at most
     rows: int = 8  # Answers at once while the model writes them
     longest: int = 2048  # Tokens of a prompt and its answer
