@@ -280,11 +280,12 @@ def of_local_layers() -> Any:
         (partial(build, "mpt"), "ignores the positions"),
         (partial(build, "falcon", alibi=True), "4D attention mask"),
         (partial(build, "bart"), "ignores the positions"),
-        (partial(build, "deepseek_v32"), "indexed_attention.*transformers' own generate"),
+        (partial(build, "deepseek_v4"), "recurrent state of a kind of its own.*transformers' own generate"),
+        (partial(build, "inkling_text"), "ignores the positions"),
         (partial(build, "mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes"),
         (of_local_layers, "layers of type local"),
     ],
-    ids=["bert", "bloom", "mpt", "falcon", "bart", "deepseek_v32", "mistral", "gpt_neo"],
+    ids=["bert", "bloom", "mpt", "falcon", "bart", "deepseek_v4", "inkling", "mistral", "gpt_neo"],
 )
 def test_reasons_in_words(made: Any, reason: str) -> None:
     refused(made(), reason)

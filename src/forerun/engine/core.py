@@ -474,10 +474,10 @@ class PrefixCache:
         shared = dict[int, int]()
         for row, kept in self._free.items():
             lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
-            shared[row] = 0 if lost or kept.salt != salt else _common(kept.tokens, wanted)
+            shared[row] = 0 if lost or kept.salt != salt else self._reusable(row, kept.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         copied = {
-            row: _common(tokens, wanted)
+            row: self._reusable(row, tokens, wanted)
             for row, (tokens, domain) in running.items()
             if self.enabled and domain == salt and not needs_drafter
         }
@@ -488,13 +488,17 @@ class PrefixCache:
             row = min(self._free, key=lambda row: (*self._row_span((*running, row)), self._free[row].used, row))
         length = shared[best] if row == best and shared[best] >= lent else 0
         kept = self._free.pop(row)
-        self._target.lengths[row] = length  # its slots still hold them: see `_FreeRow.writes`
+        self._target.restore(row, length)  # its slots still hold them: see `_FreeRow.writes`
         self._target.clear(row)
         if lent > length:
             self._target.copy_row(source, row, lent)
             return Allocation(row=row, shared=lent, drafter=kept.drafter)
         known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
+
+    def _reusable(self, row: int, held: Sequence[int], wanted: Sequence[int]) -> int:
+        """Return how many tokens a sequence can take over from a row that holds, or held, these."""
+        return self._target.reusable(row, _common(held, wanted))
 
     def _row_span(self, rows: Sequence[int]) -> tuple[int, int]:
         """Return how far apart busy rows lie; and, where passes are recorded, how many rows these

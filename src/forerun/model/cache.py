@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.devices import send
 from forerun.errors import OutOfMemoryError
-from forerun.model.padding import Flat
+from forerun.model.padding import Flat, current
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,7 @@ class SlotCache:
         self._touched = [0] * rows  # Slots of each row that passes may have written to since they were last zero
         self._used = [0] * rows  # Slots of each row that were ever written to
         self._stores: dict[int, tuple[Tensor, Tensor]] = {}
+        self._indices: dict[int, Tensor] = {}  # Keys of indexed layers (rows, slots + 1, 1, dim)
         self._groups: dict[tuple[int, ...], list[tuple[Tensor, Tensor]]] = {}
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
@@ -123,6 +124,32 @@ class SlotCache:
         """
         self.write(keys, values, layer_idx)
         return self.seen(layer_idx)
+
+    def get_conv_state(self, _layer_idx: int, _state_idx: int = 0, **_kwargs: object) -> None:
+        """Return None: a layer is not to read its state itself, see `states.functions`."""
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        """Return None, as `get_conv_state` does, and note which state the layer is about to run."""
+        current().states.enter(layer_idx, state_idx)
+
+    def update_conv_state(self, values: Tensor, layer_idx: int, state_idx: int = 0, **_kwargs: object) -> Tensor:
+        """Note which state the layer is about to run, and return its `values`."""
+        current().states.enter(layer_idx, state_idx)
+        return values
+
+    def update_recurrent_state(self, state: Tensor, _layer_idx: int = 0, **_kwargs: object) -> Tensor:
+        """Return the `state`: what the layer's recurrence said was kept when it ran."""
+        return state
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """Write the keys (B, N, dim) by which an indexed layer chooses what it attends to, and return those of the
+        tokens that it may choose from (B, width, dim).
+        """
+        if layer_idx not in self._indices:
+            self._indices[layer_idx] = self._allocate((1, keys.shape[2]), keys)
+        store, window = self._indices[layer_idx], self._on(keys.device)
+        store.flatten(0, 1).index_copy_(0, window.flat, keys.flatten(0, 1).unsqueeze(1).to(store.dtype))
+        return window.read(store).squeeze(1)
 
     def write(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
         """Write the keys and values of the pass, (B, heads, N, dim) or (1, heads, M, dim)."""
@@ -218,7 +245,7 @@ class SlotCache:
         return rows.unsqueeze(1) * (self.slots + 1) + slot_ids
 
     def _tensors(self) -> list[Tensor]:
-        return [store for pair in self._stores.values() for store in pair]
+        return [*(store for pair in self._stores.values() for store in pair), *self._indices.values()]
 
     def _on(self, device: torch.device) -> _Window:
         if device not in self._windows:
@@ -232,6 +259,8 @@ class SlotCache:
         """
         for layer, pair in other._stores.items():
             self._of(layer, pair[0].shape[2:], pair[1].shape[2:], pair[0])
+        for layer, store in other._indices.items():
+            self._indices[layer] = self._allocate(store.shape[2:], store)
 
     def _of(self, layer: int, keys: Sequence[int], values: Sequence[int], like: Tensor) -> tuple[Tensor, Tensor]:
         """Return a layer's keys and values. They are allocated at the first call, with (heads, dim)

@@ -188,9 +188,16 @@ class _States:
 
 
 class _Stub(nn.Module):
-    """A stand-in for the base model that returns the states it was given."""
+    """A stand-in for the base model that returns the states it was given, and has its attributes."""
 
     states: Tensor
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["real"] = real  # Not as a child: its weights are not the stub's
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["real"], name)
 
     @property
     def decoder(self) -> _Stub:
@@ -205,7 +212,7 @@ class OutputHead:
     """Maps hidden states after the final norm to raw logits, as the model itself computes them."""
 
     def __init__(self, model: Any) -> None:
-        self._stub = _Stub()
+        self._stub = _Stub(base_of(model))
         self._model = replace_module(model, base_name(model), self._stub)
         self._token = torch.zeros(1, 1, dtype=torch.int64)
 
@@ -238,41 +245,16 @@ def capture_states(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator
             handle.remove()
 
 
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """A hook on a layer that keeps the states at a boundary. What runs several layers in one call
-    hands it these states by `keep`.
-    """
-
-    boundary: Boundary
-    caught: dict[Boundary, Tensor]
-
-    def keep(self, states: Tensor) -> None:
-        """Keep the states (B, N, H) at its boundary."""
-        self.caught[self.boundary] = states
-
-
-class _CaptureInput(Capture):
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.keep(args[0] if args else kwargs["hidden_states"])
-
-
-class _CaptureOutput(Capture):
-    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        self.keep(output[0] if isinstance(output, tuple) else output)
-
-
 def _hook(layers: nn.ModuleList, boundary: Boundary, caught: dict[Boundary, Tensor]) -> Any:
+    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caught[boundary] = args[0] if args else kwargs["hidden_states"]
+
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        caught[boundary] = output[0] if isinstance(output, tuple) else output
+
     if boundary < len(layers):
-        return layers[boundary].register_forward_pre_hook(_CaptureInput(boundary, caught), with_kwargs=True)
-    return layers[-1].register_forward_hook(_CaptureOutput(boundary, caught))
-
-
-def captures_on(layer: nn.Module) -> list[Capture] | None:
-    """Return the hooks on a layer that capture the states at its boundaries; None if there are others."""
-    hooks: list[Any] = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
-    captures = [hook for hook in hooks if isinstance(hook, Capture)]
-    return captures if len(captures) == len(hooks) else None
+        return layers[boundary].register_forward_pre_hook(before, with_kwargs=True)
+    return layers[-1].register_forward_hook(after)
 
 
 _PARTS = {
@@ -372,7 +354,12 @@ class LayerRanges:
         twin = replace_module(self._base, self._name, layers)
         config.num_hidden_layers = len(injected) + stop - start + 1
         if types:
-            config.layer_types = [*[first for _ in injected], *types[start:stop], first]
+            try:
+                config.layer_types = [*[first for _ in injected], *types[start:stop], first]
+            except AttributeError as error:  # A property of where the attention layers stand
+                raise UnsupportedModelError(
+                    f"{type(self._base).__name__} finds its layers' kinds by their number: they cannot be run in part"
+                ) from error
         twin.get_submodule(owner).__dict__["config"] = config
         return twin, inject, tap
 

@@ -14,9 +14,13 @@ from torch import Tensor
 
 from forerun.errors import UNSERVED, UnsupportedModelError
 
+STATES = ("linear_attention", "conv")  # Layer types that follow paths instead of a mask: see `states`
+UNMASKED = (*STATES, "mlp", "moe")  # Those that keep no keys and values
+_BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # Layers with a state and attention
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+INDEXED = "indexed_attention"  # Chooses by keys of an index among the tokens that full attention sees
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}  # Layer type -> a key of configurations
-AttentionMask = Tensor | dict[str, Tensor]
+AttentionMask = Tensor | dict[str, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +44,9 @@ class MaskStyle:
                 f"{config.model_type}: layers of one kind have windows of different sizes; forerun makes one mask "
                 f"for each kind. {UNSERVED}"
             ) from error
-        types = tuple(sorted(set(listed))) if listed else ((SLIDING,) if window else (FULL,))
-        odd = [name for name in types if name not in (FULL, *WINDOWS)]
+        named = {_BOTH.get(name, name) for name in listed or ()} - {*UNMASKED}
+        types = tuple(sorted(named)) or ((SLIDING,) if window and not listed else (FULL,))
+        odd = [name for name in types if name not in (FULL, INDEXED, *WINDOWS)]
         odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []
         if odd:
             raise UnsupportedModelError(
@@ -86,7 +91,7 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     padding = ~block.sees.any(2, keepdim=True)
     visible = torch.where(padding, slots == 0, visible)
     places = slots
-    if style.types != (FULL,):
+    if not {FULL, INDEXED}.issuperset(style.types):
         places = torch.where(relative < 0, slots, block.node_positions.gather(1, node))
     return additive(visible, style, block.query_positions, places, dtype)
 
@@ -98,6 +103,10 @@ def additive(visible: Tensor, style: MaskStyle, queries: Tensor, keys: Tensor, d
     masks, zero = {}, torch.zeros((), dtype=dtype, device=visible.device)
     lowest = torch.full_like(zero, torch.finfo(dtype).min)
     for name in style.types:
-        seen = visible if name == FULL else visible & style.within(name, queries.unsqueeze(2), keys.unsqueeze(1))
+        seen = (
+            visible
+            if name in (FULL, INDEXED)
+            else visible & style.within(name, queries.unsqueeze(2), keys.unsqueeze(1))
+        )
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
-    return masks if len(masks) > 1 else next(iter(masks.values()))
+    return {**masks, **dict.fromkeys(STATES)} if len(masks) > 1 else next(iter(masks.values()))

@@ -102,6 +102,7 @@ class Pass:
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     cache: Any = None  # Cache of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache
+    states: Any = None  # What its layers do with recurrent states (`states.StatePass`); None: they keep none
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeat(self, mask: Tensor, times: int) -> Tensor:

@@ -40,6 +40,7 @@ from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
+from forerun.model.masks import FULL, UNMASKED
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.sample import sample
 from forerun.model.support import context_length, name_of, refuse_config, refusing, text_config
@@ -88,7 +89,7 @@ def prepare(
     if limit is not None:
         target.max_length = min(target.max_length, limit)
     if trial is not None:
-        target.cache.reserve(trial.cache)
+        target.reserve(trial)
     trim_heap()  # The weights as they were before they were repacked
     return target
 
@@ -261,7 +262,9 @@ def cache_bytes_per_token(config: Any, itemsize: int) -> int:
     """
     by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    return sum(_count_cached(layer) for layer in by_layer[:own]) * itemsize
+    types = getattr(config, "layer_types", None) or [FULL] * own
+    keeping = [layer for layer, name in zip(by_layer[:own], types, strict=False) if name not in UNMASKED]
+    return sum(map(_count_cached, keeping)) * itemsize
 
 
 def _count_cached(config: Any) -> int:
@@ -422,7 +425,7 @@ def _first_layers(model: Any) -> Any | None:
     whole: Any = copy.deepcopy(model.config)
     part = whole.get_text_config(decoder=True)
     part.num_hidden_layers = count
-    if getattr(part, "layer_types", None):
+    if getattr(part, "layer_types", None) and list(part.layer_types) != list(types[:count]):
         part.layer_types = list(types[:count])
     # Every module along the path reads the configuration that it was made with: the whole or that of the text.
     owner: Any = twin

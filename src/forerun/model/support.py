@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
 from forerun.model.cache import SlotCache
 from forerun.model.layers import base_of, device_of
 from forerun.model.masks import MaskStyle
+from forerun.model.states import FUNCTIONS, state_layers
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
@@ -47,18 +49,42 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
 
     model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_class is not None:
-        refuse_stateful(model_class, kind)
+        _refuse_states(model_class, kind)
     elif not getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
     MaskStyle.of(config.get_text_config(decoder=True))
 
 
-def refuse_stateful(model_class: Any, kind: str) -> None:
-    """Raise UnsupportedModelError for a class that keeps recurrent state."""
-    if getattr(model_class, "_is_stateful", False):
+def _refuse_states(model_class: Any, kind: str) -> None:
+    """Raise UnsupportedModelError for a class with a recurrent state that no file of `states` knows."""
+    code = sys.modules.get(model_class.__module__)
+    if getattr(model_class, "_is_stateful", False) and FUNCTIONS.keys().isdisjoint(vars(code) if code else ()):
         raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state (state space, linear attention or convolution), which cannot be rolled "
-            f"back; only attention can be verified losslessly. {UNSERVED}"
+            f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(FUNCTIONS)}, "
+            f"whose states forerun can take back. {UNSERVED}"
+        )
+
+
+def refuse_stateful(model: Any) -> None:
+    """Raise UnsupportedModelError for a model with recurrent states, whose texts cannot be packed into one window: a
+    mask does not keep a state of one text from the next.
+    """
+    if state_layers(model) or getattr(type(model), "_is_stateful", False):
+        raise UnsupportedModelError(
+            f"{model.config.model_type} keeps recurrent states; training packs several texts into a window, where a "
+            "state would flow from one into the next. Capture features with forerun first: see docs/training.md"
+        )
+
+
+def refuse_unknown_state(model: Any) -> None:
+    """Raise UnsupportedModelError for a loaded model with a layer whose state no file of `states` knows."""
+    _refuse_states(type(model), model.config.model_type)
+    unknown = sorted(kind.__name__ for kind, names in state_layers(model).items() if not names)
+    if unknown:
+        raise UnsupportedModelError(
+            f"{model.config.model_type}: layers of the class {', '.join(unknown)} keep a state in the cache by code of "
+            f"their own, with none of {', '.join(FUNCTIONS)}; to serve them, write their recurrence as in "
+            f"forerun/model/states. {UNSERVED}"
         )
 
 
@@ -143,6 +169,10 @@ def _switch_points(config: Any, announced: int) -> list[int]:
 
 
 _CLASH = "its layers fail on what forerun's KV cache gives them, views of one tensor that holds all rows"
+_PLACED = (
+    "it ignores the positions that it is given and counts a token's position, or its ALiBi bias, from its place in the "
+    "cache; siblings of a tree stand in different places at the same position"
+)
 _HIDDEN = 1  # The token that the probe's second mask hides
 
 
@@ -180,6 +210,8 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
     cache; None if that is not what is wrong. `error` is what it raised under forerun.
     """
     if isinstance(error, AttributeError) and isinstance(error.obj, SlotCache):
+        if error.name in ("get_mask_sizes", "get_query_offset"):
+            return _PLACED
         return f"its layers ask the KV cache for {error.name!r}, for a state that forerun cannot roll back"
     steps, mask = torch.arange(4).unsqueeze(0), "a 4D attention mask, one entry for each pair of tokens"
     try:
@@ -189,10 +221,7 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
     if torch.equal(plain, hidden):
         return f"it ignores {mask}"
     if torch.equal(plain, _states(model, 3 * steps, hide=False)):
-        return (
-            "it ignores the positions that it is given and counts a token's position, or its ALiBi bias, from its "
-            "place in the cache; siblings of a tree stand in different places at the same position"
-        )
+        return _PLACED
     return None
 
 

@@ -26,7 +26,8 @@ from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
-from forerun.model.support import context_length, refuse_stateful, text_config
+from forerun.model.states import RowStates, install, state_layers
+from forerun.model.support import context_length, refuse_unknown_state, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
 ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
@@ -44,7 +45,7 @@ class Target:
         """
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-        refuse_stateful(type(model), model.config.model_type)
+        refuse_unknown_state(model)
         self.model = model
         self.config = text_config(model)
         self.generation_config = getattr(model, "generation_config", None)
@@ -69,8 +70,11 @@ class Target:
         self.device = layers.device_of(self._embedding)  # Device that token ids go to
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
+        self.states = RowStates(rows) if state_layers(model) else None  # Of layers that keep more than keys and values
+        install(model)
         self._style = masks.MaskStyle.of(self.config)
-        self.recordings = Recordings.on(self.device) if recordable(self.config) else Recordings(None)  # For scoring
+        records = recordable(self.config) and self.states is None
+        self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
         self.verifying = Recordings.on(self.device)  # For rules' questions about its logits: each holds copies of them
         self.verifying.most = VERIFYING
         self._ran: dict[int, int] = {}
@@ -251,6 +255,8 @@ class Target:
                 raise ArgumentError(f"row {row}: cannot commit the path {path}: {ran} nodes were run in this step")
         sources = [[self.lengths[row] + node for node in path] for row, path in zip(rows, paths, strict=True)]
         self.cache.move(rows, sources, [self.lengths[row] + 1 for row in rows])
+        if self.states is not None:
+            self.states.commit(rows, [self.lengths[row] for row in rows], paths)
         for row, path in zip(rows, paths, strict=True):
             self.lengths[row] += 1 + len(path)
             del self._ran[row]
@@ -260,8 +266,28 @@ class Target:
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
+            if self.states is not None:
+                self.states.copy_row(row, row, self.lengths[row], length)
             self.lengths[row] = length
             self._ran.pop(row, None)
+
+    def reserve(self, other: Target) -> None:
+        """Allocate what another target of the same model had to allocate; see `SlotCache.reserve`."""
+        self.cache.reserve(other.cache)
+        if self.states is not None and other.states is not None:
+            self.states.reserve(other.states)
+
+    def reusable(self, row: int, length: int) -> int:
+        """Return how many of the first `length` tokens in a row's slots a sequence may begin with: all of them, or up
+        to where the row's recurrent states were kept.
+        """
+        return length if self.states is None else self.states.reusable(row, self.lengths[row], length)
+
+    def restore(self, row: int, length: int) -> None:
+        """Let a freed row hold again the first `length` tokens in its slots, which must be `reusable`."""
+        if self.states is not None:
+            self.states.copy_row(row, row, self.lengths[row], length)
+        self.lengths[row] = length
 
     def clear(self, row: int) -> int:
         """Zero the slots behind a row's committed tokens, and return how many were zeroed; see `SlotCache.clear`."""
@@ -272,6 +298,8 @@ class Target:
         """Make row `target` hold the first `length` tokens of row `source`."""
         if not 0 <= length <= self.lengths[source]:
             raise ArgumentError(f"row {source} holds {self.lengths[source]} tokens, {length} were asked for")
+        if self.states is not None:
+            self.states.copy_row(source, target, self.lengths[source], length)
         self.cache.copy_row(source, target, length)
         self.lengths[target] = length
         self._ran.pop(target, None)
@@ -507,6 +535,8 @@ class Target:
         block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
         this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
+        if self.states is not None:
+            this.states = self.states.begin(rows, committed, nodes, missing=missing, appends=not padded)
         if paths:
             this.paths = TreePaths(block.lengths, *paths)
         return self._inputs(block, ids, width, flat), this
@@ -580,7 +610,7 @@ class Target:
 
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Return which tokens of a pass run, or None for all, padding included."""
-        whole = (padded and self.buckets.nodes) or not self._folds
+        whole = (padded and self.buckets.nodes) or not self._folds or self.states is not None
         return None if whole else Flat.of(nodes.real[:, nodes.start :])
 
     def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:

@@ -55,7 +55,7 @@ class DraftStates:
         """Check the model; UnsupportedModelError for recurrent state, unknown attention, or logits
         that are not linear in states.
         """
-        refuse_stateful(type(model), model.config.model_type)
+        refuse_stateful(model)
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
         self._check()
         if gradient_checkpointing:

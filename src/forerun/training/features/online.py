@@ -36,7 +36,7 @@ class OnlineFeatures:
         `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added. UnsupportedModelError for
         recurrent state, or a layer that is neither full, sliding nor chunked attention.
         """
-        refuse_stateful(type(model), model.config.model_type)
+        refuse_stateful(model)
         config = text_config(model)
         self.boundaries = distinct_boundaries(boundaries, config.num_hidden_layers)  # As given, without `LAST_HIDDEN`
         self.hidden_size: int = config.hidden_size

@@ -1,0 +1,247 @@
+"""Targets with recurrent states: what the engine answers is what transformers answers, and planted faults are seen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from forerun import LLM, SamplingParams
+from forerun.core.tree import TokenTree
+from forerun.errors import ArgumentError, UnsupportedModelError
+from forerun.model import Target
+from forerun.model.cache import SlotCache
+from forerun.model.inputs import Nodes
+from forerun.model.states import RowStates, StatePass, Tree, functions
+from forerun.model.states.rows import MOST, SPACING
+from model.families import random_tokens
+from model.test_every_family import compare, greedy
+from model.tiny import build
+
+KINDS = ("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32")
+"""Short convolutions, gated delta rule, Mamba, Mamba-2, KDA, several scans in a layer, windows, an index."""
+NEW = 24
+
+
+@cache
+def model_of(kind: str) -> Any:
+    """A small random model; made once."""
+    return build(kind)
+
+
+def prompts_of(model: Any) -> list[list[int]]:
+    """Prompts of unequal lengths, some of which begin alike, and one that goes on behind another's answer."""
+    text = [3 + token % 90 for token in random_tokens(150, 7)]
+    found = [text[:length] + [3 + token % 90 for token in random_tokens(9, length)] for length in (140, 150, 20)]
+    return [*found, found[0] + greedy(model, found[0], NEW) + [5, 6, 7]]
+
+
+@pytest.mark.parametrize("method", ["ngram", "recycling"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2"])
+def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
+    """Chains and trees, rows of unequal length, prompts that begin in the cache, more requests than rows."""
+    model = model_of(kind)
+    prompts = prompts_of(model)
+    llm = LLM(model, speculative_config={"method": method}, max_num_seqs=2, max_model_len=320)
+    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    for again in (False, True):
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert output.outputs[0].token_ids == greedy(model, prompt, NEW), (again, len(prompt))
+    assert sum(output.num_cached_tokens or 0 for output in outputs) >= SPACING
+
+
+def test_a_preempted_answer_goes_on_as_before() -> None:
+    model = model_of("qwen3_next")
+    prompts = [prompts_of(model)[0][start : start + 40] for start in (0, 20, 40, 60)]
+    config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    llm = LLM(model, speculative_config=config, max_num_seqs=4, max_model_len=128, kv_cache_tokens=130)
+    asked = SamplingParams(temperature=0, max_tokens=2 * NEW, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+    assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, each, 2 * NEW) for each in prompts]
+    assert llm.engine.preemptions
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tree_that_grows_by_levels(kind: str) -> None:
+    """Passes that run some nodes of a tree after others give the logits of one pass over all, and commit the same."""
+    target = Target.load(model_of(kind), rows=2, slots=96, self_check=False)
+    tree = TokenTree(5)
+    for token, parent in ((7, 0), (8, 0), (9, 1), (10, 2), (11, 3), (12, 4)):
+        tree.add(token, parent)
+    prompt = [3 + token % 90 for token in random_tokens(30, 3)]
+    found = []
+    for steps in ((7,), (3, 5, 7)):
+        target.truncate([0], [0])
+        target.prefill([0], [prompt])
+        logits = torch.cat(
+            [scored(target, tree, start, stop) for start, stop in zip((0, *steps), steps, strict=False)], 1
+        )
+        target.commit([0], [(2, 4)])
+        found.append(torch.cat([logits, target.score([0], [TokenTree(13)]).logits], dim=1))
+    torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
+
+
+def scored(target: Target, tree: TokenTree, start: int, stop: int) -> Tensor:
+    """The logits of the nodes from `start` to before `stop`, whose ancestors were run."""
+    part = TokenTree(tree.tokens[0])
+    for token, parent in zip(tree.tokens[1:stop], tree.parents[1:stop], strict=True):
+        part.add(token, parent)
+    return target.score([0], Nodes.of_trees([part], start=start)).logits
+
+
+def test_states_are_kept_where_a_prefix_may_end() -> None:
+    target = Target.load(model_of("qwen3_next"), rows=2, slots=640, self_check=False)
+    text = [3 + token % 90 for token in random_tokens(500, 3)]
+    target.prefill([0], [text[:200]])
+    for token in text[200:260]:
+        target.score([0], [TokenTree(token)])
+        target.commit([0], [()])
+    assert [target.reusable(0, length) for length in (260, 259, 200, 191, 63)] == [260, 256, 192, 0, 0]
+    target.copy_row(0, 1, 192)
+    found = target.prefill([1], [text[192:230]]).logits
+    target.truncate([0], [0])
+    torch.testing.assert_close(found, target.prefill([0], [text[:230]]).logits, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ArgumentError, match="states behind 192, 230 tokens, none behind 100"):
+        target.copy_row(0, 1, 100)
+    for start in range(230, 500, 30):
+        target.prefill([0], [text[start : start + 30]])
+    assert target.states is not None
+    assert len(target.states._kept[0]) <= MOST
+
+
+def test_states_of_a_model_in_bfloat16_are_kept_in_float32() -> None:
+    """As transformers keeps them; a convolution's last inputs stay what they were."""
+    target = Target.load(build("qwen3_next").bfloat16(), rows=1, slots=96)
+    target.prefill([0], [[5, 6, 7]])
+    assert target.states is not None
+    found = {(key[0], state.dtype) for key, state in target.states._states.items()}
+    assert found == {("LinearAttention", torch.float32), ("Convolution", torch.bfloat16)}
+
+
+# --- planted faults ---------------------------------------------------------------------------------------------------
+
+
+def change_trees(change: Callable[[Tensor], Tensor]) -> Callable[[pytest.MonkeyPatch], None]:
+    """What changes who follows whom in a tree that branches."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        tree = StatePass.tree
+
+        def changed(self: StatePass, device: torch.device) -> Tree:
+            found = tree(self, device)
+            return found if found.paths is None else replace(found, sees=change(found.sees))
+
+        patch.setattr(StatePass, "tree", changed)
+
+    return plant
+
+
+def follow_the_slot_before(sees: Tensor) -> Tensor:
+    """A node goes on from the state of the node in the slot before it, often a sibling's."""
+    found = sees.clone()
+    for node in range(2, sees.shape[1]):
+        found[:, node] |= found[:, node - 1]
+    return found
+
+
+def skip_the_parent(sees: Tensor) -> Tensor:
+    found = sees.clone()
+    for node in range(2, sees.shape[1]):
+        for line in range(len(sees)):
+            above = [each for each in range(node) if sees[line, node, each]]
+            if len(above) > 1:
+                found[line, node, above[-1]] = False
+    return found
+
+
+def keep_rejected_in_the_window(patch: pytest.MonkeyPatch) -> None:
+    behind = Tree.behind
+    patch.setattr(Tree, "behind", lambda self, size: behind(replace(self, paths=None), size))
+
+
+def commit_one_too_far(patch: pytest.MonkeyPatch) -> None:
+    commit = RowStates.commit
+
+    def further(self: RowStates, rows: Any, lengths: Any, paths: Sequence[tuple[int, ...]]) -> None:
+        commit(self, rows, lengths, [(*path[:-1], path[-1] - 1) if path and path[-1] > 1 else path for path in paths])
+
+    patch.setattr(RowStates, "commit", further)
+
+
+def forget_to_commit(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowStates, "commit", lambda *_: None)
+
+
+def leave_the_index(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SlotCache, "_tensors", lambda self: [store for pair in self._stores.values() for store in pair])
+
+
+FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
+    "state of a sibling": ("qwen3_next", change_trees(follow_the_slot_before)),
+    "state of the parent's parent": ("bamba", change_trees(skip_the_parent)),
+    "state of a sibling, selective scan": ("mamba", change_trees(follow_the_slot_before)),
+    "rejected token in the convolution's window": ("lfm2", keep_rejected_in_the_window),
+    "state of another node committed": ("kimi_linear", commit_one_too_far),
+    "states that are never committed": ("jamba", forget_to_commit),
+    "rejected key in the index": ("deepseek_v32", leave_the_index),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the self-check at load and, where it changes the likeliest token, by the comparison with `generate`."""
+    kind, plant = FAULTS[name]
+    plant(monkeypatch)
+    with pytest.raises(UnsupportedModelError, match="failed the self-check"):
+        Target.load(model_of(kind), rows=2, slots=96)
+    if name != "rejected key in the index":  # which changes logits, and here no likeliest token
+        with pytest.raises(AssertionError):
+            compare(Target.load(model_of(kind), rows=2, slots=96, self_check=False), model_of(kind))
+
+
+def pretend_that_any_prefix_has_states(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RowStates, "reusable", lambda _self, _row, _held, length: length)
+    copy_row = RowStates.copy_row
+
+    def stale(self: RowStates, source: int, target: int, held: int, length: int) -> None:
+        if length in (0, held, *self._kept[source]):
+            copy_row(self, source, target, held, length)
+
+    patch.setattr(RowStates, "copy_row", stale)
+
+
+def copy_no_states(patch: pytest.MonkeyPatch) -> None:
+    copy_row = RowStates.copy_row
+
+    def left(self: RowStates, source: int, target: int, held: int, length: int) -> None:
+        if source == target:
+            copy_row(self, source, target, held, length)
+
+    patch.setattr(RowStates, "copy_row", left)
+
+
+@pytest.mark.parametrize("plant", [pretend_that_any_prefix_has_states, copy_no_states])
+def test_a_stale_state_behind_a_prefix_is_seen(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("mamba")
+    prompt = prompts_of(model)[0]
+    plant(monkeypatch)
+    llm = LLM(model, max_num_seqs=2, max_model_len=320)
+    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, n=2)
+    wanted = greedy(model, prompt, NEW)
+    answers = [
+        answer.token_ids for _ in range(2) for answer in llm.generate({"prompt_token_ids": prompt}, asked)[0].outputs
+    ]
+    assert any(answer != wanted for answer in answers)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functions, "FUNCTIONS", {})
+    with pytest.raises(UnsupportedModelError, match="Lfm2ShortConv keep a state in the cache by code of their own"):
+        Target.load(model_of("lfm2"))
