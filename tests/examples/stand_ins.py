@@ -62,6 +62,7 @@ ONLY_PARSED = {
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
     r"^forerun demo( --prompt-name edit -t 0)?\s*(#|$)": "downloads a real model; tests/real runs it",
     r"^forerun speedup ": "takes its whole budget of time; tests/speedup runs it",
+    r"^forerun certify --server ": "asks a server hundreds of times; tests/certify runs it",
     r"^forerun doctor .* --run ": "runs vLLM; tests/deploy/test_trial.py stands in for it",
 }
 """Pattern of a command -> why it is given to its parser and to nobody else."""

@@ -102,12 +102,12 @@ class Server:
         """
         try:
             models = await self._models()
-            if self.model is None and len(models) > 1:
+            if self.model is None and len({root for _, root in models.values()}) > 1:
                 raise ArgumentError(f"{self.url} serves {', '.join(models)}; say which with --model")
             self.model = self.model or next(iter(models), None)
             if self.model not in models:
                 raise ArgumentError(f"{self.url} serves {', '.join(models) or 'no model'}, not {self.model}")
-            self.engine = models[self.model]
+            self.engine, _ = models[self.model]
             if not await self.metrics() and self.metrics_named:
                 raise ServerError(
                     f"no metrics at {self.metrics_url} ({self.without_metrics}); expected a page of Prometheus: mend "
@@ -118,20 +118,21 @@ class Server:
             raise
         return self
 
-    async def _models(self) -> dict[str, str]:
-        """Return the models, each with its owner."""
+    async def _models(self) -> dict[str, tuple[str, str]]:
+        """Return the models, each with its owner and its root: names of one model have the same."""
         import httpx
 
         try:
             response = await self._client.get(f"{self.url}/v1/models")
         except httpx.HTTPError as error:
             raise ServerError(
-                f"no server answers at {self.url} ({error or type(error).__name__}); is it up?"
+                f"no server answers at {self.url} ({str(error) or type(error).__name__}); is it up?"
             ) from error
         if response.status_code != 200:
             raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {read_complaint(response.text)}")
         try:
-            return {str(one["id"]): str(one.get("owned_by", "")) for one in response.json()["data"]}
+            listed = [(str(one["id"]), one) for one in response.json()["data"]]
+            return {name: (str(one.get("owned_by", "")), str(one.get("root") or name)) for name, one in listed}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerError(f"{self.url}/v1/models answered what is no model list: {response.text[:200]}") from error
 
@@ -158,6 +159,31 @@ class Server:
         except ValueError:
             self.without_metrics = "a page that is not of Prometheus"
         return None
+
+    async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
+        """Return the JSON object that a request without a stream is answered with.
+
+        ServerError: the connection broke, or the answer is a refusal or no JSON object.
+        """
+        import httpx
+
+        where = f"{self.url}{path}"
+        try:
+            waiting = self._client.post(where, json=dict(body), timeout=httpx.Timeout(timeout_s, connect=30.0))
+            response = await waiting
+        except httpx.TimeoutException as error:
+            raise ServerError(f"{where} did not answer within {timeout_s:g} s") from error
+        except httpx.HTTPError as error:
+            raise ServerError(f"{where}: the connection broke: {str(error) or type(error).__name__}") from error
+        if response.status_code != 200:
+            raise ServerError(f"{where} answered {response.status_code}: {read_complaint(response.text)}")
+        try:
+            found = response.json()
+        except (ValueError, RecursionError) as error:
+            raise ServerError(f"{where} answered what is no JSON: {response.text[:200]}") from error
+        if not isinstance(found, dict):
+            raise ServerError(f"{where} answered what is no JSON object: {response.text[:200]}")
+        return found
 
     async def ask(
         self,
@@ -202,7 +228,7 @@ class Server:
         except (httpx.TimeoutException, TimeoutError):
             heard.error = f"not answered within {asking.timeout_s:g} s"
         except httpx.HTTPError as error:
-            heard.error = f"the connection broke: {error or type(error).__name__}"
+            heard.error = f"the connection broke: {str(error) or type(error).__name__}"
         return heard.answer(task, started - began)
 
 

@@ -100,6 +100,8 @@ class Check:
     passed: bool
     summary: str  # One line for people
     figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
+    left_out: bool = False  # True where nothing was examined, for the reason in `summary`
+    shown_by: tuple[str, ...] = ()  # Commands that show the fault, in order
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,13 +116,15 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed; no check is no proof."""
-        return bool(self.checks) and all(check.passed for check in self.checks)
+        """True if every check passed; no check is no proof, and neither is one that was left out."""
+        return any(not check.left_out for check in self.checks) and all(check.passed for check in self.checks)
 
     def record(self) -> dict[str, Any]:
         """The report as ``certify --json`` prints it."""
         checks = [
             {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
+            | ({"left_out": True} if check.left_out else {})
+            | ({"shown_by": list(check.shown_by)} if check.shown_by else {})
             for check in self.checks
         ]
         return {"passed": self.passed, **asdict(self), "checks": checks}

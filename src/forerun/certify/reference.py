@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -116,18 +116,31 @@ def exact_cells(
     plan: CertifyPlan,
     allowed: Tensor | None = None,
 ) -> Cells:
-    """Probability of every cell: the likeliest beginnings of answers that no other cell continues, and `REST`. The
-    likeliest beginning is continued until there are `plan.cells`; what is less likely than `plan.least` joins the cell
-    of its own beginning. They sum to 1."""
+    """Return the cells of answers to `prompt`, and their probabilities in the target's own distribution."""
+
+    def likely(beginning: Outcome) -> dict[int, float]:
+        probs = reference.probs(prompt, beginning, params, allowed)
+        return {token: float(probs[token]) for token in torch.nonzero(probs >= plan.least).flatten().tolist()}
+
+    return cells_of(likely, plan)
+
+
+def cells_of(likely: Callable[[Outcome], Mapping[int, float]], plan: CertifyPlan) -> Cells:
+    """Return the probability of every cell: the likeliest beginnings of answers that no other cell continues, and
+    `REST`. `likely` gives the tokens behind a beginning of an answer with their probabilities; what it leaves out
+    stays in the cell of the beginning. The likeliest beginning is continued until there are `plan.cells`; what is
+    less likely than `plan.least` joins the cell of its own beginning. They sum to 1."""
     cells: Cells = {REST: 1.0}
     going = [REST]
     while going and len(cells) < plan.cells:
         beginning = max(going, key=cells.__getitem__)
         going.remove(beginning)
-        probs = reference.probs(prompt, beginning, params, allowed) * cells[beginning]
-        for token in torch.nonzero(probs >= plan.least).flatten().tolist():
+        whole = cells[beginning]
+        for token, prob in sorted(likely(beginning).items()):
+            if whole * prob < plan.least:
+                continue
             longer = (*beginning, token)
-            cells[longer] = float(probs[token])
+            cells[longer] = whole * prob
             cells[beginning] -= cells[longer]
             if len(longer) < plan.sample_tokens:
                 going.append(longer)

@@ -1,11 +1,13 @@
 """``forerun certify MODEL --drafter X`` proves on the user's own model that speculation changes
-nothing.
+nothing; ``forerun certify --server URL`` examines a server of anybody's.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ from rich.text import Text
 
 from forerun.certify.plan import CertifyPlan
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, SPECULATION, Json, Model, SpeculationOptions, TargetOptions, read_text
+from forerun.cli.options import LOADING, SPECULATION, Json, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import DataError, refuse
 
 if TYPE_CHECKING:
@@ -23,32 +25,56 @@ if TYPE_CHECKING:
 
 
 _ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
+_TEMPERATURES = (0.0, 0.7)
+_MODEL = Parameter(
+    help="Directory or hub id of a Hugging Face causal LM, or a GGUF file; with --server the model's name there."
+)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerOptions:
+    """`ServerOptions` say which servers are examined, in place of a model."""
+
+    server: str | None = None
+    """Address of an OpenAI-compatible server to examine in place of a model: forerun's, vLLM's, SGLang's,
+    llama.cpp's, ...: http://localhost:8000. --dtype says how near a tie is there, bfloat16 if not given."""
+    against: str | None = None
+    """Address of a second server of the same model, without speculation for example, whose answers are compared."""
+    api_key: str | None = None
+    """Bearer token of the servers; OPENAI_API_KEY if not given."""
+
+
+SERVERS = ServerOptions()
 
 
 def certify(
-    model: Model,
+    model: Annotated[str | None, _MODEL] = None,
     /,
     *,
     prompt_file: Path | None = None,
-    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (0.0, 0.7),
+    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (),
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.2,
     json: Json = False,
+    servers: ServerOptions = SERVERS,
     speculation: SpeculationOptions = SPECULATION,
     loading: TargetOptions = LOADING,
 ) -> int:
-    """Prove on your own model that speculation changes nothing. Exit code 1 if a check fails.
+    """Prove on your own model, or of a server, that speculation changes nothing. Exit code 1 if a check fails.
 
     The model runs in float32 where --dtype names no other: 16 bits round, and so excuse differences and leave out what
-    cuts tokens off.
+    cuts tokens off. A server is asked greedily and at temperature 1, by 1 and by 16 clients at a time; a check that
+    fails prints the smallest request found that shows the fault.
 
     Parameters
     ----------
     prompt_file
         File with one prompt per line; by default held-out source files that ship with forerun.
     temperature
-        0 for the greedy checks, any other for a chi-square test at that temperature; may be repeated.
+        0 for the greedy checks, any other for a chi-square test at that temperature; may be repeated. By default 0 and
+        0.7.
     prompts
         Prompts of the greedy checks.
     max_tokens
@@ -59,25 +85,56 @@ def certify(
     """
     config = speculation.config()
     refuse(
-        (config is None, "certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)"),
+        (
+            model is None and servers.server is None,
+            "certify needs a model, or a server: forerun certify MODEL --drafter NAME, forerun certify --server URL",
+        ),
+        (servers.server is None and servers.against is not None, "--against compares with --server, which is missing"),
+        (
+            servers.server is not None and (config is not None or bool(temperature)),
+            "a server drafts and is asked in its own way: leave --drafter, its options and --temperature out",
+        ),
+        (
+            servers.server is None and config is None,
+            "certify needs a drafter to examine; add --drafter NAME (see: forerun drafters)",
+        ),
         (prompts < 1 or max_tokens < 1, "--prompts and --max-tokens must be at least 1"),
         (not 0 < detect < 1, f"--detect is a total variation between 0 and 1, got {detect:g}"),
     )
     texts = _texts(prompt_file)
+    wanted = temperature or _TEMPERATURES
+    plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=wanted)
+    if servers.server is None:
+        assert model is not None
+        if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut
+            loading = replace(loading, dtype="float32")
+        llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
+        from forerun.certify.checks import certify as examine
 
-    plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=tuple(temperature))
-    if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut off
-        loading = replace(loading, dtype="float32")
-    llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
-    from forerun.certify.checks import certify as examine
-
-    with console.telling("certifying") as tell:
-        report = examine(llm, texts, plan, tell)
+        with console.telling("certifying") as tell:
+            report = examine(llm, texts, plan, tell)
+    else:
+        report = _examine_server(model, servers, texts, plan, loading.dtype)
     if json:
         console.write_json(report.record())
     else:
         show_report(report)
     return 0 if report.passed else 1
+
+
+def _examine_server(
+    model: str | None, servers: ServerOptions, texts: Sequence[str], plan: CertifyPlan, dtype: str
+) -> Report:
+    from forerun.certify.served import serving_model
+    from forerun.certify.server import certify_server
+
+    key = servers.api_key or os.environ.get("OPENAI_API_KEY")
+    with ExitStack() as opened, console.telling("certifying") as tell:
+        served = opened.enter_context(serving_model(servers.server or "", model=model, api_key=key))
+        against = None
+        if servers.against is not None:
+            against = opened.enter_context(serving_model(servers.against, api_key=key))
+        return certify_server(served, texts, plan, against=against, dtype=dtype, progress=tell)
 
 
 def _texts(prompt_file: Path | None) -> list[str]:
@@ -92,11 +149,15 @@ def _texts(prompt_file: Path | None) -> list[str]:
 
 
 def show_checks(checks: Sequence[Check]) -> None:
-    """Print each check with its evidence on stdout."""
+    """Print each check with its evidence on stdout, and the commands that show a fault."""
     for check in checks:
         mark = Text("pass  ", "green") if check.passed else Text("FAIL  ", "bold red")
+        if check.left_out:
+            mark = Text("none  ", "yellow")
         console.out().print(mark.append(check.name, "bold"))
         console.out().print(Padding(Text(check.summary), (0, 0, 0, 6)), soft_wrap=False)
+        for command in check.shown_by:
+            console.out().print(Text(command, "dim"))
 
 
 def show_report(report: Report) -> None:
@@ -104,6 +165,8 @@ def show_report(report: Report) -> None:
     out = console.out()
     show_checks(report.checks)
     failed = sum(not check.passed for check in report.checks)
+    missing = sum(check.left_out for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
+    what += f"; {missing} checks were left out" if missing else ""
     verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")
     out.print(verdict.append(what if report.passed else f"{failed} of {len(report.checks)} checks failed; {what}", ""))

@@ -1,0 +1,415 @@
+"""A `ServedModel` is a model behind an OpenAI-compatible server, asked for tokens and their log-probabilities.
+
+Servers say the same in different words: vLLM, SGLang and forerun give ids by ``return_token_ids``, llama.cpp puts an
+``id`` beside each token. What a server lacks is found out once, when it is opened, and kept with the reason. A
+`ServerExam` is one run of ``forerun certify --server``, and a fault that it finds is shown by the smallest request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from forerun.bench.client import Server, ServerError
+from forerun.bench.counters import SpeculationCounts, diff_counts, read_counts, sum_counts
+from forerun.certify.checks import Check
+from forerun.certify.plan import CertifyPlan
+from forerun.certify.reference import TIE_EPSILON, Difference
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LIKELIEST = 20  # Tokens of a place whose log-probabilities are asked for: the most that vLLM gives by default
+TOGETHER = 16  # Requests at a time, where many are asked at once
+CHOICES = 4  # Answers to one request, where `n` is tried
+TRIES = 32  # Smaller requests that are tried to show a fault
+
+Prompt = tuple[int, ...] | str
+Stated = Mapping[int, float]
+"""Log-probabilities of the likeliest tokens of a place, in nats."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedRequest:
+    """One request for a completion, or several copies of it at a time."""
+
+    prompt: Prompt
+    max_tokens: int
+    temperature: float = 0.0
+    n: int = 1
+    seed: int | None = None
+    copies: int = 1  # Sent at the same time
+    before: Prompt | None = None  # A prompt that is answered first, so that the server's cache has it
+    salt: str | None = None  # Requests share a cached prefix with those of the same salt alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedAnswer:
+    """One choice of a completion. A token is its id; one below 0 is known by its text alone."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float | None, ...]  # Of each token, as the server states it with the answer
+    likeliest: tuple[Stated, ...]
+    finish_reason: str | None
+
+
+class ServedModel:
+    """A `ServedModel` is asked by `ask` and `next_tokens`; open it with `serving_model`."""
+
+    def __init__(self, server: Server, runner: asyncio.Runner) -> None:
+        self._server, self._runner = server, runner
+        self.url, self.model, self.engine = server.url, server.model or "", server.engine
+        self.missing: dict[str, str] = {}
+        """The lacks of the server (extras, logprobs, ids, n), each with its reason; complete once `probe` has run."""
+        self.cached_tokens: int | None = None
+        """Tokens that the server says it took from its prefix cache, of all answers; None where it does not say."""
+        self._likeliest = LIKELIEST
+        self._texts: dict[str, int] = {}  # Token's text -> number below 0, where a server gives no id beside it
+        self._ids: dict[int, int] = {}  # Number below 0 -> id, where an answer told it
+        self._stated: dict[tuple[int, ...], Stated] = {}  # Text -> what may follow
+        self._counts: list[SpeculationCounts] = []
+        self._before = self._runner.run(server.metrics())
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the server states the log-probabilities that answers can be compared with."""
+        return not {"logprobs", "ids"} & self.missing.keys()
+
+    def probe(self) -> None:
+        """Find out what the server gives. ServerError: it has no completions at all."""
+        asked = ServedRequest(prompt="The", max_tokens=1)
+        tries = ((True, LIKELIEST), (True, 5), (False, 5), (False, 0))
+        complaint: ServerError | None = None
+        for extras, likeliest in tries:
+            self._likeliest = likeliest
+            if not extras:
+                self.missing["extras"] = f"it refuses what is not OpenAI's: {complaint}"
+            try:
+                [[answer]] = self.ask([asked])
+            except ServerError as error:
+                complaint = error
+                continue
+            break
+        else:
+            raise ServerError(f"certify asks for completions, which this server does not give: {complaint}")
+        if not any(answer.likeliest):
+            self.missing["logprobs"] = f"its completions have no log-probabilities ({complaint or 'it gives none'})"
+        self._try_ids(answer)
+        self._try_n()
+
+    def _try_ids(self, answer: ServedAnswer) -> None:
+        if not answer.tokens:
+            self.missing["ids"] = "it names no tokens"
+            return
+        prompt = self.encode("The quick brown")
+        if isinstance(prompt, str):
+            return
+        try:
+            [[known]] = self.ask([ServedRequest(prompt=prompt, max_tokens=1)])
+        except ServerError as error:
+            self.missing["ids"] = f"it takes no prompt of token ids: {error}"
+            return
+        if any(self._id_of(token) is None for token in known.tokens):
+            self.missing["ids"] = "it names tokens by their text alone"
+
+    def _try_n(self) -> None:
+        try:
+            [choices] = self.ask([ServedRequest(prompt="The", max_tokens=1, temperature=1.0, n=CHOICES)])
+        except ServerError as error:
+            self.missing["n"] = f"it refuses n = {CHOICES}: {error}"
+            return
+        if len(choices) != CHOICES:
+            self.missing["n"] = f"it gives {len(choices)} answers for n = {CHOICES}"
+
+    def encode(self, text: str) -> Prompt:
+        """Return the ids of a text; the text itself where the server tells no ids."""
+        if "ids" in self.missing:
+            return text
+        body: dict[str, Any] = {"model": self.model, "prompt": text}
+        if self.engine == "llamacpp":
+            body = {"content": text, "add_special": True}
+        try:
+            [found] = self.post("/tokenize", [body])
+            return tuple(int(token) for token in found["tokens"])
+        except (ServerError, KeyError, TypeError, ValueError) as error:
+            self.missing["ids"] = f"its /tokenize gives no ids: {error}"
+            return text
+
+    def body(self, request: ServedRequest) -> dict[str, Any]:
+        """Return the request as JSON: temperature and seed, and everything else that shapes answers switched off."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
+            "max_tokens": request.max_tokens,
+            "temperature": request.temperature,
+            "top_p": 1.0,
+        }
+        if request.n > 1:
+            body["n"] = request.n
+        if request.seed is not None:
+            body["seed"] = request.seed
+        if self._likeliest:
+            body["logprobs"] = self._likeliest
+        if "extras" in self.missing:
+            return body
+        if self.engine == "llamacpp":
+            own = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+            return body | own | ({} if request.salt is None else {"cache_prompt": False})
+        own = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+        named = {"return_token_ids": True, "return_tokens_as_token_ids": True}
+        return body | own | named | ({} if request.salt is None else {"cache_salt": request.salt})
+
+    def command(self, path: str, body: Mapping[str, Any]) -> str:
+        """Return the shell's line that sends a request."""
+        words = json.dumps(body, ensure_ascii=False)
+        return f"curl -s {self.url}{path} -H 'content-type: application/json' -d {shlex.quote(words)}"
+
+    def commands(self, request: ServedRequest) -> tuple[str, ...]:
+        """Return the shell's lines that send a request and what comes before it."""
+        own = (self.command(COMPLETIONS, self.body(request)),)
+        if request.before is None:
+            return own
+        return (self.command(COMPLETIONS, self.body(replace(request, prompt=request.before))), *own)
+
+    def post(self, path: str, bodies: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[dict[str, Any]]:
+        """Send requests, so many at a time, and return what they are answered with. ServerError: one is refused."""
+
+        async def every() -> list[dict[str, Any]]:
+            slots = asyncio.Semaphore(at_a_time)
+
+            async def one(body: Mapping[str, Any]) -> dict[str, Any]:
+                async with slots:
+                    return await self._server.post(path, body)
+
+            return await asyncio.gather(*(one(body) for body in bodies))
+
+        return self._runner.run(every())
+
+    def ask(self, requests: Sequence[ServedRequest], at_a_time: int = 1) -> list[list[ServedAnswer]]:
+        """Return the choices of each request, and of its copies, which are sent at the same time.
+
+        Requests with one `before` are sent one after the other, each behind its own.
+        """
+        found = []
+        if any(request.before is not None or request.copies > 1 for request in requests):
+            for request in requests:
+                if request.before is not None:
+                    self.post(COMPLETIONS, [self.body(replace(request, prompt=request.before))])
+                payloads = self.post(COMPLETIONS, [self.body(request)] * request.copies, request.copies)
+                found.append([choice for payload in payloads for choice in self.read(payload)])
+            return found
+        payloads = self.post(COMPLETIONS, [self.body(request) for request in requests], at_a_time)
+        return [self.read(payload) for payload in payloads]
+
+    def next_tokens(self, texts: Sequence[tuple[int, ...]], salt: str) -> list[Stated]:
+        """Return for each text what may follow, as the server states it in an answer of one token.
+
+        Such an answer comes from the pass over the prompt: nothing is drafted for it, and its salt keeps it apart
+        from what other answers left in the prefix cache.
+        """
+        unknown = [text for text in dict.fromkeys(texts) if text not in self._stated]
+        asked = [ServedRequest(prompt=text, max_tokens=1, temperature=1.0, seed=0, salt=salt) for text in unknown]
+        for text, [answer] in zip(unknown, self.ask(asked, TOGETHER), strict=True):
+            self._stated[text] = answer.likeliest[0] if answer.likeliest else {}
+        return [self._stated[text] for text in texts]
+
+    def continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
+        """Return a prompt with the beginning of an answer behind it; None where an id is not known."""
+        ids = [self._id_of(token) for token in tokens]
+        known = [token for token in ids if token is not None]
+        return None if isinstance(prompt, str) or len(known) < len(ids) else (*prompt, *known)
+
+    def speculation(self) -> SpeculationCounts | None:
+        """Return what the server counted since it was opened; None where neither its metrics nor its answers tell."""
+        after = self._runner.run(self._server.metrics())
+        if self._before is not None and after is not None:
+            counted = diff_counts(self._before, after)
+            if counted is not None:
+                return counted
+        return sum_counts(self._counts)
+
+    def read(self, payload: Mapping[str, Any]) -> list[ServedAnswer]:
+        """Return the choices of an answer. ServerError: it is no completion."""
+        try:
+            usage = payload.get("usage") or {}
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+            if cached is not None:
+                self.cached_tokens = (self.cached_tokens or 0) + int(cached)
+            counts = read_counts(payload, int(usage.get("completion_tokens") or 0))
+            if counts is not None:
+                self._counts.append(counts)
+            choices = sorted(payload["choices"], key=lambda choice: int(choice.get("index", 0)))
+            return [self._read_choice(choice) for choice in choices]
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            what = json.dumps(payload)[:200]
+            raise ServerError(f"{self.url}{COMPLETIONS} answered what is no completion: {what}") from error
+
+    def _read_choice(self, choice: Mapping[str, Any]) -> ServedAnswer:
+        told, ids = choice.get("logprobs") or {}, choice.get("token_ids")
+        if told.get("content") is not None:  # The form of chats, which llama.cpp's completions have, too
+            places = [(self._token(one["token"], one.get("id")), one) for one in told["content"]]
+            tokens = [token for token, _ in places]
+            logprobs = [one.get("logprob") for _, one in places]
+            pairs = [
+                [(other["token"], other.get("id"), other["logprob"]) for other in one.get("top_logprobs") or ()]
+                for _, one in places
+            ]
+        else:
+            names = told.get("tokens") or []
+            tokens = [self._token(name, None) for name in names]
+            logprobs = list(told.get("token_logprobs") or [])
+            pairs = [[(name, None, value) for name, value in (top or {}).items()] for top in _tops(told, names)]
+        if ids is not None and len(ids) == len(tokens):
+            self._ids.update((token, int(known)) for token, known in zip(tokens, ids, strict=True) if token < 0)
+        elif ids is not None and not tokens:
+            tokens, logprobs = [int(token) for token in ids], [None] * len(ids)
+        likeliest = [
+            {self._token(name, token): float(value) for name, token, value in place if value is not None}
+            for place in pairs
+        ]
+        return ServedAnswer(
+            text=str(choice.get("text") or ""),
+            tokens=tuple(tokens),
+            logprobs=tuple(None if value is None else float(value) for value in logprobs),
+            likeliest=tuple(likeliest),
+            finish_reason=choice.get("finish_reason"),
+        )
+
+    def _token(self, name: str, known: int | None) -> int:
+        """Return the id of a token that a server names, else a number below 0 of its own for its text."""
+        if known is not None:
+            return int(known)
+        if name.startswith("token_id:"):
+            return int(name.removeprefix("token_id:"))
+        return self._texts.setdefault(name, -1 - len(self._texts))
+
+    def _id_of(self, token: int) -> int | None:
+        return token if token >= 0 else self._ids.get(token)
+
+
+def _tops(told: Mapping[str, Any], names: Sequence[str]) -> Sequence[Mapping[str, float] | None]:
+    return told.get("top_logprobs") or [None] * len(names)
+
+
+@contextmanager
+def serving_model(url: str, *, model: str | None = None, api_key: str | None = None) -> Iterator[ServedModel]:
+    """Open a server and find out what it gives.
+
+    ServerError: nobody answers, or not as OpenAI does. ArgumentError: the model is not there, or there are several.
+    """
+    with asyncio.Runner() as runner:
+        server = Server(url, model=model, api_key=api_key)
+        runner.run(server.__aenter__())
+        try:
+            found = ServedModel(server, runner)
+            found.probe()
+            yield found
+        finally:
+            runner.run(server.__aexit__())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerExam:
+    """A plan with the server that is examined, and the one that it is compared with."""
+
+    served: ServedModel
+    against: ServedModel | None
+    prompts: list[Prompt]
+    plan: CertifyPlan
+    dtype: str
+    progress: Callable[[str], None]
+    salt: str = field(default_factory=lambda: secrets.token_hex(16))  # It keeps the reference's cache apart
+
+    @property
+    def epsilon(self) -> float:
+        """Return the largest gap that counts as a tie, nats."""
+        return TIE_EPSILON.get(self.dtype, 0.0)
+
+    @property
+    def tests(self) -> int:
+        """Return the number of chi-square tests."""
+        return 3 + (self.against is not None)
+
+    def next_tokens(self, contexts: Iterable[tuple[int, ...] | None]) -> None:
+        """Ask for what follows these texts, many at a time; `stated` has it then."""
+        self.served.next_tokens([text for text in contexts if text is not None], self.salt)
+
+    def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
+        """Return what may follow the beginning of an answer; nothing where the server cannot be asked."""
+        text = self.served.continued(prompt, beginning)
+        return {} if text is None else self.served.next_tokens([text], self.salt)[0]
+
+    def difference(self, place: tuple[int, int], tokens: tuple[int | None, int | None], gap: float) -> Difference:
+        """Return that an answer has another token than plain decoding at a `place`, its prompt and position."""
+        (prompt, position), (plain, other) = place, tokens
+        return Difference(
+            prompt=prompt, position=position, plain=plain, speculative=other, gap=gap, epsilon=self.epsilon
+        )
+
+
+Shows = Callable[[ServedRequest], str | None]
+"""It asks a request, and says what is wrong with its answer; None where nothing is."""
+
+
+def left_out(name: str, why: str) -> Check:
+    """Return a check that was not made, with the reason."""
+    return Check(name=name, passed=True, left_out=True, summary=f"left out: {why}")
+
+
+def with_smallest(
+    exam: ServerExam, check: Check, requests: Sequence[ServedRequest], shows: Shows, tries: int = TRIES
+) -> Check:
+    """Return a failed check with the smallest request that shows its fault, from the first of `requests` that does."""
+    exam.progress(f"{check.name}: looking for a smaller request")
+    for request in requests:
+        smallest, fault = smallest_request(request, shows, tries)
+        if fault is not None:
+            break
+    words = fault or "asked again, the request did not show it"
+    if smallest.copies > 1:
+        words = f"{words}, with {smallest.copies} of it at a time"
+    figures = {**check.figures, "fault": words, "prompt_tokens": len(smallest.prompt), "copies": smallest.copies}
+    commands = exam.served.commands(smallest)
+    return replace(check, summary=f"{check.summary}; {words}", figures=figures, shown_by=commands)
+
+
+def smallest_request(request: ServedRequest, shows: Shows, tries: int = TRIES) -> tuple[ServedRequest, str | None]:
+    """Return the smallest request found that shows a fault, and what it shows; None where not even the first does.
+
+    Smaller is: fewer at a time, a shorter prompt, an answer of fewer tokens. What comes before it stays: the server
+    may remember it from an earlier try.
+    """
+    fault = shows(request)
+    if fault is None:
+        return request, None
+    going = True
+    while going:
+        going = False
+        for candidate in _smaller(request):
+            if tries == 0:
+                return request, fault
+            tries -= 1
+            found = shows(candidate)
+            if found is not None:
+                request, fault, going = candidate, found, True
+                break
+    return request, fault
+
+
+def _smaller(request: ServedRequest) -> Iterator[ServedRequest]:
+    if request.copies > 1:
+        yield replace(request, copies=1)
+        yield replace(request, copies=request.copies // 2)
+    length = len(request.prompt)
+    for cut in sorted({length // 2, length // 4, 1}, reverse=True):
+        if 0 < cut < length:  # From the front: what comes before loses the same, and still begins alike
+            before = None if request.before is None else request.before[cut:] or request.before[-1:]
+            yield replace(request, prompt=request.prompt[cut:], before=before)
+    for tokens in (request.max_tokens // 2, request.max_tokens * 3 // 4, request.max_tokens - 1):
+        if 0 < tokens < request.max_tokens:
+            yield replace(request, max_tokens=tokens)

@@ -1,0 +1,409 @@
+"""The checks of ``forerun certify --server``: whether speculation changes what a server answers, seen from outside.
+
+A server's reference is the server itself, asked for one token behind every beginning of an answer: such a token comes
+from the pass over the prompt, and nothing is drafted for it. Greedy answers are compared with it token by token, and
+sampled ones at temperature 1, of which its log-probabilities are the distribution, by chi-square tests.
+With a second server, one that does not speculate for example, the answers of both are compared as well.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from forerun.bench.client import ServerError
+from forerun.certify.checks import Check, Report
+from forerun.certify.plan import CertifyPlan
+from forerun.certify.reference import LOGPROB_TOLERANCE, Difference
+from forerun.certify.served import (
+    CHAT,
+    TOGETHER,
+    Prompt,
+    ServedAnswer,
+    ServedModel,
+    ServedRequest,
+    ServerExam,
+    Shows,
+    Stated,
+    left_out,
+    with_smallest,
+)
+from forerun.certify.server_samples import first_parting, sampled_beside, sampled_checks
+from forerun.errors import ArgumentError
+
+ASSUMED = "bfloat16"  # A server does not tell its number format
+FORMATS = {
+    "colour": {"type": "string", "enum": ["red", "green", "blue"]},
+    "sure": {"type": "boolean"},
+    "size": {"type": "string", "enum": ["small", "large"]},
+}
+"""The properties that an answer in JSON has to have: each ends by itself."""
+QUESTION = "Describe the sky in JSON."
+
+
+def certify_server(
+    served: ServedModel,
+    texts: Sequence[str],
+    plan: CertifyPlan | None = None,
+    *,
+    against: ServedModel | None = None,
+    dtype: str = "auto",
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Examine a server, and compare it with another one. ArgumentError: there are no prompts, or none is uncertain.
+
+    Args:
+        served: the server that is examined.
+        texts: the beginnings of the first few are its prompts.
+        plan: how much to check.
+        against: a server of the same model, whose answers have to be the same.
+        dtype: the server's number format, which says how near a tie is; ``auto`` takes it to be bfloat16.
+        progress: is told what is being done.
+    """
+    plan = plan or CertifyPlan()
+    known = ASSUMED if dtype == "auto" else dtype
+    prompts = _prompts(served, texts, plan)
+    exam = ServerExam(served=served, against=against, prompts=prompts, plan=plan, dtype=known, progress=progress)
+    checks = [*greedy_checks(exam), *sampled_checks(exam), structured_check(exam)]
+    if against is not None:
+        checks += [_greedy_beside(exam, against), sampled_beside(exam, against)]
+    checks.append(_speculation_check(exam))
+    words = known if dtype != "auto" else f"{known} assumed"
+    what = f"what {served.engine or 'the server'} does"
+    return Report(model=served.model, drafter=what, dtype=words, device=served.url, checks=checks)
+
+
+def _prompts(served: ServedModel, texts: Sequence[str], plan: CertifyPlan) -> list[Prompt]:
+    encoded = [served.encode(text) for text in texts[: plan.prompts]]
+    found = [prompt[: plan.prompt_tokens * (4 if isinstance(prompt, str) else 1)] for prompt in encoded if prompt]
+    if not found:
+        raise ArgumentError("certify needs at least one prompt that is not empty")
+    return found
+
+
+# --- greedy text ---
+
+
+def greedy_checks(exam: ServerExam) -> Iterator[Check]:
+    """Examine greedy answers of one client and of many, cold and cached, and the log-probabilities beside them."""
+    plan = exam.plan
+    requests = [ServedRequest(prompt=prompt, max_tokens=plan.max_tokens) for prompt in exam.prompts]
+    many = list(itertools.islice(itertools.cycle(requests), max(TOGETHER, len(requests))))
+    cached = _cache_requests(exam)
+    sets = [
+        ("greedy equality, 1 client", requests, 1),
+        (f"greedy equality, {TOGETHER} clients", many, TOGETHER),
+        ("prefix cache, cold and warm", cached, 1),
+    ]
+    if not exam.served.exact:
+        yield from _repeats(exam, sets)
+        return
+    answers = list[ServedAnswer]()
+    for name, asked, at_a_time in sets:
+        exam.progress(name)
+        yield _greedy_check(exam, name, asked, at_a_time, answers)
+    yield _logprob_check(exam, list(zip([*requests, *many, *cached], answers, strict=True)))
+
+
+def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
+    """Return requests for prompts that no server has seen: cold, warm, behind another end, and warm again."""
+    tokens = min(exam.plan.max_tokens, 32)
+    unseen = exam.served.encode(f"{secrets.token_hex(4)}\n")
+    found = []
+    for prompt, other in zip(exam.prompts, [*exam.prompts[1:], exam.prompts[0]], strict=True):
+        if isinstance(unseen, str) or isinstance(prompt, str) or isinstance(other, str):
+            joined: Prompt = f"{unseen}{prompt}"
+            sibling: Prompt = f"{unseen}{prompt[: len(prompt) // 2]}{other[: len(other) // 4]}"
+        else:
+            joined = (*unseen, *prompt)
+            sibling = (*unseen, *prompt[: len(prompt) // 2], *other[: len(other) // 4])
+        cold = ServedRequest(prompt=joined, max_tokens=tokens)
+        found += [cold, replace(cold, before=joined), replace(cold, prompt=sibling, before=joined)]
+    return found[: 3 * max(1, len(found) // 6)]  # Half of the prompts say enough
+
+
+def _greedy_check(
+    exam: ServerExam, name: str, requests: Sequence[ServedRequest], at_a_time: int, answers: list[ServedAnswer]
+) -> Check:
+    """Compare greedy answers with the server's own next tokens; `answers` grows by them."""
+    cached_before = exam.served.cached_tokens or 0
+    found = [choices[0] for choices in exam.served.ask(requests, at_a_time)]
+    answers += found
+    differences = list[Difference]()
+    bug: tuple[ServedRequest, Difference] | None = None
+    for request, parted in zip(requests, _parted(exam, requests, found), strict=True):
+        differences += parted
+        wrong = next((one for one in parted if not one.tie), None)
+        if wrong is not None and bug is None:
+            bug = request, wrong
+    bugs = sum(not one.tie for one in differences)
+    tokens = sum(len(answer.tokens) for answer in found)
+    summary = f"{tokens - len(differences)} of {tokens} tokens of {len(found)} answers are the server's own next tokens"
+    if differences:
+        worst = max(differences, key=lambda one: one.gap)
+        summary += f"; {len(differences) - bugs} numeric ties and {bugs} others, the worst by {worst.gap:.3g} nats"
+        summary += f" (a tie is less than {exam.epsilon:g})"
+    if name.startswith("prefix cache"):
+        cached = exam.served.cached_tokens
+        said = "the server does not say what came from its cache"
+        summary += f"; {said if cached is None else f'{cached - cached_before} tokens came from its cache'}"
+    figures: dict[str, Any] = {"answers": len(found), "tokens": tokens, "ties": len(differences) - bugs, "bugs": bugs}
+    figures["differences"] = [asdict(one) | {"tie": one.tie} for one in differences if not one.tie or bugs == 0]
+    if bug is None:
+        return Check(name=name, passed=tokens > 0, summary=summary, figures=figures)
+    request, wrong = bug
+    whole = replace(request, copies=at_a_time)
+    failed = Check(name=name, passed=False, summary=summary, figures=figures)
+    return with_smallest(exam, failed, [replace(whole, max_tokens=wrong.position + 1), whole], _greedy_fault(exam))
+
+
+def _parted(
+    exam: ServerExam, requests: Sequence[ServedRequest], answers: Sequence[ServedAnswer]
+) -> Iterator[list[Difference]]:
+    """Yield for each greedy answer the tokens that are not the likeliest, those before them given."""
+    exam.next_tokens(
+        exam.served.continued(request.prompt, answer.tokens[:position])
+        for request, answer in zip(requests, answers, strict=True)
+        for position in range(len(answer.tokens))
+    )
+    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        found = []
+        for position, token in enumerate(answer.tokens):
+            stated = exam.stated(request.prompt, answer.tokens[:position])
+            best = max(stated, key=stated.__getitem__, default=token)
+            if token != best:
+                gap = stated[best] - stated.get(token, -math.inf)
+                found.append(exam.difference((index % len(exam.prompts), position), (best, token), gap))
+        yield found
+
+
+def _greedy_fault(exam: ServerExam) -> Shows:
+    def shows(request: ServedRequest) -> str | None:
+        [answers] = exam.served.ask([request])
+        for parted in _parted(exam, [request] * len(answers), answers):
+            wrong = next((one for one in parted if not one.tie), None)
+            if wrong is not None:
+                return (
+                    f"token {wrong.position} of its answer is {wrong.speculative}; asked for that token alone the "
+                    f"server says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
+                )
+        return None
+
+    return shows
+
+
+def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest], int]]) -> Iterator[Check]:
+    """Without log-probabilities greedy answers are compared with their own repetition."""
+    lacks = "; ".join(exam.served.missing.values())
+    for name, requests, at_a_time in sets:
+        exam.progress(name)
+        first = exam.served.ask([replace(request, before=None) for request in requests])
+        again = exam.served.ask(requests, at_a_time)
+        same = sum(one[0].text == other[0].text for one, other in zip(first, again, strict=True))
+        summary = f"{same} of {len(requests)} answers are the same when asked again; more cannot be said: {lacks}"
+        if same < len(requests):
+            summary += "; whether the others are numeric ties cannot be told"
+        yield Check(name=name, passed=same == len(requests), summary=summary, figures={"equal": same})
+    yield left_out("log-probabilities", lacks)
+
+
+def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> Check:
+    """Compare what an answer states of its tokens with what is stated of the same token asked for alone."""
+    tolerance = LOGPROB_TOLERANCE.get(exam.dtype, 5e-4)
+    worst, compared, wrong, without = 0.0, 0, 0, 0
+    shown: tuple[str, ...] = ()
+    where = ""
+    for request, answer in answered:
+        for position, (token, own) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+            expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
+            if own is None:
+                without += 1
+            if own is None or expected is None:
+                continue
+            compared, apart = compared + 1, abs(own - expected)
+            wrong += apart > tolerance
+            if apart > worst:
+                worst = apart
+                where = f"; token {position} of an answer is stated with {own:.4g} and alone with {expected:.4g}"
+                shown = exam.served.commands(replace(request, max_tokens=position + 1))
+    summary = f"at most {worst:.2g} nats from those of a token alone over {compared} tokens (tolerance {tolerance:g})"
+    summary += f"; {wrong} are further{where}" if wrong else ""
+    summary += f"; {without} tokens are given none" if without else ""
+    return Check(
+        name="log-probabilities",
+        passed=not wrong and not without and compared > 0,
+        summary=summary,
+        figures={"largest_difference": worst, "tokens": compared, "wrong": wrong, "tolerance": tolerance},
+        shown_by=shown if wrong else (),
+    )
+
+
+# --- structured outputs ---
+
+
+def structured_check(exam: ServerExam) -> Check:
+    """Ask chats for JSON of a schema, greedy and sampled, and read what comes."""
+    name = "structured outputs"
+    exam.progress(name)
+    bodies = [_structured_body(exam, FORMATS, temperature=0.0, seed=0)]
+    seeds = range(exam.plan.seed, exam.plan.seed + TOGETHER)
+    bodies += [_structured_body(exam, FORMATS, temperature=1.0, seed=seed) for seed in seeds]
+    try:
+        answers = [*exam.served.post(CHAT, bodies[:1]), *exam.served.post(CHAT, bodies[1:], TOGETHER)]
+    except ServerError as error:
+        return left_out(name, str(error))
+    read = [(body, _misfit(answer, FORMATS)) for body, answer in zip(bodies, answers, strict=True)]
+    faults = [(body, fault) for body, fault in read if fault]
+    cut = sum(_content(answer) is None for answer in answers)
+    if cut == len(answers):
+        return left_out(name, f"none of {cut} answers ended within {bodies[0]['max_tokens']} tokens")
+    valid = len(answers) - cut - len(faults)
+    summary = f"{valid} of {len(answers)} answers are JSON of the schema that was asked for"
+    summary += f"; {cut} were cut off before they ended" if cut else ""
+    figures = {"answers": len(answers), "valid": valid, "cut": cut}
+    if not faults:
+        return Check(name=name, passed=True, summary=summary, figures=figures)
+    body, fault = faults[0]
+    for size in range(1, len(FORMATS)):  # A smaller schema may show it, too
+        some = dict(itertools.islice(FORMATS.items(), size))
+        smaller = _structured_body(exam, some, temperature=body["temperature"], seed=body["seed"])
+        found = _misfit(exam.served.post(CHAT, [smaller])[0], some)
+        if found:
+            body, fault = smaller, found
+            break
+    shown = (exam.served.command(CHAT, body),)
+    return Check(name=name, passed=False, summary=f"{summary}; {fault}", figures=figures, shown_by=shown)
+
+
+def _structured_body(
+    exam: ServerExam, properties: Mapping[str, Any], *, temperature: float, seed: int
+) -> dict[str, Any]:
+    schema = {
+        "type": "object",
+        "properties": dict(properties),
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+    return {
+        "model": exam.served.model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": max(96, exam.plan.max_tokens),
+        "temperature": temperature,
+        "seed": seed,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
+    }
+
+
+def _content(answer: Mapping[str, Any]) -> str | None:
+    """Return what a chat was answered; None where the answer was cut off. ServerError: it is no chat's answer."""
+    try:
+        choice = answer["choices"][0]
+        return None if choice["finish_reason"] == "length" else str(choice["message"].get("content") or "")
+    except (AttributeError, LookupError, TypeError) as error:
+        raise ServerError(f"{CHAT} answered what is no chat's answer: {json.dumps(answer)[:200]}") from error
+
+
+def _misfit(answer: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
+    """Return what is wrong with an answer in JSON; nothing where it fits, or was cut off."""
+    text = _content(answer)
+    if text is None:
+        return ""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        return f"an answer is no JSON ({error}): {text[:200]!r}"
+    if not isinstance(value, dict) or value.keys() != properties.keys():
+        return f"an answer has not the properties of the schema: {text[:200]!r}"
+    for name, allowed in properties.items():
+        choices = allowed.get("enum", [True, False])
+        if not any(value[name] is choice or value[name] == choice for choice in choices):
+            return f"an answer has another {name} than the schema allows: {text[:200]!r}"
+    return ""
+
+
+# --- two servers ---
+
+
+def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
+    """Compare greedy answers of both servers; where they part, both say how likely the two tokens are."""
+    name = f"greedy equality with {other.url}"
+    exam.progress(name)
+    requests = [ServedRequest(prompt=prompt, max_tokens=exam.plan.max_tokens) for prompt in exam.prompts]
+    here, there = exam.served.ask(requests), other.ask(requests)
+    found, words = list[Difference](), list[str]()
+    for index, (request, [one], [two]) in enumerate(zip(requests, here, there, strict=True)):
+        position = first_parting(one, two)
+        if position is None:
+            continue
+        mine, theirs = _at(one, position), _at(two, position)
+        here_gap = _gap(exam.stated(request.prompt, one.tokens[:position]), mine, theirs)
+        there_gap = _gap(_stated_by(other, exam, request, two.tokens[:position]), theirs, mine)
+        gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
+        parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
+        found.append(parted)
+        words.append(
+            f"prompt {index} parts at token {position}: {mine} here, {_nats(here_gap)} likelier, or {theirs} there, "
+            f"{_nats(there_gap)} likelier, {'a numeric tie' if parted.tie else 'NOT a tie'}"
+        )
+    bugs = [parted for parted in found if not parted.tie]
+    same = len(requests) - len(found)
+    return Check(
+        name=name,
+        passed=not bugs,
+        summary="; ".join([f"{same} of {len(requests)} answers are the same", *words]),
+        figures={"equal": same, "bugs": len(bugs), "differences": [asdict(one) | {"tie": one.tie} for one in found]},
+        shown_by=_two_commands(exam, other, requests, bugs),
+    )
+
+
+def _two_commands(
+    exam: ServerExam, other: ServedModel, requests: Sequence[ServedRequest], bugs: Sequence[Difference]
+) -> tuple[str, ...]:
+    """Return the request to both servers whose answers part the soonest."""
+    if not bugs:
+        return ()
+    soonest = min(bugs, key=lambda one: one.position)
+    request = replace(requests[soonest.prompt], max_tokens=soonest.position + 1)
+    return (*exam.served.commands(request), *other.commands(request))
+
+
+def _stated_by(other: ServedModel, exam: ServerExam, request: ServedRequest, beginning: Sequence[int]) -> Stated:
+    text = other.continued(request.prompt, beginning)
+    return {} if text is None else other.next_tokens([text], exam.salt)[0]
+
+
+def _at(answer: ServedAnswer, position: int) -> int | None:
+    return answer.tokens[position] if position < len(answer.tokens) else None
+
+
+def _gap(stated: Stated, one: int | None, other: int | None) -> float | None:
+    """Return how much likelier one token is than another, nats; infinite where one is not among the likeliest, None
+    where nothing is stated."""
+    if not stated:
+        return None
+    values = [-math.inf if token is None else stated.get(token, -math.inf) for token in (one, other)]
+    return math.inf if -math.inf in values else values[0] - values[1]
+
+
+def _nats(gap: float | None) -> str:
+    return "an unknown amount" if gap is None else f"{gap:.3g} nats"
+
+
+# --- what else a report says ---
+
+
+def _speculation_check(exam: ServerExam) -> Check:
+    """Say whether the server drafted at all: without drafts nothing was seen of speculation."""
+    counts, name = exam.served.speculation(), "speculation"
+    if counts is None:
+        return left_out(name, "neither the server's metrics nor its answers say whether it drafts")
+    if not counts.draft_tokens and not counts.drafts:
+        return left_out(name, "the server drafted nothing, so this run says nothing of speculation")
+    drafted = counts.draft_tokens if counts.draft_tokens is not None else counts.drafts
+    summary = f"{counts.accepted_tokens} of {drafted} drafted tokens were accepted meanwhile ({counts.source})"
+    return Check(name=name, passed=True, summary=summary, figures={"drafted": drafted, **counts.record()})

@@ -1,0 +1,340 @@
+"""The checks of ``forerun certify --server`` of sampled answers: seeds, and distributions by chi-square.
+
+Answers are drawn at temperature 1, where the log-probabilities that a server states are their distribution. They are
+compared with what it states of one token at a time behind every beginning of an answer, for which nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from bisect import bisect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from forerun.certify.checks import EDGES, FEWEST, Check, draws_for, pearson, survival
+from forerun.certify.plan import CertifyPlan
+from forerun.certify.reference import REST, Cells, Outcome, cells_of, count, first_difference
+from forerun.certify.served import (
+    CHOICES,
+    TOGETHER,
+    Prompt,
+    ServedAnswer,
+    ServedModel,
+    ServedRequest,
+    ServerExam,
+    Shows,
+    left_out,
+    with_smallest,
+)
+from forerun.errors import ArgumentError
+
+PARTED = 0.05  # Share of tokens at which 16-bit rounding may part two sampled answers to the same seed
+FEW_TRIES = 4  # Smaller requests that are tried for a fault of a distribution: each takes hundreds of answers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedTest:
+    """A test compares sampled answers with the distribution that the server states."""
+
+    name: str
+    requests: Sequence[ServedRequest]  # Asked in turn
+    cells: Cells
+    level: float  # Probability below which a drawing is unlikely
+    samples: int  # What a drawing puts into cells
+    detects: float
+    at_a_time: int
+    seeded: bool
+    each: str = "answers"  # What is put into cells: answers, or tokens of answers
+
+    def drawn(self, exam: ServerExam, first: int) -> list[Outcome]:
+        """Draw answers, those with seeds from the `first` seed on, and return what goes into cells."""
+        n, tokens = self.requests[0].n, self.requests[0].max_tokens if self.each == "tokens" else 1
+        number = math.ceil(self.samples / n / tokens)
+        asked = [
+            replace(request, seed=exam.plan.seed + first + index * n if self.seeded else None)
+            for index, request in enumerate(itertools.islice(itertools.cycle(self.requests), number))
+        ]
+        found = exam.served.ask(asked, self.at_a_time)
+        pairs = [(request, answer) for request, own in zip(asked, found, strict=True) for answer in own]
+        if self.each == "answers":
+            return [answer.tokens for _, answer in pairs]
+        return _places(exam, pairs, random.Random(exam.plan.seed + first))
+
+
+def _edges(plan: CertifyPlan) -> list[float]:
+    """Return the edges of the places' cells: a coarse test takes few tokens, and none tells rare ones apart, for the
+    likeliest tokens of a place alone are stated."""
+    return [edge for edge in EDGES if 1 - edge > 0.99 * plan.least]
+
+
+def _places(
+    exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]], chance: random.Random
+) -> list[Outcome]:
+    """Return the cell of each token's place among all, the likelier ones first and each as wide as it is likely, at a
+    random point of its width (`Reference.places`); what is not stated shares the end."""
+    exam.next_tokens(
+        exam.served.continued(request.prompt, answer.tokens[:position])
+        for request, answer in answered
+        for position in range(len(answer.tokens))
+    )
+    edges, found = _edges(exam.plan), list[Outcome]()
+    for request, answer in answered:
+        for position, token in enumerate(answer.tokens):
+            stated = exam.stated(request.prompt, answer.tokens[:position])
+            own = stated.get(token, -math.inf)
+            likelier = sum(math.exp(value) for value in stated.values() if value > own)
+            equal = sum(math.exp(value) for value in stated.values() if value == own) or 1 - likelier
+            place = likelier + chance.random() * equal
+            found.append((min(bisect(edges, place), len(edges)),))
+    return found
+
+
+def sampled_checks(exam: ServerExam) -> Iterator[Check]:
+    """Examine seeds and three ways of sampling: alone with seeds, many at a time without, and longer answers."""
+    yield _seed_check(exam)
+    names = ("no seed", "seeded", "each token of longer answers")
+    if not exam.served.exact:
+        for name in names:
+            yield left_out(f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
+        return
+    prompt = _uncertain(exam)
+    many = 1 if "n" in exam.served.missing else CHOICES
+    request = ServedRequest(prompt=prompt, max_tokens=exam.plan.sample_tokens, temperature=1.0, n=many)
+    name = f"sampled distribution, n = {many}"
+    tests = [
+        _answers_test(exam, f"{name}, no seed, {TOGETHER} clients", request, TOGETHER, seeded=False),
+        _answers_test(exam, f"{name}, seeded, 1 client", request, 1, seeded=True),
+        _tokens_test(exam),
+    ]
+    for test in tests:
+        exam.progress(test.name)
+        yield _chi_square_check(exam, test)
+    if "n" in exam.served.missing:
+        yield left_out("several answers to one request", exam.served.missing["n"])
+
+
+def _uncertain(exam: ServerExam) -> Prompt:
+    """Return the prompt whose answers are the least certain behind their first token, which is never drafted: a
+    beginning, and the first half of it again, so that drafters that copy have something to copy."""
+    length = exam.plan.sample_prompt_tokens
+    prompts = [(*prompt[:length], *prompt[: length // 2]) for prompt in exam.prompts if not isinstance(prompt, str)]
+    cells = {prompt: _cells(exam, prompt, exam.plan.sample_tokens) for prompt in prompts}
+    best = max(prompts, key=lambda prompt: (sum(len(cell) > 1 for cell in cells[prompt]), len(cells[prompt])))
+    if len(cells[best]) < 2:
+        raise ArgumentError(
+            f"there is nothing to sample: the answers to each of the {len(prompts)} prompts are certain, or none has "
+            f"a probability of {exam.plan.least:g}; give more prompts (--prompts, --prompt-file)"
+        )
+    return best
+
+
+def _cells(exam: ServerExam, prompt: Prompt, tokens: int) -> Cells:
+    def likely(beginning: Outcome) -> dict[int, float]:
+        return {token: math.exp(value) for token, value in exam.stated(prompt, beginning).items()}
+
+    return cells_of(likely, replace(exam.plan, sample_tokens=tokens))
+
+
+def _answers_test(exam: ServerExam, name: str, request: ServedRequest, at_a_time: int, *, seeded: bool) -> ServedTest:
+    """Return the test of the beginnings of answers to one request."""
+    plan = exam.plan
+    cells = _cells(exam, request.prompt, request.max_tokens)
+    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)  # Of each of two drawings
+    likely = [chance for chance in cells.values() if chance > 0]
+    samples = max(draws_for(len(likely) - 1, level, plan.detect, power), math.ceil(FEWEST / min(likely)))
+    return ServedTest(
+        name=name,
+        requests=[request],
+        cells=cells,
+        level=level,
+        samples=request.n * math.ceil(samples / request.n),
+        detects=plan.detect,
+        at_a_time=at_a_time,
+        seeded=seeded,
+    )
+
+
+def _tokens_test(exam: ServerExam) -> ServedTest:
+    """Return the test of where the tokens of longer answers stand in the distributions of their places."""
+    plan = exam.plan
+    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)
+    edges = _edges(plan)
+    cells: Cells = {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
+    wanted = draws_for(len(edges), level, plan.detect, power)
+    answers = math.ceil(max(wanted, FEWEST / min(cells.values())) / plan.max_tokens)
+    return ServedTest(
+        name="sampled distribution, each token of longer answers",
+        requests=[ServedRequest(prompt=prompt, max_tokens=plan.max_tokens, temperature=1.0) for prompt in exam.prompts],
+        cells=cells,
+        level=level,
+        samples=answers * plan.max_tokens,
+        detects=plan.detect,
+        at_a_time=TOGETHER,
+        seeded=False,
+        each="tokens",
+    )
+
+
+def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
+    """Compare sampled answers with what the server states; the check fails if two drawings are unlikely."""
+    statistic, freedom, chance, drawn = _drawing(exam, test, 0)
+    first = None
+    if 0 < chance < test.level:
+        first = chance
+        statistic, freedom, chance, drawn = _drawing(exam, test, test.samples)
+    summary = (
+        f"T = 1: chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below "
+        f"{test.level:.1g}, twice{'' if first is None else f'; p = {first:.3g} at first'}); {drawn.total()} "
+        f"{test.each} detect a total variation of {test.detects:.2g} over {len(test.cells)} cells with "
+        f"{exam.plan.power:.0%}"
+    )
+    figures = {
+        "chi_square": statistic,
+        "degrees_of_freedom": freedom,
+        "p_value": chance,
+        "first_p_value": first,
+        "samples": drawn.total(),
+        "cells": len(test.cells),
+        "level": test.level,
+        "detects_total_variation": test.detects,
+        "power": exam.plan.power,
+    }
+    passed = chance >= test.level
+    check = Check(name=test.name, passed=passed, summary=summary, figures=figures)
+    if passed:
+        return check
+    if test.each == "tokens":
+        words = _worst_cell(test.cells, drawn)
+        commands = exam.served.commands(test.requests[0])
+        return replace(check, summary=f"{summary}; of the places of tokens {words}", shown_by=commands)
+    return with_smallest(exam, check, test.requests, _sampled_fault(exam, test), FEW_TRIES)
+
+
+def _drawing(exam: ServerExam, test: ServedTest, first: int) -> tuple[float, int, float, Counter[Outcome]]:
+    """Draw a test's answers; return chi-square, its degrees of freedom, the probability of a larger one, and counts."""
+    counts = count(test.cells, test.drawn(exam, first))
+    statistic, freedom = pearson(test.cells, counts, counts.total())
+    return statistic, freedom, survival(statistic, freedom), counts
+
+
+def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
+    total = counts.total()
+    worst = max(cells, key=lambda cell: (counts[cell] - total * cells[cell]) ** 2 / max(total * cells[cell], 1e-9))
+    words = "any other answer" if worst == REST else f"answers with tokens {list(worst)}"
+    return f"{words} came {counts[worst]} times in {total}, where {total * cells[worst]:.1f} are expected"
+
+
+def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
+    def shows(request: ServedRequest) -> str | None:
+        cells = _cells(exam, request.prompt, request.max_tokens)
+        if len(cells) < 2:
+            return None
+        own = replace(test, requests=[request], cells=cells)
+        _, _, chance, drawn = _drawing(exam, own, 3 * test.samples)
+        return (
+            None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
+        )
+
+    return shows
+
+
+def _seed_check(exam: ServerExam) -> Check:
+    """Ask sampled answers with seeds twice. Rounding may part a few in 16 bits; a seed that is ignored parts all."""
+    name, plan = "same seed, same text", exam.plan
+    exam.progress(name)
+    asked = [
+        ServedRequest(prompt=prompt, max_tokens=min(plan.max_tokens, 32), temperature=1.0, seed=plan.seed + index)
+        for index, prompt in enumerate(exam.prompts)
+    ]
+    first, again = exam.served.ask(asked), exam.served.ask(asked)
+    parted, compared = list[ServedRequest](), 0
+    for request, [one], [other] in zip(asked, first, again, strict=True):
+        position = first_parting(one, other)
+        compared += len(one.tokens or one.text) if position is None else position + 1
+        parted += [] if position is None else [request]
+    allowed = PARTED if exam.epsilon else 0.0
+    passed = len(parted) <= allowed * compared
+    summary = (
+        f"{len(asked) - len(parted)} of {len(asked)} sampled answers are the same when asked again with their seed"
+    )
+    if parted:
+        summary += (
+            f"; the others part at one of {compared / len(parted):.0f} tokens (up to {allowed:.0%} may be rounding)"
+        )
+    figures = {"equal": len(asked) - len(parted), "prompts": len(asked), "tokens": compared}
+    check = Check(name=name, passed=passed, summary=summary, figures=figures)
+    return check if passed else with_smallest(exam, check, parted[:1], _seed_fault(exam))
+
+
+def first_parting(one: ServedAnswer, other: ServedAnswer) -> int | None:
+    """Return the first token in which two answers differ, the first letter where a server names no tokens."""
+    if one.tokens and other.tokens:
+        return first_difference(one.tokens, other.tokens)
+    return first_difference([ord(letter) for letter in one.text], [ord(letter) for letter in other.text])
+
+
+def _seed_fault(exam: ServerExam) -> Shows:
+    def shows(request: ServedRequest) -> str | None:
+        [[one]], [[other]] = exam.served.ask([request]), exam.served.ask([request])
+        return None if one.text == other.text else f"it is answered {one.text!r} and then {other.text!r}"
+
+    return shows
+
+
+def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
+    """Compare sampled answers of both servers with each other by a chi-square test of two samples."""
+    name, plan = f"sampled answers beside {other.url}", exam.plan
+    exam.progress(name)
+    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)
+    number = 2 * draws_for(plan.cells - 1, level, plan.detect, power)  # Two samples have half the power of one
+    length = plan.sample_prompt_tokens * (4 if isinstance(exam.prompts[0], str) else 1)
+    prompt = _uncertain(exam) if exam.served.exact else exam.prompts[0][:length]
+    chances = []
+    for first in (0, number):
+        asked = [
+            ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, seed=plan.seed + first + index)
+            for index in range(number)
+        ]
+        # Apart in their seeds: equal seeds may give equal text, which has no distribution of its own
+        others = [replace(request, seed=(request.seed or 0) + 10 * number) for request in asked]
+        one = [_drafted(answer) for [answer] in exam.served.ask(asked, TOGETHER)]
+        two = [_drafted(answer) for [answer] in other.ask(others, TOGETHER)]
+        statistic, freedom, cells = two_samples(one, two, plan)
+        chances.append(survival(statistic, freedom))
+        if chances[-1] >= level:
+            break
+    summary = (
+        f"T = 1: chi-square {statistic:.1f} of two samples, {freedom} degrees of freedom, p = {chances[-1]:.3g} (fails "
+        f"below {level:.1g}, twice{'' if len(chances) == 1 else f'; p = {chances[0]:.3g} at first'}); {number} answers "
+        f"of each detect a total variation of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
+    )
+    figures = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chances[-1], "samples": number}
+    return Check(name=name, passed=chances[-1] >= level, summary=summary, figures=figures | {"level": level})
+
+
+def _drafted(answer: ServedAnswer) -> Outcome:
+    """Return what goes into a cell: the tokens behind the first, which is never drafted, or the letters of the end."""
+    return answer.tokens[1:] or tuple(ord(letter) for letter in answer.text[len(answer.text) // 2 :])
+
+
+def two_samples(one: Sequence[Outcome], other: Sequence[Outcome], plan: CertifyPlan) -> tuple[float, int, int]:
+    """Return chi-square of two samples of one size, its degrees of freedom, and the number of cells.
+
+    The cells are the likeliest beginnings of both samples together.
+    """
+    pooled = [*one, *other]
+
+    def likely(beginning: Outcome) -> dict[int, float]:
+        length = len(beginning)
+        within = [outcome for outcome in pooled if outcome[:length] == beginning]
+        following = Counter(outcome[length] for outcome in within if len(outcome) > length)
+        return {token: times / len(within) for token, times in following.items()}
+
+    cells = cells_of(likely, plan)
+    here, there = count(cells, one), count(cells, other)
+    used = [cell for cell in cells if here[cell] + there[cell]]
+    statistic = sum((here[cell] - there[cell]) ** 2 / (here[cell] + there[cell]) for cell in used)
+    return statistic, max(len(used) - 1, 1), len(used)
