@@ -120,10 +120,11 @@ def main() -> None:
     asked = parser.parse_args()
     for kind in asked.models:
         dtype = getattr(torch, asked.dtype)
-        target = Target.load(build(kind, dtype), rows=1, slots=512, repack=True)
+        made = build(kind, dtype)
+        parameters = sum(weight.numel() for weight in made.parameters()) / 1e6
+        target = Target.load(made, rows=1, slots=512, repack=True)
         passes = time_passes(target, asked.repeats)
         ours, theirs = time_plain(target, build(kind, dtype), max(2, asked.repeats // 2))
-        parameters = sum(weight.numel() for weight in target.model.parameters()) / 1e6
         plain, longer = passes["plain"], passes["chain of 16"]
         told = {
             "model": kind,

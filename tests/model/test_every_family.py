@@ -32,7 +32,7 @@ SERVED = """
 """
 UNBUILT = """
     blt cohere_compass_text dbrx dots3_note dots3_note_text gemma3n gemma4_assistant gemma4_unified_assistant
-    musicgen musicgen_melody qwen4_exp qwen4_exp_text
+    musicgen musicgen_melody qwen4_exp
 """
 """No small model comes out of the sizes in `tiny`, or a package is missing."""
 TECHNICAL = re.compile(r"SlotCache|AttributeError|has no attribute|NoneType|self\\.|torch\\.Size")

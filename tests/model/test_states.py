@@ -241,6 +241,11 @@ def test_a_stale_state_behind_a_prefix_is_seen(plant: Callable[[Any], None], mon
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+def test_what_states_rule_out() -> None:
+    with pytest.raises(ArgumentError, match="reproducible=True cannot hold"):
+        LLM(model_of("lfm2"), tokenizer=False, reproducible=True)
+
+
 def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "FUNCTIONS", {})
     with pytest.raises(UnsupportedModelError, match="Lfm2ShortConv keep a state in the cache by code of their own"):

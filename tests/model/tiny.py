@@ -46,6 +46,16 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "conv"]},
     "mamba2": {"num_heads": 8},
+    "qwen4_exp_text": {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2,
+        **{
+            "indexer_budget": 16,
+            "indexer_compress_ratio": 4,
+            "indexer_n_heads": 4,
+            "indexer_kv_heads": 1,
+            "indexer_head_dim": 16,
+        },
+    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},

@@ -36,6 +36,7 @@ SLOTS = 128
 PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
 """Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
 PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4, 3, 2, 1, 0, 11, 0, 7]]
+WHOLE = 512  # Tokens of a pass over prompts, more than all of `PROMPTS`
 PIECE = 3  # Tokens of a prompt that are shown at a time, where it is shown in pieces
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95)
@@ -68,12 +69,13 @@ def tiny_engine(
     target: LlamaForCausalLM | None = None,
     tokenizer: Any = False,
     rows: int = 8,
-    piece: int | None = None,
+    piece: int = WHOLE,
     check: bool = True,
     device: str | None = "cpu",
 ) -> LLM:
     """Return a new engine on the tiny target, or another one as small, with a drafter that knows nothing yet. It drafts
-    the same at every step unless the config says otherwise, and has no self-check: every fault is left to be found."""
+    the same at every step unless the config says otherwise, and has no self-check: every fault is left to be found.
+    Its passes over prompts have `piece` tokens, however long they take."""
     from forerun import LLM
 
     return LLM(
@@ -260,9 +262,7 @@ def _answers(config: Config) -> list[Check]:
         return [Check(name="text and distribution", passed=False, summary=str(error))]
 
 
-def _drafts(
-    config: Config, params: SamplingParams, *, one_by_one: bool = False, piece: int | None = None
-) -> list[Step]:
+def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False, piece: int = WHOLE) -> list[Step]:
     engine = tiny_engine(config, piece=piece)
     recorder = recorded(engine)
     for prompts in [[prompt] for prompt in PROMPTS] if one_by_one else [PROMPTS]:

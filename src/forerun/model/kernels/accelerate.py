@@ -28,6 +28,7 @@ from forerun.model.kernels.packing import Packing
 from forerun.model.layers import base_of, cache_argument, device_of
 from forerun.model.padding import current, running
 from forerun.model.sample import draw_tokens
+from forerun.model.states import state_layers
 from forerun.writing import cache_root
 
 log = logging.getLogger(__name__)
@@ -138,6 +139,7 @@ def _obstacle(model: Any) -> str | None:
             getattr(model.config.get_text_config(), "kv_lora_rank", None),
             "its cache holds compressed latents, which are expanded outside the attention function",
         ),
+        (state_layers(model), "recurrent states are kept outside the compiled graph"),
         (not any(map(shutil.which, (os.environ.get("CXX", "c++"), "g++", "clang++"))), "there is no C++ compiler"),
     )
 

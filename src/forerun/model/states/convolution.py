@@ -55,6 +55,7 @@ def convolve(
     hidden_states: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
+    *,
     activation: str | None = None,
     **_kwargs: Any,
 ) -> Tensor:

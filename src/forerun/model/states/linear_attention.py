@@ -92,9 +92,9 @@ def delta_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     g: Tensor,
     beta: Tensor,
-    *_args: Any,
     use_qk_l2norm_in_kernel: bool = False,
     **_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
@@ -112,14 +112,14 @@ def delta_rule(
     return found.to(query.dtype), found
 
 
-def scan_heads(  # noqa: PLR0917 (transformers' own)
+def scan_heads(
     this: StatePass,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
-    chunk_size: int = 0,
+    *,
     D: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,

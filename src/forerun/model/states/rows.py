@@ -76,7 +76,7 @@ class Tree:
 
 
 class Recurrence(ABC):
-    """What a layer computes from the tokens before a token by a state, for all nodes of a tree at once."""
+    """`Recurrence` runs a layer's recurrence over tokens for all nodes of a tree at once."""
 
     inputs: Fed  # What the tokens of the pass feed into it, (B, N, ..) each
 
@@ -98,7 +98,7 @@ class Recurrence(ABC):
 
 @dataclass
 class StatePass:
-    """What the layers of one pass do with the states of its rows."""
+    """`StatePass` runs the recurrences of one pass from the states of its rows on."""
 
     states: RowStates
     rows: Sequence[int]

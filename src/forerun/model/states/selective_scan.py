@@ -47,13 +47,14 @@ class SelectiveScan(Recurrence):
         return state
 
 
-def scan(  # noqa: PLR0917 (transformers' own)
+def scan(
     this: StatePass,
     hidden_states: Tensor,
     dt: Tensor,
     A: Tensor,
     B: Tensor,
     C: Tensor,
+    *,
     D: Tensor | None = None,
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
