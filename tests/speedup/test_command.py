@@ -2,6 +2,7 @@
 
 import errno
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,9 @@ def test_from_a_model_to_a_page_and_on_from_every_stage(
     again = forerun(*words)
     assert again.code == 0 and "page:" in again.out and "/8" not in again.err
     _nothing_is_worth_it(forerun, words, out, monkeypatch)
+    before = len(began)
+    assert forerun(*words, "--budget", "2h", "--kind", "eagle3").code == 0
+    assert began[before:] == ["choice", "training", "comparison", "result"]
 
 
 def _nothing_is_worth_it(forerun: Forerun, words: list[object], out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +103,23 @@ def test_a_dry_run_measures_and_says_what_would_be_done(forerun: Forerun, words:
     ]
     assert not (tmp_path / "out" / "answers").exists()
     assert "train it" in forerun(*words, "--dry-run").out
+
+
+def test_without_prompts_they_are_drawn_from_the_model(
+    forerun: Forerun, deep_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dry run says how long that takes, and does not do it; nothing is learned of the built-in mix."""
+    words = ["speedup", deep_checkpoint, "--output", tmp_path / "out", "--dry-run", "--json"]
+    stages = json.loads(forerun(*words).out)["stages"]
+    assert [(one["minutes"], one["done"]) for one in stages if one["stage"] == "prompts"] == [(1.2, False)]
+    monkeypatch.setattr(run, "SETTINGS", replace(run.SETTINGS, most_drawn=12))
+    monkeypatch.setattr(run.SpeedupRun, "_share", lambda *_: 0.0)
+    assert forerun(*words).code == 0
+    found = json.loads((tmp_path / "out" / "prompts.json").read_text())
+    assert (found["train"], found["trial"], found["held_out"]) == (5, 1 + 16, 6 + 32)
+    assert "12 prompts were drawn from the model itself" in found["notes"][0]
+    learned = (tmp_path / "out" / "prompts" / "train.jsonl").read_text().splitlines()
+    assert {json.loads(line)["category"] for line in learned} == {"drawn"}
 
 
 def test_a_full_disk_loses_nothing(

@@ -2,7 +2,16 @@
 
 import pytest
 
-from forerun.speedup.compare import PLAIN, AnswerTiming, SpeedupArm, mean_speedup, summarise, summarise_arm
+from forerun.speedup.compare import (
+    PLAIN,
+    STANDSTILL_S,
+    AnswerTiming,
+    SpeedupArm,
+    Standstill,
+    mean_speedup,
+    summarise,
+    summarise_arm,
+)
 
 
 def timing(digest: str, arm: str, seconds: float, *, category: str = "chat", tokens: int = 100) -> AnswerTiming:
@@ -53,3 +62,12 @@ def test_by_category() -> None:
     figures = summarise(TIMINGS, [SpeedupArm(name=PLAIN), SpeedupArm(name="suffix", config={"method": "suffix"})])
     assert set(figures["suffix"]["0"]["categories"]) == {"chat", "code"}
     assert mean_speedup(figures["suffix"]) == pytest.approx(20 / 12, abs=1e-3)
+
+
+def test_a_process_that_was_stopped_notices_it() -> None:
+    with Standstill() as still:
+        pass
+    assert still.longest_s < STANDSTILL_S
+    with Standstill() as still:
+        still._last -= 60  # Nothing ran for a minute
+    assert still.longest_s >= 60

@@ -1,4 +1,4 @@
-"""``forerun data prepare`` and ``forerun data regenerate`` make training data for draft heads."""
+"""``forerun data`` makes training data for draft heads: prompts, answers, and both as tokens."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from forerun.cli.options import (
     AnswerLength,
     Flag,
     Json,
+    Many,
     SkipBad,
     SpeculationOptions,
     TargetOptions,
@@ -26,6 +27,7 @@ from forerun.errors import ArgumentError, refuse
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.training.data.drawn import PromptDraw
     from forerun.training.data.regenerate import AnswerRun
 
 TemplateVariables = Annotated[
@@ -36,7 +38,7 @@ TemplateVariables = Annotated[
     ),
 ]
 
-data = App(name="data", help="Prepare training data, or let the target write it.")
+data = App(name="data", help="Prepare training data, or let the target write it, prompts included.")
 
 
 @data.command
@@ -161,6 +163,66 @@ def delete_traffic(folder: Path, *, api_key: Annotated[str | None, Parameter(env
         whose = "requests without a key" if api_key is None else "this key"
         raise ArgumentError(f"{folder} holds no traffic of {whose}; nothing was deleted")
     console.out().print(f"deleted {count} file{'s' if count > 1 else ''}")
+    return 0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrawOptions:
+    """`DrawOptions` say how many prompts are drawn, how, and which ones may not come."""
+
+    target: str
+    """Directory or hub id of a chat model, which writes the prompts itself."""
+    output: Path
+    """JSONL to append to; prompts that are in it already count."""
+    count: int = 1000
+    """Prompts that the file is to have."""
+    avoid: Annotated[tuple[Path, ...], Many] = ()
+    """Files of prompts that are held out: none is drawn that shares ten words in a row with one of them."""
+    temperature: Annotated[float, Parameter(alias="-t")] = 1.0
+    """1 is what the model learned; less makes prompts alike."""
+    top_p: float = 0.95
+    """Keep the smallest set of tokens whose mass reaches this."""
+    max_tokens: Annotated[int, AnswerLength] = 192
+    """Most tokens of a prompt; a longer one is left out."""
+    seed: int = 0
+    """Same seed, same prompts."""
+    concurrency: int = 16
+    """Prompts at once."""
+
+
+@data.command
+def draw_prompts(*, asked: DrawOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
+    """Let a chat model write prompts itself (Magpie). Run again to go on after a stop, or with a larger count.
+
+    They are what the model was tuned on, not what your users ask: take your own prompts where you have them.
+    """
+    from forerun.training.data.drawn import DrawSettings, PromptDraw, UserTurn, read_words
+
+    names = ("temperature", "top_p", "max_tokens", "seed", "concurrency")
+    settings = DrawSettings(**{name: getattr(asked, name) for name in names})
+    UserTurn.of(session.load_tokenizer(asked.target))
+    began = time.monotonic()
+    with console.progress_bar("drawing") as update:
+
+        def tell(progress: PromptDraw) -> None:
+            pace = (progress.kept - progress.resumed) / max(time.monotonic() - began, 1e-9)
+            update(completed=progress.kept, total=asked.count, description=f"drawing {pace:.1f} prompts/s")
+
+        how: dict[str, Any] = {"count": asked.count, "settings": settings, "held_out": read_words(asked.avoid)}
+        drawn = PromptDraw(output=asked.output, tell=tell, **how)
+        if drawn.kept < asked.count:
+            llm = session.load(asked.target, loading, None, max_num_seqs=asked.concurrency)
+            began = time.monotonic()
+            drawn.run(llm)
+    if json:
+        console.out().file.write(dumps(drawn.summary(), ensure_ascii=False) + "\n")
+        return 0
+    earlier = f", of which {drawn.resumed:,} were there already" if drawn.resumed else ""
+    console.out().print(f"{drawn.output}: {drawn.kept:,} prompts{earlier}")
+    if drawn.refused:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in drawn.refused.most_common())
+        console.out().print(f"left out: {reasons}")
     return 0
 
 

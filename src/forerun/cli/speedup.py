@@ -46,8 +46,8 @@ def speedup(
     output
         Directory of the page, the head and everything in between; speedup-MODEL if not given.
     prompts
-        Files of prompts like those that you serve, in any form that forerun data prepare reads; a built-in mix if not
-        given, on which no head can be trained.
+        Files of prompts like those that you serve, in any form that forerun data prepare reads. If not given, prompts
+        are drawn from the model itself, and a built-in mix is held out beside them.
     from_traffic
         Instead of --prompts: what a server recorded (forerun serve --record-traffic), its directory or one key's file.
     kind

@@ -8,7 +8,8 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -24,6 +25,8 @@ TEMPERATURES = (0.0, 1.0)
 RESAMPLES = 2000  # Of the bootstrap
 CONFIDENCE = 0.95
 WARM_UP_TOKENS = 24
+STANDSTILL_S = 2.0  # A process that has not run for so long was stopped, or its machine slept
+ATTEMPTS = 3  # For a prompt while which the process stood still; then it is left out
 FEWEST = 5  # Prompts that are asked however long that takes, and below which there is no interval
 
 
@@ -61,6 +64,33 @@ class AnswerTiming:
     circle: bool  # It ends in a circle (`runs_in_circles`)
 
 
+class Standstill:
+    """A `Standstill` notices how long the process did not run at all: times measured meanwhile say nothing."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._last = time.monotonic()
+        self._ended = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self._look()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(STANDSTILL_S / 10):
+            self._look()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        self.longest_s, self._last = max(self.longest_s, now - self._last), now
+
+
 class SideBySide:
     """A `SideBySide` asks prompts with several arms, which take turns prompt by prompt."""
 
@@ -91,7 +121,13 @@ class SideBySide:
         for number, prompt in enumerate(waiting):
             if len(known) + number >= self.fewest and time.monotonic() > deadline:
                 break
-            found += self._ask(prompt, number)
+            for _ in range(ATTEMPTS):
+                with Standstill() as still:
+                    answers = self._ask(prompt, number)
+                if still.longest_s < STANDSTILL_S:
+                    found += answers
+                    break
+                deadline += still.longest_s
             tell(found)
         return found
 

@@ -33,6 +33,7 @@ def write_page(folder: Path, result: Mapping[str, Any], found: Mapping[str, Any]
         "name": Path(str(result["model"])).name,
         "shown": shown,
         "rows": list(_rows(found)),
+        "categories": list(_categories(found["comparison"]["figures"])),
         "engines": {ENGINES[name]: one for name, one in result["serve"].items()},
         "plots": _plots(shown, found),
         "captions": CAPTIONS,
@@ -74,6 +75,20 @@ def _rows(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
                 "error": error,
                 **one["all"],
             }
+
+
+def _categories(figures: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
+    """Yield a line for each category of held-out prompts, with what each arm brought there at each temperature."""
+    parts = {
+        (name, temperature): one["categories"]
+        for name, by_temperature in figures.items()
+        for temperature, one in by_temperature.items()
+    }
+    names = sorted({name for part in parts.values() for name in part})
+    for name in names if len(names) > 1 else ():
+        cells = [part.get(name) for part in parts.values()]
+        count = max(one["prompts"] for one in cells if one is not None)
+        yield {"name": name, "prompts": count, "cells": cells}
 
 
 def _times(value: float | None) -> str:

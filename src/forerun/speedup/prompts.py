@@ -20,6 +20,7 @@ from forerun.training.data.records import BadRecords, Record, read_records
 
 MIX = Path(__file__).with_name("mix.jsonl")
 """The built-in prompts: 48 of six categories, written for this purpose."""
+MIX_TRIAL = 16  # Of the built-in prompts are for trials beside drawn ones; the others are held out
 PROMPT_TOKENS = 64  # Tokens of a plain text that are given to the model, which goes on with it
 FEW = 50  # Held-out prompts below which a report warns that its intervals are wide
 MOST_CATEGORIES = 12  # More, and the smallest ones are reported together
@@ -140,6 +141,16 @@ def split_prompts(prompts: Sequence[SpeedupPrompt], *, skipped: int = 0) -> Prom
         part = "held_out" if number < held_out else "trial" if number < held_out + trial else "train"
         parts[part].append(prompt)
     return PromptSplit(**parts, skipped=skipped)
+
+
+def split_drawn(drawn: Sequence[SpeedupPrompt], written: Sequence[SpeedupPrompt], *, skipped: int = 0) -> PromptSplit:
+    """Split drawn prompts, and add the written ones to those for trials and to those held out: they show what a head
+    that has learned from drawn prompts alone is worth elsewhere.
+    """
+    split, turns = split_prompts(drawn, skipped=skipped), take_turns(written)
+    split.trial.extend(turns[:MIX_TRIAL])
+    split.held_out.extend(turns[MIX_TRIAL:])
+    return split
 
 
 def take_turns(prompts: Iterable[SpeedupPrompt]) -> list[SpeedupPrompt]:

@@ -32,15 +32,18 @@ from forerun.speedup.compare import PLAIN, AnswerTiming, AskedPrompt, SideBySide
 from forerun.speedup.page import write_page
 from forerun.speedup.prompts import (
     FEW,
+    MIX,
     PROMPT_TOKENS,
     SpeedupPrompt,
     read_prompts,
+    split_drawn,
     split_prompts,
     take_turns,
 )
 from forerun.speedup.serving import serving_lines, verdict_of
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
 from forerun.speedup.training import HeadTraining, choose_for
+from forerun.training.data.drawn import SOURCE, DrawSettings, PromptDraw, read_words
 from forerun.training.features.store import find_loaded, target_hash
 from forerun.writing import alone, hash_file, read_sealed, replace_folder, tidy, write_file, write_sealed
 
@@ -56,6 +59,7 @@ FREE: tuple[SpeedupArm, ...] = (
 )
 """Drafters that need no training. The plan forecasts all but `auto`, which chooses among them at every step."""
 RESULT, TIMINGS = "result", "timings.json"
+FEWEST_DRAWN = 10  # Drawn prompts below which the built-in mix is all there is
 
 
 class SpeedupConsole(Protocol):
@@ -79,7 +83,7 @@ class SpeedupStage:
 
 STAGES = (
     SpeedupStage(name="machine", words="measure the machine and the model", share=0.0),
-    SpeedupStage(name="prompts", words="read and split the prompts", share=0.0),
+    SpeedupStage(name="prompts", words="read and split the prompts", share=SETTINGS.drawing_share),
     SpeedupStage(name="answers", words="let the model answer the prompts", share=SETTINGS.answers_share),
     SpeedupStage(name="free", words="try what needs no training", share=SETTINGS.free_share),
     SpeedupStage(name="choice", words="choose what is worth training", share=0.0),
@@ -87,7 +91,9 @@ STAGES = (
     SpeedupStage(name="comparison", words="measure on held-out prompts, side by side", share=SETTINGS.comparison_share),
     SpeedupStage(name=RESULT, words="write the page and the lines that serve it", share=0.0),
 )
-FROM_BUDGET = ("answers", "free", "choice", "training", "comparison", RESULT)
+FROM_KIND = ("choice", "training", "comparison", RESULT)
+"""These stages are made again where another kind of head is asked for."""
+FROM_BUDGET = ("answers", "free", *FROM_KIND)
 """These stages are made again for another budget."""
 
 
@@ -134,21 +140,23 @@ class SpeedupRun:
         return self.read(RESULT)
 
     def prepare(self) -> None:
-        """Go through the first two stages alone, for a plan of the others."""
+        """Go through the first two stages alone, as far as they take seconds, for a plan of the others."""
         if not self.path("run").is_file():
             write_sealed(self.path("run"), self._settings)
         for number, stage in enumerate(STAGES[:2], start=1):
-            if not self.done(stage.name):
+            # Drawing prompts would take minutes, which is what the plan is to say.
+            if not self.done(stage.name) and not self._share(stage):
                 self._announce(number, stage)
                 self._do(stage)
 
     def plan(self) -> list[dict[str, Any]]:
         """Return the stages with the minutes that each is expected to take, or took."""
         budget, found = self.asked.budget_s, list[dict[str, Any]]()
-        spent = sum(self.read(name)["seconds"] for name in ("machine", "prompts") if self.done(name))
-        left = budget - spent - sum(stage.share for stage in STAGES) * budget
+        spent = sum(self.read(one.name)["seconds"] for one in STAGES if self.done(one.name) and one.name != "training")
+        shares = {stage.name: 0.0 if self.done(stage.name) else self._share(stage) for stage in STAGES}
+        left = budget - spent - sum(shares.values()) * budget
         for stage in STAGES:
-            seconds = stage.share * budget
+            seconds = shares[stage.name] * budget
             if stage.name == "training":
                 seconds = self._training_seconds(max(0.0, left))
             done = self.done(stage.name)
@@ -156,12 +164,22 @@ class SpeedupRun:
             found.append({"stage": stage.name, "what": stage.words, "minutes": minutes, "done": done})
         return found
 
+    def _share(self, stage: SpeedupStage) -> float:
+        """Return the share of the budget that a stage may take; 0: as long as it takes."""
+        if stage.name == "prompts" and not self._draws():
+            return 0.0
+        return stage.share
+
+    def _draws(self) -> bool:
+        """Return whether prompts are to be drawn from the model: none are given, and it knows users."""
+        return not self.asked.prompts and (not self.done("machine") or self.read("machine")["template"])
+
     def _training_seconds(self, expected: float) -> float:
         """Return the seconds of the training, as they are chosen or else `expected`."""
         if not self.done("choice"):
             return expected
         choice = self.read("choice")
-        return float(choice["training_seconds"]) if choice["train"] else 0.0
+        return float(choice["training_seconds"]) / SETTINGS.steps_share if choice["train"] else 0.0
 
     # --- the folder -----------------------------------------------------------------------------------------------
 
@@ -171,7 +189,7 @@ class SpeedupRun:
 
     def done(self, name: str) -> bool:
         """Return whether a stage is done."""
-        return self.path(name).is_file() and not (self._changed and name in FROM_BUDGET)
+        return self.path(name).is_file() and name not in self._again
 
     def read(self, name: str) -> dict[str, Any]:
         """Return what a stage that is done found."""
@@ -187,25 +205,28 @@ class SpeedupRun:
             "dtype": self.asked.dtype,
         }
         self._settings = {**asked, "budget_s": self.asked.budget_s, "kind": self.asked.kind}
-        self._changed = False  # The budget is another one, or the kind of head
+        self._again: tuple[str, ...] = ()  # Stages that another budget or kind of head makes anew
         if self.path("run").is_file():
             former = read_sealed(self.path("run"), f"choose another --output, or delete {self.folder}")
             other = [name for name, value in asked.items() if former.get(name) != value]
             if other:
                 shown = "; ".join(f"{name} was {former.get(name)!r}, is {asked[name]!r}" for name in other)
                 raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
-            self._changed = former != self._settings
+            if former["budget_s"] != self.asked.budget_s:
+                self._again = FROM_BUDGET
+            elif former["kind"] != self.asked.kind:
+                self._again = FROM_KIND
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise ArgumentError(f"{self.folder} exists and is no run of forerun speedup; choose another --output")
 
     def _begin(self) -> None:
         """Write down what is asked, and forget the stages that another budget changes."""
-        if self._changed:
+        if self._again:
             kept = "measurements, prompts and answers that are written stay"
             self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
-            for path in (*(self.path(name) for name in FROM_BUDGET), self.folder / TIMINGS):
+            for path in (*(self.path(name) for name in self._again), self.folder / TIMINGS):
                 path.unlink(missing_ok=True)
-            self._changed = False
+            self._again = ()
         write_sealed(self.path("run"), self._settings)
 
     @contextmanager
@@ -274,14 +295,14 @@ class SpeedupRun:
         }
 
     def _prompts(self) -> dict[str, Any]:
-        template = self.read("machine")["template"]
+        template, notes = self.read("machine")["template"], list[str]()
         prompts, skipped = read_prompts(self.asked.files, template=template)
-        split = split_prompts(prompts, skipped=skipped)
+        drawn = self._drawn(notes) if self._draws() else []
+        split = split_drawn(drawn, prompts) if drawn else split_prompts(prompts, skipped=skipped)
         parts = {"train": split.train, "trial": split.trial, "held_out": split.held_out}
         for name, part in parts.items():
             write_file(self.folder / "prompts" / f"{name}.jsonl", "".join(prompt.line for prompt in part))
-        notes = list[str]()
-        if not self.asked.prompts:
+        if not self.asked.prompts and not drawn:
             notes.append(
                 "the prompts are the built-in mix: yours say more about your use, and train a head (--prompts)"
             )
@@ -296,9 +317,39 @@ class SpeedupRun:
             self.console.say(f"  {len(split.held_out)} held-out prompts are few: the intervals will be wide")
         for note in notes:
             self.console.say(f"  {note}")
-        categories = sorted({prompt.category for prompt in prompts})
-        files = [path.name for path in self.asked.prompts] or ["the built-in mix"]
+        categories = sorted({prompt.category for prompt in (*prompts, *drawn)})
+        files = [path.name for path in self.asked.prompts] or [
+            *(["prompts that the model itself wrote"] if drawn else []),
+            "the built-in mix",
+        ]
         return {**counts, "files": files, "categories": categories, "notes": notes}
+
+    def _drawn(self, notes: list[str]) -> list[SpeedupPrompt]:
+        """Return prompts that the model itself wrote, as many as the time allows, and note what they are; none where
+        it writes nothing that can be asked.
+        """
+        path = self.folder / "prompts" / "drawn.jsonl"
+        deadline = time.monotonic() + SETTINGS.drawing_share * self.asked.budget_s
+        with self.console.busy("drawing prompts from the model") as tell:
+            draw = PromptDraw(
+                output=path,
+                count=SETTINGS.most_drawn,
+                settings=DrawSettings(concurrency=SETTINGS.rows),
+                held_out=read_words([MIX]),
+                tell=lambda found: tell(f"{found.kept:,} prompts drawn from the model"),
+            )
+            try:
+                draw.run(self.llm, go_on=lambda: time.monotonic() < deadline)
+            except (ArgumentError, DataError) as error:
+                notes.append(f"no prompts were drawn from the model: {first_line(error)}")
+        if draw.kept < FEWEST_DRAWN:
+            return []
+        notes.append(
+            f"{draw.kept:,} prompts were drawn from the model itself: they show what it was tuned on, not what your "
+            f"users ask (--prompts takes yours). The category {SOURCE!r} holds those of them that were not learned; "
+            "the other categories are the built-in mix, of which nothing was learned"
+        )
+        return read_prompts([path], template=True)[0]
 
     def part(self, name: str) -> list[SpeedupPrompt]:
         """Return the prompts of a part."""
@@ -398,6 +449,7 @@ class SpeedupRun:
     def _choice(self) -> dict[str, Any]:
         answers, free = self.read("answers"), self.read("free")
         left = self.asked.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
+        left *= SETTINGS.steps_share
         if answers["reason"]:
             found = HeadChoice(best=None, train=False, reason=answers["reason"])
             considered = list[dict[str, Any]]()

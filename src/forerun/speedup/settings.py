@@ -41,9 +41,14 @@ class HeadSettings:
 class SpeedupSettings:
     """`SpeedupSettings` say how a budget is spent, and how much is asked."""
 
-    answers_share: float = 0.25  # Of the budget: the model answers the training prompts
+    drawing_share: float = (
+        0.04  # Of the budget: prompts are drawn, where none are given; an answer is six times as long
+    )
+    answers_share: float = 0.25  # The model answers the training prompts
     free_share: float = 0.08  # Drafters that need no training
-    comparison_share: float = 0.2  # The last measurement
+    steps_share: float = 0.8  # Of the training's time; the rest goes to evaluations while it trains (`TrainSettings`)
+    comparison_share: float = 0.2  # Of the budget: the last measurement
+    most_drawn: int = 5000  # Prompts that are drawn, at most
     rows: int = 8  # Answers at once while the model writes them
     longest: int = 2048  # Tokens of a prompt and its answer
     compared_tokens: int = 128  # Of each answer that is compared, at most
@@ -64,7 +69,7 @@ class SpeedupRequest:
     model: str
     output: Path
     budget_s: float  # Seconds of all stages
-    prompts: tuple[Path, ...] = ()  # Empty: the built-in mix
+    prompts: tuple[Path, ...] = ()  # Empty: the built-in mix, and prompts that are drawn from the model
     kind: str | None = None  # Kind of head to train in any case; None: what is worth it, or nothing
     max_tokens: int = 256  # Of an answer that a head learns; no more are compared
     dtype: str = "auto"

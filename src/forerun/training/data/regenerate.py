@@ -123,8 +123,7 @@ class AnswerRun:
 
 def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
     """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
-    added = {} if llm.tokenizer is None else llm.tokenizer.added_tokens_decoder
-    marks = {token: mark.content for token, mark in added.items() if mark.special}
+    marks = special_marks(llm.tokenizer)
     ended = dict[str, StreamChunk]()  # The last chunks, by request
 
     def step() -> None:
@@ -145,7 +144,7 @@ def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
             raise chunk.error
         assert chunk.output is not None
         written = chunk.output.outputs[0]
-        if mark := _find_hidden_mark(written.token_ids, marks):
+        if mark := find_hidden_mark(written.token_ids, marks):
             raise DataError(_HIDDEN.format(mark=mark))
         truncated = written.finish_reason == "length"
         if question.messages and not written.text and not truncated:
@@ -163,7 +162,13 @@ _HIDDEN = (
 )
 
 
-def _find_hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
+def special_marks(tokenizer: PreTrainedTokenizerBase | None) -> dict[int, str]:
+    """Return the control tokens of a tokenizer, by id."""
+    added = {} if tokenizer is None else tokenizer.added_tokens_decoder
+    return {token: mark.content for token, mark in added.items() if mark.special}
+
+
+def find_hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
     """Return the first of the special tokens `marks` within an answer, which its text does not
     show; at the end they end it.
     """
@@ -215,7 +220,7 @@ async def _answer_all(
                 failures = 0
                 todo.finish(record, question, write)
 
-    with _append_lines(todo.output) as write:
+    with append_lines(todo.output) as write:
         try:
             async with asyncio.TaskGroup() as group:
                 workers = [group.create_task(work()) for _ in range(min(concurrency, len(todo.records)))]
@@ -234,7 +239,7 @@ def _next(script: Script, answer: TargetAnswer | None) -> TargetPrompt | dict[st
 
 
 @contextmanager
-def _append_lines(path: Path) -> Iterator[Write]:
+def append_lines(path: Path) -> Iterator[Write]:
     """Yield a function that appends a whole JSON line at once, or OSError; a line cut short by a
     crash is removed first.
     """
