@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun.plan.planner import PlanLine
-from forerun.speedup import answering, run, training
+from forerun.speedup import answering, run, serving, training
 from forerun.speedup.choice import HeadChoice, HeadForecast, HeadShape
 from speedup.conftest import Forerun
 
@@ -82,10 +82,10 @@ def _nothing_is_worth_it(forerun: Forerun, words: list[object], out: Path, monke
     """The same with another budget, where no drafter helps and no head is expected to: a result, and no error."""
     choice = HeadChoice(best=FORECAST, train=False, reason="no head is worth its training")
     monkeypatch.setattr(run, "choose_for", lambda *_, **__: (choice, []))
-    monkeypatch.setattr(run, "mean_speedup", lambda figures: 0.5)
+    monkeypatch.setattr(serving, "mean_speedup", lambda figures: 0.5)
     ran = forerun(*words, "--budget", "2h")
     assert ran.code == 0 and "answers that are written stay" in ran.err
-    assert "nothing is worth it: none of ngram, suffix, recycling, auto was faster" in ran.out
+    assert "nothing is worth it: with the best, " in ran.out and "and no head was trained" in ran.out
     assert "forerun: forerun serve" in ran.out and "--drafter" not in ran.out.split("vllm:")[0]
     page = (out / "page.html").read_text()
     assert "nothing is worth it here" in page and "No head is worth its training" in page

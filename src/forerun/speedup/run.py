@@ -59,7 +59,7 @@ FREE: tuple[SpeedupArm, ...] = (
 )
 """Drafters that need no training. The plan forecasts all but `auto`, which chooses among them at every step."""
 RESULT, TIMINGS = "result", "timings.json"
-FEWEST_DRAWN = 10  # Drawn prompts below which the built-in mix is all there is
+FEWEST_DRAWN = 10  # Prompts that are drawn, however long that takes; fewer are none
 
 
 class SpeedupConsole(Protocol):
@@ -339,7 +339,7 @@ class SpeedupRun:
                 tell=lambda found: tell(f"{found.kept:,} prompts drawn from the model"),
             )
             try:
-                draw.run(self.llm, go_on=lambda: time.monotonic() < deadline)
+                draw.run(self.llm, go_on=lambda: draw.kept < FEWEST_DRAWN or time.monotonic() < deadline)
             except (ArgumentError, DataError) as error:
                 notes.append(f"no prompts were drawn from the model: {first_line(error)}")
         if draw.kept < FEWEST_DRAWN:
@@ -387,8 +387,6 @@ class SpeedupRun:
             for name in sorted(figures, key=lambda n: -mean_speedup(figures[n]))
         )
         self.console.say(f"  over plain decoding: {names}")
-        if mean_speedup(figures[best]) <= 1:
-            best = PLAIN
         return {"best": best, "figures": figures, "forecasts": forecasts, "prompts": len({t.digest for t in timings})}
 
     def _forecast(
@@ -537,12 +535,10 @@ def count_weights(directory: Path) -> int:
 
 def free_speeds(free: Mapping[str, Any]) -> dict[str, FreeSpeed]:
     """Return how fast each category is with the best free drafter at T = 0, and its share of plain decoding's time."""
-    best = free["best"]
-    named = next(iter(free["figures"])) if best == PLAIN else best
     found = dict[str, FreeSpeed]()
-    for category, figures in free["figures"][named]["0"]["categories"].items():
+    for category, figures in free["figures"][free["best"]]["0"]["categories"].items():
         share = figures["prompts"] / figures["plain_tokens_per_second"]
-        found[category] = FreeSpeed(speedup=1.0 if best == PLAIN else max(1.0, figures["speedup"]), share=share)
+        found[category] = FreeSpeed(speedup=max(1.0, figures["speedup"]), share=share)
     return found
 
 

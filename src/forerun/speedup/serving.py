@@ -63,16 +63,14 @@ def _gain(figures: Mapping[str, Any] | None) -> str:
 def _why_nothing(found: Mapping[str, Any], best: str) -> str:
     """Say why plain decoding is best."""
     comparison = found["comparison"]
-    if best == PLAIN and not comparison["figures"]:
-        tried = ", ".join(found["free"]["figures"])
-        return f"none of {tried} was faster than plain decoding on the trial prompts, and no head was trained"
     if best == PLAIN:
         return "the model answered none of the held-out prompts"
     figures = comparison["figures"][best]
     gains = ", ".join(f"{_gain(one['all'])} at T = {name}" for name, one in figures.items())
     if mean_speedup(figures) > 1 and comparison["prompts"] < FEWEST:
         return f"{comparison['prompts']} held-out prompts are too few to be sure; with {best} answers came {gains}"
-    return f"with the best, {best}, answers come {gains}"
+    trained = "" if found["training"]["head"] is not None else ", and no head was trained"
+    return f"with the best, {best}, answers come {gains}{trained}"
 
 
 def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
