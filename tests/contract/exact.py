@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
+from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
 from contract.harness import Variant
 from forerun import LLM, SamplingParams
@@ -58,6 +58,21 @@ def toy(seed: int = 4, noise: float = 0.0) -> LlamaForCausalLM:
             shape = parameter.shape
             parameter.data = 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
             parameter.data += noise * torch.randn(shape, generator=other, dtype=torch.float64)
+    return made
+
+
+@functools.cache
+def hybrid() -> Lfm2ForCausalLM:
+    """A random LFM2 in float64 over four tokens: a short convolution, then attention."""
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = Lfm2Config(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **layers, **ends)
+    made = Lfm2ForCausalLM(config).eval().to(torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in made.named_parameters():
+        if "norm" not in name:
+            parameter.data = 0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return made
 
 
@@ -109,9 +124,12 @@ class Case:
     """Asked for by name."""
     grammar: bool = False
     controlled: bool = False
+    hybrid: bool = False
+    """Whether the target has a layer with recurrent state."""
 
     def __str__(self) -> str:
         named = {"novel": self.prompt != PROMPT, "grammar": self.grammar, "controlled": self.controlled}
+        named["hybrid"] = self.hybrid
         marks = [*([self.rule] if self.rule else []), *(name for name, on in named.items() if on)]
         return "-".join([str(self.variant), f"room-{self.room}-stop-{self.stop}", *marks])
 
@@ -201,7 +219,7 @@ class Enumeration:
         if case.controlled:
             patch.setattr(drafting, "policy_for", _policy_for)
         self.llm = LLM(
-            toy(),
+            hybrid() if case.hybrid else toy(),
             tokenizer=False,
             speculative_config={"method": case.variant.method, "rule": case.rule, **options},
             max_num_seqs=1,
@@ -323,10 +341,10 @@ class Enumeration:
 
 
 @functools.cache
-def _next_token(prompt: tuple[int, ...], prefix: Answered, grammar: bool) -> Tensor:
+def _next_token(prompt: tuple[int, ...], prefix: Answered, grammar: bool, mixed: bool) -> Tensor:
     """(V,) float64 after prompt and answer, by transformers alone."""
     with torch.inference_mode():
-        logits = toy()(torch.tensor([[*prompt, *prefix]])).logits[:, -1]
+        logits = (hybrid() if mixed else toy())(torch.tensor([[*prompt, *prefix]])).logits[:, -1]
     if grammar:
         banned = [token for token in range(VOCABULARY) if token not in ToyMatcher().allowed(prefix)]
         logits = logits.index_fill(1, torch.tensor(banned, dtype=torch.int64), -torch.inf)
@@ -344,7 +362,7 @@ def answers_of(case: Case, begun: Answered = ()) -> dict[Answered, float]:
             if case.over(tokens):
                 found[tokens] = chance
                 continue
-            probs = _next_token(case.prompt, (FIRST, *tokens), case.grammar)
+            probs = _next_token(case.prompt, (FIRST, *tokens), case.grammar, case.hybrid)
             going |= {
                 (*tokens, token): chance * float(probs[token]) for token in torch.nonzero(probs).flatten().tolist()
             }

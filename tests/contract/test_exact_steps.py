@@ -165,6 +165,13 @@ OTHER_RULES = [
 ]
 
 
+HYBRID = (
+    *("draft_model-chain", "skip_layers-chain", "early_exit-chain", "eagle3-chain", "peagle-chain"),
+    *("cascade-three-levels", "merge-path-beside-3", "merge-copies-beside-tree"),
+)
+"""Variants that are enumerated with a target that has recurrent states, too."""
+
+
 def _each_family(turn: int, variants: Sequence[Variant], **how: Any) -> list[Any]:
     cases = (Case(variant=variant, **how) for variant in variants)
     return one_of_each(cases, lambda case: family_of(case.variant), turn)
@@ -179,6 +186,7 @@ CASES = [
     *_each_family(2, SAMPLING, grammar=True),
     *_each_family(3, CONTROLLED, controlled=True),
     *(Case(variant=variant, prompt=NOVEL, controlled=True) for variant in CONTROLLED[-3:]),
+    *(Case(variant=variant, hybrid=True) for variant in SAMPLING if str(variant) in HYBRID),
     *_each_family(4, CONTROLLED, room=3, controlled=True, grammar=True),
     *slow(*(Case(variant=variant, **how) for variant in DEEP for how in ({}, {"grammar": True}, {"controlled": True}))),
     *slow(*(Case(variant=variant, stop=1) for variant in DEEP)),

@@ -36,9 +36,10 @@ class Convolution(Recurrence):
             index = tree.windows(width)
             rows = torch.arange(len(index), device=index.device).view(-1, 1, 1)
             windows = behind[rows, index].transpose(2, 3)
-        found = (windows.float() * self.weight.float()).sum(3)
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        found = (windows.to(wide) * self.weight.to(wide)).sum(3)
         if self.bias is not None:
-            found = found + self.bias.float()
+            found = found + self.bias.to(wide)
         found = found.to(self.weight.dtype)
         if self.activation is not None:
             found = ACT2FN[self.activation](found)
