@@ -262,7 +262,7 @@ def test_states_at_a_boundary_are_kept() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("boundaries", [(), (0,), (1, 3), (0, 1, 2, 3, 4)], ids=str)
 def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(boundaries: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Watched ones stand between runs of the others."""
+    """Boundaries are captured on the way, at their edges and between the layers."""
     model = small("llama", num_hidden_layers=4).to(dtype)
     accelerate(model)
     base: Any = model.model
@@ -279,18 +279,45 @@ def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(boundaries: tuple
     assert all(map(torch.equal, together, states()))
 
 
+def count_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the tokens of each native call over whole layers."""
+    tokens, run = list[int](), Layers.run
+
+    def counted(self: Layers, states: torch.Tensor, *others: Any) -> list[torch.Tensor]:
+        tokens.append(states.shape[:-1].numel())
+        return run(self, states, *others)
+
+    monkeypatch.setattr(Layers, "run", counted)
+    return tokens
+
+
+def test_a_pass_that_captures_boundaries_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another hook on a layer is called, and splits the pass."""
+    if not native.takes_attention(*[torch.zeros(1, 1, 1, 32).bfloat16()] * 4):
+        pytest.skip("attention runs in torch here")
+    model, watched = small("llama", num_hidden_layers=4), list[nn.Module]()
+    accelerate(model)
+    target = Target(model, rows=1, slots=64)
+    target.prefill([0], [[3, 4, 5]])
+    plain = target.score([0], [TokenTree(6)]).logits
+    runs = count_runs(monkeypatch)
+    captured = target.score([0], [TokenTree(6)], boundaries=frozenset({0, 1, 3, 4}))
+    assert runs == [1]
+    assert torch.equal(captured.logits, plain)
+    model.model.layers[1].register_forward_hook(lambda layer, *_: watched.append(layer))
+    again = target.score([0], [TokenTree(6)], boundaries=frozenset({0, 1, 3, 4}))
+    assert watched == [model.model.layers[1]]
+    assert runs == [1, 1, 1, 1]  # As before, then the layer before it, itself, and those behind it
+    for boundary, states in captured.hidden_states.items():
+        assert torch.equal(again.hidden_states[boundary], states)
+
+
 def test_rows_of_unequal_size_run_in_one_call_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native.takes_attention(*[torch.zeros(1, 1, 1, 32).bfloat16()] * 4):
         pytest.skip("attention runs in torch here")
-    tokens, run = list[int](), Layers.run
-
-    def counted(self: Layers, states: torch.Tensor, asked: native.Attention) -> torch.Tensor:
-        tokens.append(states.shape[:-1].numel())
-        return run(self, states, asked)
-
     model = small("llama")
     accelerate(model)
-    monkeypatch.setattr(Layers, "run", counted)
+    tokens = count_runs(monkeypatch)
     target = Target(model, rows=3, slots=64)
     target.prefill([0, 1, 2], [[3, 4, 5], [9], [8, 7]])
     target.score([0, 1, 2], [TokenTree.of(6, [7, 8, 9], [0, 1, 2]), TokenTree(5), TokenTree(4)])

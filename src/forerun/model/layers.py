@@ -245,16 +245,41 @@ def capture_states(layers: nn.ModuleList, boundaries: Set[Boundary]) -> Iterator
             handle.remove()
 
 
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A hook on a layer that keeps the states at a boundary. What runs several layers in one call
+    hands it these states by `keep`.
+    """
+
+    boundary: Boundary
+    caught: dict[Boundary, Tensor]
+
+    def keep(self, states: Tensor) -> None:
+        """Keep the states (B, N, H) at its boundary."""
+        self.caught[self.boundary] = states
+
+
+class _CaptureInput(Capture):
+    def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.keep(args[0] if args else kwargs["hidden_states"])
+
+
+class _CaptureOutput(Capture):
+    def __call__(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        self.keep(output[0] if isinstance(output, tuple) else output)
+
+
 def _hook(layers: nn.ModuleList, boundary: Boundary, caught: dict[Boundary, Tensor]) -> Any:
-    def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        caught[boundary] = args[0] if args else kwargs["hidden_states"]
-
-    def after(_module: nn.Module, _args: Any, output: Any) -> None:
-        caught[boundary] = output[0] if isinstance(output, tuple) else output
-
     if boundary < len(layers):
-        return layers[boundary].register_forward_pre_hook(before, with_kwargs=True)
-    return layers[-1].register_forward_hook(after)
+        return layers[boundary].register_forward_pre_hook(_CaptureInput(boundary, caught), with_kwargs=True)
+    return layers[-1].register_forward_hook(_CaptureOutput(boundary, caught))
+
+
+def captures_on(layer: nn.Module) -> list[Capture] | None:
+    """Return the hooks on a layer that capture the states at its boundaries; None if there are others."""
+    hooks: list[Any] = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    captures = [hook for hook in hooks if isinstance(hook, Capture)]
+    return captures if len(captures) == len(hooks) else None
 
 
 _PARTS = {

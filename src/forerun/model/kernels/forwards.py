@@ -29,7 +29,7 @@ from forerun.model.kernels.module_forwards import (
 )
 from forerun.model.kernels.native import Attention, LayerParts, LayerRoom, Layers
 from forerun.model.kernels.packing import PackedLinear, PanelWeight
-from forerun.model.layers import cache_argument
+from forerun.model.layers import Capture, cache_argument, captures_on
 from forerun.model.padding import current
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
@@ -112,8 +112,17 @@ class _LayerRun:
         """Return whether the kernels can run this pass."""
         return self.inside.intact() and self.first.attention.fits(states, angles, mask, cache)
 
-    def __call__(self, states: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: SlotCache) -> Tensor:
-        """Run the layers on states (B, N, width) that fit."""
+    def __call__(
+        self,
+        states: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: SlotCache,
+        wanted: Sequence[int],
+    ) -> list[Tensor]:
+        """Run the layers on states (B, N, width) that fit, and return the outputs of those that are
+        `wanted`, by number in this run.
+        """
         heads = self.first.attention.heads
         stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
         places = cache.places(states.device)
@@ -122,12 +131,14 @@ class _LayerRun:
         self.calls.begin(room, tokens, angles, places, stores)
         asked = self._asked(states, stores[0], cache, mask)
         if asked is not None:
-            return self.calls.run(states, asked)
+            return self.calls.run(states, asked, wanted)
+        outputs = list[Tensor]()
         for number, layer in enumerate(self.layers):
             query = self.calls.enter(number, states)
             attended = layer.attention.attend(query, cache, mask)
             states = self.calls.leave(number, attended.contiguous(), states)
-        return states
+            outputs.append(states)
+        return [outputs[number] for number in wanted]
 
     def _asked(self, states: Tensor, first: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> Attention | None:
         """Return the attention problem that all layers give to the C kernel, or None if attention
@@ -216,7 +227,8 @@ class LayerForward(ModuleForward):
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
             )
         assert position_embeddings is not None and attention_mask is not None
-        return self.runs[0, 1](hidden_states, position_embeddings, attention_mask, cache)
+        [states] = self.runs[0, 1](hidden_states, position_embeddings, attention_mask, cache, [0])
+        return states
 
     def parts(self) -> LayerParts:
         """Return the weights and sizes of the layer."""
@@ -239,8 +251,9 @@ class LayerForward(ModuleForward):
 
 
 class ModelForward(ModuleForward):
-    """A base model whose whole layers run in one call where none of them is hooked. Embedding,
-    rotary angles, last norm and other layers are called as its own forward calls them.
+    """A base model whose whole layers run in one call where none of them is hooked, but to capture
+    the states at boundaries. Embedding, rotary angles, last norm and other layers are called as its
+    own forward calls them.
     """
 
     def __init__(self, module: Any) -> None:
@@ -272,9 +285,14 @@ class ModelForward(ModuleForward):
         angles = module.rotary_emb(states, position_ids=position_ids)
         at = 0
         while at < len(self.layers):
-            end = self._whole_until(at)
+            end, captures = self._whole_until(at)
             if end > at and (run := self._run(at, end)).fits(states, angles, attention_mask, cache):
-                states, at = run(states, angles, attention_mask, cache), end
+                boundaries = sorted({capture.boundary for capture in captures} - {at} | {end})
+                found = run(states, angles, attention_mask, cache, [boundary - at - 1 for boundary in boundaries])
+                by_boundary = {at: states, **dict(zip(boundaries, found, strict=True))}
+                for capture in captures:
+                    capture.keep(by_boundary[capture.boundary])
+                states, at = by_boundary[end], end
                 continue
             given = {"attention_mask": attention_mask, "position_embeddings": angles, "position_ids": position_ids}
             states, at = self.layers[at](states, **given, **kwargs), at + 1
@@ -295,17 +313,22 @@ class ModelForward(ModuleForward):
             and list(module.layers._modules.values()) == self.layers
         )
 
-    def _whole_until(self, start: int) -> int:
-        """Return the end of the run of whole, unhooked layers of one kind that begins at `start`."""
-        end, key = start, None
+    def _whole_until(self, start: int) -> tuple[int, list[Capture]]:
+        """Return the end of the run of whole layers of one kind that begins at `start`, and the hooks
+        on them, which capture their states and do nothing else.
+        """
+        end, key, captures = start, None, list[Capture]()
         for layer in self.layers[start:]:
             forward = layer.__dict__.get("forward")
-            if layer._forward_hooks or layer._forward_pre_hooks or type(forward) is not LayerForward:
+            if type(forward) is not LayerForward or (key is not None and forward.key != key):
                 break
-            if key is not None and forward.key != key:
-                break
+            if layer._forward_hooks or layer._forward_pre_hooks:
+                found = captures_on(layer)
+                if found is None:
+                    break
+                captures += found
             end, key = end + 1, forward.key
-        return end
+        return end, captures
 
     def _run(self, start: int, end: int) -> _LayerRun:
         if (start, end) not in self.runs:

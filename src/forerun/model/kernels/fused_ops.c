@@ -198,8 +198,8 @@ typedef int32_t (*Attend)(const void *problem, const void *keys, const void *val
 // What the layers of one pass share.
 typedef struct {
     const Element *states;       // (tokens, width) the first layer's input
-    Element *answer;             // (tokens, width) the last one's
-    Element *between[2];         // (tokens, width) each, where there are several layers
+    Element *answer;             // (tokens, width) that of one layer which runs alone
+    Element *const *outputs;     // (tokens, width) each: where several layers write theirs
     Element *attended;           // (tokens, heads * depth)
     const Element *cosine, *sine;
     const int64_t *places;
@@ -298,14 +298,14 @@ int32_t forerun_layers(const Layer *const *layers, int64_t count, const Pass *p)
 #pragma omp parallel num_threads(p->threads)
     for (int64_t at = 0; at < count; at++) {
         const Layer *l = layers[at];
-        const Element *states = at ? p->between[at % 2] : p->states;
+        const Element *states = at ? p->outputs[at - 1] : p->states;
         enter(l, p, states);
         if (p->attend(p->attention, l->placing.keys + p->keys_from, l->placing.values + p->values_from)) {
 #pragma omp atomic write
             failed = 2;
         }
 #pragma omp barrier
-        leave(l, p, states, at + 1 < count ? p->between[(at + 1) % 2] : p->answer);
+        leave(l, p, states, p->outputs[at]);
     }
     return failed;
 }

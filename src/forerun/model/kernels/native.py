@@ -227,7 +227,7 @@ class _Pass(ctypes.Structure):
     """The structure `Pass` of ``fused_ops.c``."""
 
     _fields_ = _fields(
-        "states answer between0 between1 attended cosine sine places attention multiply attend",
+        "states answer outputs attended cosine sine places attention multiply attend",
         "tokens slots keys_from values_from",
         "",
     )
@@ -492,6 +492,7 @@ class Layers:
         size = ctypes.sizeof(_Layer)
         self._addresses = [ctypes.addressof(self._layers) + size * at for at in range(len(parts))]
         self._pointers = (ctypes.c_void_p * len(parts))(*self._addresses)
+        self._outputs = (ctypes.c_void_p * len(parts))()  # Where each of them writes in a pass over all
         self._pass = _Pass(multiply=multiply)
         self._filled: list[int] = []
         self._room: LayerRoom | None = None
@@ -563,17 +564,24 @@ class Layers:
         _library(states).forerun_leave(self._addresses[number], ctypes.byref(this))
         return answer
 
-    def run(self, states: Tensor, asked: Attention) -> Tensor:
-        """Run all layers over states (.., width): (.., width). Raises ArgumentError, before
-        anything is written, if a slot does not exist or attention cannot be computed.
+    def run(self, states: Tensor, asked: Attention, wanted: Sequence[int]) -> list[Tensor]:
+        """Run all layers over states (.., width), and return the outputs (.., width) of those that
+        are `wanted`. Raises ArgumentError, before anything is written, if a slot does not exist or
+        attention cannot be computed.
 
         Args:
             asked: attention of the first layer; the others ask the same of their keys and values.
+            wanted: numbers of layers.
         """
-        this, room, answer = self._pass, self._room, torch.empty_like(states)
+        this, room, found = self._pass, self._room, [torch.empty_like(states) for _ in wanted]
         assert room is not None, "begin() comes first"
-        this.states, this.answer, this.attended = states.data_ptr(), answer.data_ptr(), asked.out.data_ptr()
-        this.between0, this.between1 = (one.data_ptr() for one in room.between)
+        this.states, this.attended = states.data_ptr(), asked.out.data_ptr()
+        between = [one.data_ptr() for one in room.between]
+        for number in range(len(self._layers)):
+            self._outputs[number] = between[number % 2]
+        for number, output in zip(wanted, found, strict=True):
+            self._outputs[number] = output.data_ptr()
+        this.outputs = ctypes.addressof(self._outputs)
         this.attention, this.attend = asked.address(), _attention_part()
         placing = self._layers[0].placing
         this.keys_from, this.values_from = asked.offsets(placing.keys, placing.values)
@@ -582,7 +590,7 @@ class Layers:
             raise self._outside()
         if failed:
             raise MemoryError("there is no memory for the scores of attention")
-        return answer
+        return found
 
     def _outside(self) -> ArgumentError:
         return ArgumentError(
