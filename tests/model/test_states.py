@@ -19,6 +19,7 @@ from forerun.model.states import RowStates, StatePass, Tree, functions
 from forerun.model.states.rows import MOST, SPACING
 from model.families import random_tokens
 from model.test_every_family import compare, greedy
+from model.test_resume import ROWS, TREES, begun, worst
 from model.tiny import build
 
 KINDS = ("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32")
@@ -91,6 +92,27 @@ def scored(target: Target, tree: TokenTree, start: int, stop: int) -> Tensor:
     for token, parent in zip(tree.tokens[1:stop], tree.parents[1:stop], strict=True):
         part.add(token, parent)
     return target.score([0], Nodes.of_trees([part], start=start)).logits
+
+
+@pytest.mark.parametrize("counts", [(99, 99, 99), (1, 3, 2), (0, 2, 4)])
+@pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "lfm2"])
+def test_a_pass_that_the_first_layers_have_begun(kind: str, counts: tuple[int, int, int]) -> None:
+    """Nodes of rows that were begun to unequal depths: the logits of whole passes, and the same states behind them."""
+    target = Target.load(model_of(kind), rows=3, slots=96, self_check=False)
+    found = []
+    for resumes in (False, True):
+        target.truncate(ROWS, [0, 0, 0])
+        target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
+        now = target.score(ROWS, begun(target, 2, 4, counts) if resumes else TREES).logits
+        target.commit(ROWS, [path_to(tree, tree.size) for tree in TREES])
+        found.append((now, target.score(ROWS, [TokenTree(7)] * 3).logits))
+    assert worst(found[0][0], found[1][0]) < 1e-4
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
+
+
+def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
+    """The nodes from below the root down to this one."""
+    return () if node == 0 else (*path_to(tree, tree.parents[node]), node)
 
 
 def test_states_are_kept_where_a_prefix_may_end() -> None:

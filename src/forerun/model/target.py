@@ -381,7 +381,9 @@ class Target:
         if not lacking.any():
             return states
         start = int(lacking.any(0).int().argmax())
-        [early] = self._part(rows, replace(nodes, real=lacking, start=start), LayerRange(stop=begun.boundary), None)
+        # What nodes feed into recurrent states comes from one pass for all that stand behind `start`.
+        run = lacking if self.states is None else nodes.real & (torch.arange(size) >= start)
+        [early] = self._part(rows, replace(nodes, real=run, start=start), LayerRange(stop=begun.boundary), None)
         [fresh] = send([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 

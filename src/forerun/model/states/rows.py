@@ -155,7 +155,8 @@ class StatePass:
         """Return the tree of the pass on a device."""
         if device not in self._trees:
             nodes, missing = self.nodes, self.missing
-            host = [functional.pad(nodes.sees & nodes.real.unsqueeze(2), (0, missing, 0, missing))]
+            there = nodes.real | (torch.arange(nodes.real.shape[1]) < nodes.start)  # Run now, or earlier in the step
+            host = [functional.pad(nodes.sees & there.unsqueeze(2), (0, missing, 0, missing))]
             if nodes.paths is not None:
                 host.append(functional.pad(nodes.paths.long(), (0, 0, 0, missing), value=-1))
             sees, *paths = send(host, device)
