@@ -33,11 +33,18 @@ def model_of(kind: str) -> Any:
     return build(kind)
 
 
-def prompts_of(model: Any) -> list[list[int]]:
+@cache
+def answer_to(kind: str, prompt: tuple[int, ...], new: int = NEW) -> list[int]:
+    """What transformers' own generate adds."""
+    return greedy(model_of(kind), list(prompt), new)
+
+
+@cache
+def prompts_of(kind: str) -> list[tuple[int, ...]]:
     """Prompts of unequal lengths, some of which begin alike, and one that goes on behind another's answer."""
     text = [3 + token % 90 for token in random_tokens(150, 7)]
-    found = [text[:length] + [3 + token % 90 for token in random_tokens(9, length)] for length in (140, 150, 20)]
-    return [*found, found[0] + greedy(model, found[0], NEW) + [5, 6, 7]]
+    found = [(*text[:length], *(3 + token % 90 for token in random_tokens(9, length))) for length in (140, 150, 20)]
+    return [*found, (*found[0], *answer_to(kind, found[0]), 5, 6, 7)]
 
 
 @pytest.mark.parametrize("method", ["ngram", "recycling"])
@@ -45,24 +52,26 @@ def prompts_of(model: Any) -> list[list[int]]:
 def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     """Chains and trees, rows of unequal length, prompts that begin in the cache, more requests than rows."""
     model = model_of(kind)
-    prompts = prompts_of(model)
+    prompts = prompts_of(kind)
     llm = LLM(model, speculative_config={"method": method}, max_num_seqs=2, max_model_len=320)
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     for again in (False, True):
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked)
         for prompt, output in zip(prompts, outputs, strict=True):
-            assert output.outputs[0].token_ids == greedy(model, prompt, NEW), (again, len(prompt))
+            assert output.outputs[0].token_ids == answer_to(kind, prompt), (again, len(prompt))
     assert sum(output.num_cached_tokens or 0 for output in outputs) >= SPACING
 
 
 def test_a_preempted_answer_goes_on_as_before() -> None:
     model = model_of("qwen3_next")
-    prompts = [prompts_of(model)[0][start : start + 40] for start in (0, 20, 40, 60)]
+    prompts = [prompts_of("qwen3_next")[0][start : start + 40] for start in (0, 20, 40, 60)]
     config = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
     llm = LLM(model, speculative_config=config, max_num_seqs=4, max_model_len=128, kv_cache_tokens=130)
     asked = SamplingParams(temperature=0, max_tokens=2 * NEW, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
-    assert [output.outputs[0].token_ids for output in outputs] == [greedy(model, each, 2 * NEW) for each in prompts]
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked)
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        answer_to("qwen3_next", each, 2 * NEW) for each in prompts
+    ]
     assert llm.engine.preemptions
 
 
@@ -249,13 +258,15 @@ def copy_no_states(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", [pretend_that_any_prefix_has_states, copy_no_states])
 def test_a_stale_state_behind_a_prefix_is_seen(plant: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of("mamba")
-    prompt = prompts_of(model)[0]
+    prompt = prompts_of("mamba")[0]
     plant(monkeypatch)
     llm = LLM(model, max_num_seqs=2, max_model_len=320)
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, n=2)
-    wanted = greedy(model, prompt, NEW)
+    wanted = answer_to("mamba", prompt)
     answers = [
-        answer.token_ids for _ in range(2) for answer in llm.generate({"prompt_token_ids": prompt}, asked)[0].outputs
+        answer.token_ids
+        for _ in range(2)
+        for answer in llm.generate({"prompt_token_ids": list(prompt)}, asked)[0].outputs
     ]
     assert any(answer != wanted for answer in answers)
 
