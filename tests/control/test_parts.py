@@ -24,7 +24,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.decode.row import Row
-from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class
+from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, guarded
 from forerun.drafters.guarded import Deferred
 from forerun.drafters.lookup.ngram import NgramConfig
 from forerun.drafters.lookup.prediction import PredictionDrafter
@@ -395,11 +395,55 @@ def test_tokens_and_states_are_put_aside_until_the_drafter_is_asked() -> None:
     texts[4] += [1]
     texts[7] += [1, 1]
     deferred.extend(shown(texts, [1, 2]))
-    assert heard.calls[1:] == [([4], [1], [[5]])], "a row with a proposal is shown at once"
+    assert len(heard.calls) == 1, "one that reads states reads once for each proposal, also behind one"
     deferred.propose(shown(texts, [0, 0]), Budget(nodes=[2, 2], depth=[2, 2]))
-    assert heard.calls[2:] == [([7], [5], [[1, 2, 3, 4]])]
+    assert heard.calls[1:] == [([4], [1], [[5]]), ([7], [5], [[1, 2, 3, 4]])]
     deferred.truncate([7], [0])
     assert deferred._rows.keys() == {4}
+
+
+def test_what_became_of_proposals_is_shown_together_and_copied_only_where_no_other_follows() -> None:
+    heard, texts = Heard(), {4: [1, 1, 1], 7: [1, 1], 8: [1, 1]}
+    deferred = put_off(heard)
+    deferred.extend(shown(texts, [3, 2, 2]))
+    deferred.propose(shown(texts, [0, 0, 0]), Budget(nodes=[2] * 3, depth=[2] * 3))
+    for text in texts.values():
+        text += [1, 1]
+    deferred.extend(shown(texts, [2, 2, 2]))
+    assert not any(row.states for row in deferred._rows.values())
+    deferred.propose(shown(texts, [0, 0, 0]), Budget(nodes=[2, 0, 2], depth=[2, 0, 2]))
+    assert heard.calls[1:] == [([4, 8], [2, 2], [[3, 4], [2, 3]])]
+    assert deferred._rows[7].held == 2 and deferred.unread(7, 4) == 2
+    texts[7] += [1]
+    deferred.extend(shown({7: texts[7]}, [1]))
+    deferred.propose(shown({7: texts[7]}, [0]), Budget(nodes=[2], depth=[2]))
+    assert heard.calls[2:] == [([7], [3], [[2, 3, 4]])]
+
+
+def test_what_became_of_a_proposal_is_shown_at_once_where_no_states_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, fresh = Drafter(), list[Sequence[int]]()
+    monkeypatch.setattr(heard, "extend", lambda context: fresh.append(context.fresh))
+    monkeypatch.setattr(heard, "propose", lambda context, _budget: context.trees())
+    deferred, texts = put_off(heard), {4: [1, 1, 1]}
+    deferred.extend(shown(texts, [3]))
+    deferred.propose(shown(texts, [0]), Budget(nodes=[2], depth=[2]))
+    texts[4] += [1]
+    deferred.extend(shown(texts, [1]))
+    assert fresh == [[3], [1]]
+
+
+def test_a_long_prompt_is_read_only_where_a_draft_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the states that are put aside for it take more than its share of the memory for all rows."""
+    heard = Heard()
+    deferred = put_off(heard)
+    for length, fresh in ((512, 512), (1024, 512), (2000, 976)):
+        deferred.extend(shown({4: [1] * length}, [fresh]))
+    assert not heard.calls and deferred.unread(4, 2000) == 2000
+    monkeypatch.setattr(guarded, "_MOST_BYTES", 8 * 4 * 600)  # Of 8 rows, a float for each token
+    deferred.extend(shown({7: [1] * 601}, [601]))  # None stands before its first token
+    assert not heard.calls
+    deferred.extend(shown({7: [1] * 602}, [1]))
+    assert [(rows, fresh) for rows, fresh, _ in heard.calls] == [([7], [602])]
 
 
 @pytest.mark.parametrize(("options", "asked"), [({}, [0]), ({"text": [1, 2, 3]}, [0, 1])], ids=["theirs", "given"])

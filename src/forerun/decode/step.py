@@ -248,18 +248,25 @@ def _learning_context(
 ) -> DraftContext:
     """Return what a drafter is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
-    wanted = {boundary: _gather_states(hidden_states[boundary], members, chosen) for boundary in drafter.requires}
-    return context_for(rows, members, [len(verdict.path) + 1 for verdict in chosen], wanted)
+    wanted = {boundary: hidden_states[boundary] for boundary in drafter.requires}
+    return context_for(
+        rows, members, [len(verdict.path) + 1 for verdict in chosen], _gather_states(wanted, members, chosen)
+    )
 
 
-def _gather_states(states: Tensor, members: Sequence[int], verdicts: Sequence[Verdict]) -> Tensor:
-    """Return (B, F, H): the hidden states of the root and of each accepted node, padded with the
-    root's.
+def _gather_states(
+    hidden_states: Mapping[Boundary, Tensor], members: Sequence[int], verdicts: Sequence[Verdict]
+) -> dict[Boundary, Tensor]:
+    """Return (B, F, H) by boundary: the hidden states of the root and of each accepted node, padded
+    with the root's.
     """
+    if not hidden_states:
+        return {}
     width = max(len(verdict.path) for verdict in verdicts) + 1
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
-    index, chosen = send([torch.tensor(nodes), torch.tensor(list(members))], states.device)
-    return states[chosen.unsqueeze(1), index]
+    places = [torch.tensor(list(members)).unsqueeze(1), torch.tensor(nodes)]
+    there = {device: send(places, device) for device in {states.device for states in hidden_states.values()}}
+    return {boundary: states[tuple(there[states.device])] for boundary, states in hidden_states.items()}
 
 
 def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:

@@ -11,7 +11,7 @@ Not held off: a drafter that runs for ever, and one that writes into the target'
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -217,14 +217,18 @@ _KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
 
 # --- put off until it is asked ----------------------------------------------------------------------------------------
 
-_MOST_STATES = 512  # Hidden states put aside for a row, in tokens; more are shown at once, so that memory stays bounded
+_MOST_STATES = 512  # Hidden states put aside for a row, in tokens, and more where all rows' fit into `_MOST_BYTES`
+_MOST_BYTES = 2**26  # What exceeds both is shown at once, so that memory stays bounded
 
 
 class Deferred(Guarded):
     """A guarded drafter whose `extend` waits until it is asked for a proposal, so that one that is
-    not asked costs next to nothing. A row that has a proposal outstanding is shown its tokens at
-    once, as the protocol demands. The tokens of other rows are put aside, hidden states included,
-    and shown in one go before the next proposal for them.
+    not asked costs next to nothing. Tokens are put aside, hidden states included, and shown in one
+    go before the next proposal for their row. A drafter that reads no hidden states, which makes
+    little of it, is shown at once what became of its proposal.
+
+    What became of the last proposals waits as it came, for most of these rows are asked again in the
+    next step: of the others alone states are copied.
     """
 
     name = "deferred"
@@ -234,8 +238,9 @@ class Deferred(Guarded):
         that have a seed, see `make_repeatable`.
         """
         super().__init__(drafter, method, setup)
-        self._reproducible = reproducible
+        self._reproducible, self._most_rows = reproducible, setup.rows
         self.idle = False  # It is not asked for the time being, and does not watch
+        self._waiting: DraftContext | None = None  # What became of the last proposals
         self._rows: dict[int, _DeferredRow] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -246,20 +251,23 @@ class Deferred(Guarded):
         return self._watches and not self.idle
 
     def extend(self, context: DraftContext) -> None:
-        now = list[int]()
+        self._put_waiting_aside()
+        now, waiting = list[int](), list[int]()
         reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
+        each = sum(states.shape[-1] * states.element_size() for states in reads.values())
+        most = max(_MOST_STATES, _MOST_BYTES // self._most_rows // max(1, each))
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _DeferredRow())
-            at_once = row.asked or (bool(reads) and fresh + row.held > _MOST_STATES)
-            if at_once and row.shown == len(tokens) - fresh and not row.states:
-                now.append(index)
-                continue
             new = min(fresh, len(tokens) - 1)
-            for boundary, states in reads.items():
-                row.states.setdefault(boundary, []).append(states[index, :new].clone())  # not the whole step's
-            row.held += new if reads else 0
+            at_once = row.held + new > most if reads else row.asked
+            if (at_once or row.asked) and row.shown == len(tokens) - fresh and not row.states:
+                (now if at_once else waiting).append(index)
+                continue
+            self._put_aside(context, index)
             if at_once:
                 self._show([index], context)
+        if waiting:
+            self._waiting = context.of(waiting)
         if now:
             self._mark_shown(context, now)
             super().extend(context.of(now))
@@ -275,6 +283,7 @@ class Deferred(Guarded):
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
         rows = [self._rows.setdefault(context.rows[index], _DeferredRow()) for index in wanted]
+        self._show_waiting({context.rows[index] for index in wanted})
         late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
         if late:
             self._show(late, context)
@@ -283,6 +292,7 @@ class Deferred(Guarded):
         return super().propose(context.repeatable() if self._reproducible else context, budget)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        self._put_waiting_aside()
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._rows.pop(row_id, None)
@@ -293,6 +303,33 @@ class Deferred(Guarded):
                 row.held = min(row.held, keep)
                 row.shown, row.asked = min(row.shown, length), False
         super().truncate(rows, lengths)
+
+    def _put_aside(self, context: DraftContext, index: int) -> None:
+        """Put one of the context's rows aside, with states of its own: the context's are those of all
+        rows.
+        """
+        row, new = self._rows[context.rows[index]], min(context.fresh[index], len(context.tokens[index]) - 1)
+        reads = [(boundary, states) for boundary, states in context.hidden_states.items() if boundary in self.requires]
+        for boundary, states in reads:
+            row.states.setdefault(boundary, []).append(states[index, :new].clone())
+        row.held += new if reads else 0
+        row.asked = False
+
+    def _put_waiting_aside(self) -> None:
+        self._show_waiting(frozenset())
+
+    def _show_waiting(self, wanted: Set[int]) -> None:
+        """Show what became of the last proposals for these rows, and put that of the others aside."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is None:
+            return
+        now = [index for index, row in enumerate(waiting.rows) if row in wanted]
+        for index, row in enumerate(waiting.rows):
+            if row not in wanted:
+                self._put_aside(waiting, index)
+        if now:
+            self._mark_shown(waiting, now)
+            super().extend(waiting.of(now))
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
         """Show everything that was put aside for these rows of the context."""

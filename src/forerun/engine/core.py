@@ -327,8 +327,8 @@ class Engine:
 
     def _introduce(self) -> None:
         """Show drafters what was read of prompts since: before the next pass, so that no first
-        token waits for it, and a chunk at a time, so that a long prompt holds nobody up and few of
-        its hidden states are kept.
+        token waits for it, and a chunk at a time, so that a long prompt holds nobody up. They
+        bound themselves how many of its hidden states are kept.
         """
         if not self._unshown:
             return
