@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -125,23 +126,25 @@ def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 
 def test_states_are_kept_where_a_prefix_may_end() -> None:
-    target = Target.load(model_of("qwen3_next"), rows=2, slots=640, self_check=False)
-    text = [3 + token % 90 for token in random_tokens(500, 3)]
+    target = Target.load(build("qwen3_next", max_position_embeddings=1024), rows=2, slots=1024, self_check=False)
+    text = [3 + token % 90 for token in random_tokens(980, 3)]
     target.prefill([0], [text[:200]])
     for token in text[200:260]:
         target.score([0], [TokenTree(token)])
         target.commit([0], [()])
-    assert [target.reusable(0, length) for length in (260, 259, 200, 191, 63)] == [260, 256, 192, 0, 0]
+    assert [target.reusable(0, length) for length in (260, 259, 200, 191, 63)] == [260, 256, 192, 128, 0]
     target.copy_row(0, 1, 192)
     found = target.prefill([1], [text[192:230]]).logits
     target.truncate([0], [0])
     torch.testing.assert_close(found, target.prefill([0], [text[:230]]).logits, atol=1e-4, rtol=1e-4)
-    with pytest.raises(ArgumentError, match="states behind 192, 230 tokens, none behind 100"):
+    with pytest.raises(ArgumentError, match="states behind 64, 128, 192, 230 tokens, none behind 100"):
         target.copy_row(0, 1, 100)
-    for start in range(230, 500, 30):
+    for start in range(230, 980, 30):
         target.prefill([0], [text[start : start + 30]])
     assert target.states is not None
-    assert len(target.states._kept[0]) <= MOST
+    kept = sorted(target.states._kept[0])
+    assert len(kept) == MOST and kept[0] == SPACING and kept[-1] == 15 * SPACING
+    assert max(later - length for length, later in pairwise(kept)) <= 4 * SPACING
 
 
 def test_states_of_a_model_in_bfloat16_are_kept_in_float32() -> None:

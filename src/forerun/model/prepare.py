@@ -91,7 +91,7 @@ def prepare(
     if trial is not None:
         target.reserve(trial)
     if target.states is not None and target.states.nbytes():
-        _log.info("recurrent states take %.1f MiB a row", target.states.nbytes() / rows / 2**20)
+        _log.info("recurrent states take %.2f MiB a row", target.states.nbytes() / rows / 2**20)
     trim_heap()  # The weights as they were before they were repacked
     return target
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from forerun.model.inputs import Nodes
 
 CHUNK = 64  # Tokens of a prompt whose recurrence is computed at a time
 SPACING = 64  # States that prefixes may end at stand behind multiples of so many tokens
-MOST = 4  # States of that kind that a row keeps: its first, its last, and those that leave the smallest gaps
+MOST = 8  # States that a row keeps for prefixes: the first, the last, and those between them that leave even gaps
 
 StateKey = tuple[str, int, int, int]  # Kind of recurrence, layer, which of its states, which call of its pass
 Fed = tuple[Tensor, ...]  # What nodes feed into a recurrence, (B, M, ..) each
@@ -106,6 +106,7 @@ class StatePass:
     nodes: Nodes
     missing: int  # Nodes of padding that the pass has behind those of `nodes`
     appends: bool  # Whether its tokens are committed as they run, as a prompt's are
+    kept: Sequence[Sequence[int]] = ()  # (B,) lengths behind which states are kept, of those that it reaches
     fed: dict[StateKey, Fed] = field(default_factory=dict)
     kinds: dict[StateKey, type[Recurrence]] = field(default_factory=dict)
     _at: tuple[int, int] = (0, 0)
@@ -134,19 +135,18 @@ class StatePass:
     def _append(self, key: StateKey, recurrence: Recurrence, state: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         """Return what comes out for chains of tokens, piece by piece, and the states behind them."""
         real, found = tree.sees.diagonal(dim1=1, dim2=2), []
-        counts = zip(self.lengths, self.nodes.counts, strict=True)
-        kept = [_last_kept(length, length + count) for length, count in counts]
         for start in range(0, real.shape[1], CHUNK):
             inputs = tuple(one[:, start : start + CHUNK] for one in recurrence.inputs)
             piece = Tree.chain(real[:, start : start + CHUNK])
             some, fed = recurrence.run(state, inputs, None, piece)
-            ends = [length - before - start - 1 for length, before in zip(kept, self.lengths, strict=True)]
-            lines = [line for line, end in enumerate(ends) if 0 <= end < CHUNK]
-            if lines:
-                last = torch.tensor(ends, device=state.device).clamp(-1, piece.sees.shape[1] - 1)
-                behind = recurrence.advance(state, fed, replace(piece, ends=last))
-                for line in lines:
-                    self.states.keep(self.rows[line], kept[line], key, behind[line].clone())
+            for line, (before, lengths) in enumerate(zip(self.lengths, self.kept, strict=True)):
+                for length in lengths:
+                    end = length - before - start - 1
+                    if 0 <= end < CHUNK:
+                        own, last = tuple(one[line : line + 1] for one in fed), torch.tensor([end], device=state.device)
+                        alone = Tree(piece.sees[line : line + 1], 0, ends=last)
+                        kept = recurrence.advance(state[line : line + 1], own, alone)[0].clone()
+                        self.states.keep(self.rows[line], length, key, kept)
             state = recurrence.advance(state, fed, piece)
             found.append(some)
         return torch.cat(found, dim=1), state
@@ -190,14 +190,6 @@ def _replace(values: Tensor, rows: Sequence[int], found: Tensor) -> None:
         values.index_copy_(0, send_ints(rows, values.device), found)
 
 
-def _last_kept(before: int, length: int) -> int:
-    """Return the last length up to `length` that a state is kept behind; 0 if that is not behind any token since
-    `before`.
-    """
-    last = length // SPACING * SPACING
-    return last if last > before else 0
-
-
 class RowStates:
     """The committed states of all rows, allocated as layers are first seen, and the passes of a step.
 
@@ -226,8 +218,12 @@ class RowStates:
     ) -> StatePass:
         """Return a pass over `nodes` of these rows, which hold `lengths` tokens."""
         this = StatePass(self, list(rows), lengths, nodes, missing, appends)
+        for row, length in zip(rows, lengths, strict=True):
+            self._kept[row] = {each: kept for each, kept in self._kept[row].items() if each <= length}
+        if appends:
+            ends = [length + count for length, count in zip(lengths, nodes.counts, strict=True)]
+            this.kept = [self._plan(*each) for each in zip(rows, lengths, ends, strict=True)]
         for line, row in enumerate(rows):
-            self._kept[row] = {each: kept for each, kept in self._kept[row].items() if each <= lengths[line]}
             if appends:
                 self.forget(row)
             else:
@@ -244,9 +240,9 @@ class RowStates:
         """Move each row, which holds ``lengths[i]`` tokens, behind its root and the nodes ``paths[i]``."""
         nodes = [(0, *path) for path in paths]
         kept = [
-            (row, path[last - length - 1], last)
+            (row, path[each - length - 1], each)
             for row, length, path in zip(rows, lengths, nodes, strict=True)
-            if (last := _last_kept(length, length + len(path)))
+            for each in self._plan(row, length, length + len(path))
         ]
         for key, states in self._states.items():
             for row, end, length in kept:
@@ -271,14 +267,21 @@ class RowStates:
             moved += some
         return moved, torch.cat(found) if len(found) > 1 else found[0]
 
+    def _plan(self, row: int, before: int, length: int) -> list[int]:
+        """Choose the lengths behind which a row keeps states when it goes on from `before` to `length` tokens: return
+        those behind `before`, and let go what they take the place of.
+        """
+        new = range((before // SPACING + 1) * SPACING, length + 1, SPACING)
+        kept, lengths = self._kept[row], sorted({*self._kept[row], *new})
+        while len(lengths) > MOST:
+            inner = range(1, len(lengths) - 1)
+            del lengths[min(inner, key=lambda place: lengths[place + 1] - lengths[place - 1])]
+        self._kept[row] = {each: kept.get(each, {}) for each in lengths}
+        return [each for each in new if each in self._kept[row]]
+
     def keep(self, row: int, length: int, key: StateKey, state: Tensor) -> None:
         """Keep a state behind the first `length` tokens of a row."""
-        kept = self._kept[row]
-        kept.setdefault(length, {})[key] = state
-        if len(kept) > MOST:
-            lengths = sorted(kept)
-            inner = range(1, len(lengths) - 1)
-            del kept[lengths[min(inner, key=lambda place: lengths[place + 1] - lengths[place - 1])]]
+        self._kept[row][length][key] = state
 
     def reusable(self, row: int, held: int, length: int) -> int:
         """Return how many of the first `length` tokens of a row, which holds `held` now, it can go back to."""
