@@ -49,6 +49,23 @@ _LATENT = {
         "mscale_all_dim": 1.0,
     },
 }
+_SOFTMAX_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 16,
+}
+_HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+}
+_MROPE = {"rope_parameters": _HYBRID["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek": ("DeepseekV3", "DeepseekV3ForCausalLM", _EXPERTS | _LATENT),
     "glm": (
@@ -64,8 +81,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "mimo": ("Qwen2", "MiMoForCausalLM", {"num_key_value_heads": 2}),
+    "qwen3_next": ("Qwen3Next", "Qwen3NextForCausalLM", _HYBRID | _SOFTMAX_EXPERTS),
+    "qwen3_5": ("Qwen3_5Text", "Qwen3_5ForConditionalGeneration", _HYBRID | _MROPE),
+    "qwen3_5_moe": ("Qwen3_5MoeText", "Qwen3_5MoeForConditionalGeneration", _HYBRID | _MROPE | _SOFTMAX_EXPERTS),
+    "nemotron": (
+        "NemotronH",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["linear_attention", "full_attention", "full_attention", "moe"],
+            **{"num_key_value_heads": 2, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2},
+            **{"ssm_state_size": 8, "chunk_size": 16, "n_routed_experts": 6, "moe_intermediate_size": 24},
+            **{"moe_shared_expert_intermediate_size": 16, "moe_latent_size": 12},
+        },
+    ),
 }
 """Name -> transformers' prefix, the architecture that the checkpoint names, configuration."""
+HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen", "nemotron"))]
+"""Targets with recurrent states, which bring a single module."""
 THEIRS = {
     "enorm": "token_layernorm",
     "hnorm": "hidden_layernorm",
@@ -73,6 +105,13 @@ THEIRS = {
     "shared_head.norm": "final_layernorm",
 }
 """DeepSeek's names -> MiMo's."""
+BESIDE = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "shared_head.norm": "norm",
+}
+"""DeepSeek's names -> those of parts that Qwen's checkpoints have beside the layer."""
 
 
 class Checkpoint:
@@ -82,7 +121,8 @@ class Checkpoint:
         prefix, self.architecture, options = FAMILIES[family]
         self.family, self.folder, self.modules = family, folder, modules
         torch.manual_seed(1)
-        config = getattr(transformers, f"{prefix}Config")(**_COMMON, **options, num_hidden_layers=LAYERS + modules)
+        more = 2 if family == "nemotron" else modules  # whose only module attends in one layer and mixes in another
+        config = getattr(transformers, f"{prefix}Config")(**_COMMON, **options, num_hidden_layers=LAYERS + more)
         self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
         for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if "inv_freq" not in name and weight.is_floating_point():
@@ -103,33 +143,61 @@ class Checkpoint:
     def _write(self) -> None:
         self.model.save_pretrained(self.folder)
         file = self.folder / "model.safetensors"
-        tensors = {self._name(name): tensor for name, tensor in load_file(file).items()}
+        stored = load_file(file)
+        if self.family == "qwen3_5_moe":  # its experts lie side by side
+            kept = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
+            stored = kept | {
+                name: tensor.clone() for name, tensor in self.model.state_dict().items() if ".experts." in name
+            }
+        tensors = {self._name(name): tensor for name, tensor in stored.items()}
         for name, tensor in self.extra.items():
             number, rest = name.split(".", 1)
             tensors[self._name(f"model.layers.{LAYERS + int(number)}.{rest}")] = tensor
-        if self.family != "mimo":  # copies of the target's, as published checkpoints have them
+        if self.family in ("deepseek", "glm"):  # copies of the target's, as published checkpoints have them
             for number in range(self.modules):
                 where = f"model.layers.{LAYERS + number}"
-                tensors[f"{where}.embed_tokens.weight"] = self.model.model.embed_tokens.weight.data.clone()
+                tensors[f"{where}.embed_tokens.weight"] = self.model.get_input_embeddings().weight.data.clone()
                 tensors[f"{where}.shared_head.head.weight"] = self.model.lm_head.weight.data.clone()
         save_file(tensors, file, {"format": "pt"})
         place = self.folder / "config.json"
         config = json.loads(place.read_text())
         config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": self.modules}
+        if self.family.startswith("qwen"):
+            del config["num_nextn_predict_layers"]  # Qwen3-Next's is not announced
+        if self.family == "nemotron":
+            config["layers_block_type"] = config["layers_block_type"][:LAYERS]
         config["architectures"] = [self.architecture]
         if config.get("layer_types"):
             config["layer_types"] = config["layer_types"][:LAYERS]
         if config.get("mlp_layer_types"):
             config["mlp_layer_types"] = config["mlp_layer_types"][:LAYERS]
+        if self.family.startswith("qwen3_5"):
+            text = config | {"mtp_num_hidden_layers": self.modules, "mtp_use_dedicated_embeddings": False}
+            kind = config["model_type"].removesuffix("_text")
+            config = {"architectures": [self.architecture], "model_type": kind, "text_config": text}
         place.write_text(json.dumps(config))
 
     def _name(self, name: str) -> str:
         """As the family's checkpoints call it."""
+        name = name.replace("model.language_model.", "model.", 1)
         parts = name.split(".")
+        if self.family in HYBRIDS:
+            return self._hybrid_name(name, parts)
         if self.family != "mimo" or parts[1] != "layers" or int(parts[2]) < LAYERS:
             return name
         module, _, kind = ".".join(parts[3:]).rpartition(".")
         return f"model.mtp_layers.{int(parts[2]) - LAYERS}.{THEIRS.get(module, module)}.{kind}"
+
+    def _hybrid_name(self, name: str, parts: list[str]) -> str:
+        if parts[1] != "layers" or int(parts[2]) < LAYERS:
+            qwen35 = self.family.startswith("qwen3_5")
+            return name.replace("model.", "model.language_model.", 1) if qwen35 else name
+        rest = ".".join(parts[3:])
+        module, _, kind = rest.rpartition(".")
+        if self.family == "nemotron":
+            number = 1 if module == "shared_head.norm" else int(parts[2]) - LAYERS
+            return f"mtp.layers.{number}.{rest.replace('shared_head.norm', 'final_layernorm')}"
+        return f"mtp.{BESIDE[module]}.{kind}" if module in BESIDE else f"mtp.layers.0.{rest}"
 
     def part(self, module: int, name: str) -> Tensor:
         return self.extra[f"{module}.{name}.weight"]
@@ -138,32 +206,36 @@ class Checkpoint:
     def states(self, tokens: list[int]) -> Tensor:
         """(1, S, H): the target's state that its MTP layers read."""
         base = self.model.model
-        hidden = base.embed_tokens(torch.tensor([tokens]))
+        hidden = self.model.get_input_embeddings()(torch.tensor([tokens]))
         for layer in range(LAYERS):
             hidden = self._layer(layer, hidden)
-        return hidden if self.family == "mimo" else base.norm(hidden)
+        return hidden if self.family == "mimo" else getattr(base, "norm", getattr(base, "norm_f", None))(hidden)
 
     @torch.no_grad()
     def module(self, number: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens (S) behind the states (1, S, H) -> what the module hands on (1, S, H), and logits (1, S, V)."""
-        embeds = self._norm(self.model.model.embed_tokens(torch.tensor([tokens])), self.part(number, "enorm"))
+        embeds = self._norm(self.model.get_input_embeddings()(torch.tensor([tokens])), self.part(number, "enorm"))
         given = [embeds, self._norm(states, self.part(number, "hnorm"))]
         joined = torch.cat(given[::-1] if self.family == "mimo" else given, -1)
         hidden = self._layer(LAYERS + number, joined @ self.part(number, "eh_proj").T)
+        if self.family == "nemotron":
+            hidden = self._layer(LAYERS + 1, hidden)
         normed = self._norm(hidden, self.part(number, "shared_head.norm"))
         return hidden if self.family == "mimo" else normed, self.model.lm_head(normed)
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.rms_norm(states, (HIDDEN,), weight, 1e-5)
+        offset = 1.0 if self.family.startswith("qwen") else 0.0
+        return torch.nn.functional.rms_norm(states, (HIDDEN,), weight + offset, 1e-5)
 
     def _layer(self, number: int, hidden: Tensor) -> Tensor:
         size = hidden.shape[1]
         places = torch.arange(size).unsqueeze(0)
         mask = torch.full((1, 1, size, size), torch.finfo(hidden.dtype).min).triu(1)
-        turned = self.model.model.rotary_emb(hidden, places)
-        made: Any = self.model.model.layers[number](
-            hidden, attention_mask=mask, position_ids=places, position_embeddings=turned
-        )
+        base = self.model.model
+        turned = base.rotary_emb(hidden, places) if hasattr(base, "rotary_emb") else None
+        layer: Any = self.model.model.layers[number]
+        masked = None if getattr(layer, "block_type", "") == "linear_attention" else mask
+        made: Any = layer(hidden, attention_mask=masked, position_ids=places, position_embeddings=turned)
         return made[0] if isinstance(made, tuple) else made
 
 

@@ -17,7 +17,7 @@ from forerun.heads.runner import SequentialRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import Target
 from forerun.types import LAST_HIDDEN
-from training.ttt import FIRST, batch_of, features, head, model, mtp, tokens
+from training.ttt import FIRST, HYBRID, batch_of, features, head, model, mtp, tokens
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 2,
@@ -53,6 +53,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **LATENT,
         "experts": ExpertsConfig(n_routed_experts=6, num_experts_per_tok=2, moe_intermediate_size=24, n_group=3),
     },
+    "mtp-of-a-hybrid": {"target_keys": HYBRID, "partial_rotary_factor": 0.5},
     "latent": LATENT,
     "latent-two-layers": {**LATENT, "num_hidden_layers": 2, "rope_scaling": YARN, "norm_output": True},
     "eagle-1": FIRST,

@@ -38,6 +38,13 @@ FIRST: dict[str, Any] = {
 LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY, "initializer_range": 0.2}
 """Of heads for `model()`, unless their options say otherwise."""
 
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    **{name: LAYERS[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")},
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
+}
+"""Keys of a target whose own class of layer an MTP module has."""
+
 
 @functools.cache
 def model() -> LlamaForCausalLM:

@@ -270,9 +270,9 @@ class EngineInfo(ABC):
             return
         target = _read_config(asked.model)
         if draft.method == "mtp":
-            from forerun.heads.mtp_files import COUNTS
+            from forerun.heads.mtp_files import COUNTS, MtpFormat
 
-            if not any(target.get(key) for key in COUNTS):
+            if not MtpFormat().recognises(target):
                 raise CheckpointError(
                     f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
                     "another method; to go on nevertheless: --force"

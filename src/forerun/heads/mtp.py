@@ -19,12 +19,14 @@ the cross-entropy, depth k weighing beta^k, normalised to sum 1. Embedding and o
 target's and stay as they are.
 
 Layers may hold a mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing
-in groups, shared experts.
+in groups, shared experts. Those of other families are of transformers' own class; see
+`heads.target_layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -38,6 +40,7 @@ from forerun.heads.base import Advanced, Angles, Attend, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.eagle import Eagle3Objective
 from forerun.heads.layers import LATENT_EPS, DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
+from forerun.heads.target_layers import build_layers, norm_class, run_layers
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
     FeatureBatch,
@@ -51,8 +54,11 @@ from forerun.losses.objective import (
     shift_left,
     unrolled_weights,
 )
+from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
 
+KINDS = frozenset({FULL, "moe", "mlp"})
+"""Kinds of a target's layers that a module may consist of."""
 GATHERED = 1 << 28  # Weights of experts copied at once on an accelerator: 512 MB in bfloat16
 
 
@@ -186,6 +192,11 @@ class MtpConfig(DecoderConfig):
     experts: ExpertsConfig | None = None  # None: a dense feed-forward part
     latent: LatentConfig | None = None  # None: ordinary attention
     partial_rotary_factor: float = 1.0  # Share of a head's dimensions, from the first on, that is rotated
+    target_keys: Mapping[str, Any] | None = None
+    """Keys of the target's configuration in transformers, whose own classes of decoder layers the only module holds;
+    None: the layers are those of this file.
+    """
+    target_layers: tuple[str, ...] = (FULL,)  # Kinds of these layers, as transformers names them; one of them attends
 
     @property
     def norm_output(self) -> bool:
@@ -211,6 +222,14 @@ class MtpConfig(DecoderConfig):
                 f"it reads one state of the target, as wide as itself; got boundaries {self.boundaries}",
             ),
             (self.num_hidden_layers < 1, "the target has no MTP layers"),
+            (
+                self.target_keys is not None and self.num_hidden_layers > 1,
+                f"{self.num_hidden_layers} MTP modules of the target's own class of layer; only a single one is known",
+            ),
+            (
+                self.target_layers.count(FULL) != 1 or not KINDS.issuperset(self.target_layers),
+                f"one layer with full attention beside feed-forward layers is known here, got {self.target_layers}",
+            ),
         ):
             return wrong
         if self.experts is not None and (wrong := self.experts.problem()):
@@ -237,11 +256,19 @@ class MtpHead(DecoderHead, SequentialHead):
 
     def __init__(self, config: MtpConfig) -> None:
         super().__init__(config)
-        self.layers = nn.ModuleList(MtpModule(config, layer) for layer in range(config.num_hidden_layers))
+        make: Callable[[MtpConfig, int], MtpModule] = OwnModule if config.target_keys is None else TargetModule
+        self.layers = nn.ModuleList(make(config, layer) for layer in range(config.num_hidden_layers))
         self.complete()
         for module in self.modules():
             for weight in module.parameters(recurse=False) if isinstance(module, Experts | Router) else ():
                 nn.init.normal_(weight, std=config.initializer_range)
+
+    @property
+    def recordable(self) -> bool:
+        if self.config.target_keys is None:
+            return super().recordable
+        # transformers' experts may read on the host which of them have tokens.
+        return super().recordable and not any(name.endswith(".experts") for name, _ in self.named_modules())
 
     @property
     def feature_size(self) -> int:
@@ -271,28 +298,54 @@ class MtpHead(DecoderHead, SequentialHead):
         return Advanced(torch.cat(parts, -1), made.output)
 
 
-class MtpModule(nn.Module):
+class MtpModule(nn.Module, ABC):
     """One MTP module: combines its inputs for a decoder layer, and runs it."""
 
-    def __init__(self, config: MtpConfig, layer: int) -> None:
+    def __init__(self, config: MtpConfig, norm: Any) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.norm_output = config.norm_output
-        self.enorm, self.hnorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.enorm, self.hnorm = norm(size, eps), norm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
-        experts = config.experts
-        self.self_attn = attention(config, config.latent, layer, eps=LATENT_EPS)
-        self.mlp = HeadMLP(config) if experts is None else MixtureOfExperts(config, experts)
-        self.shared_head = nn.ModuleDict({"norm": RMSNorm(size, eps)})
+        self.shared_head = nn.ModuleDict({"norm": norm(size, eps)})
 
     def forward(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Advanced:
         """Run the module on `embeds` and `states` (B, N, H)."""
         states = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(states)], -1))
-        states = states + self.self_attn(self.input_layernorm(states), angles, attend)
-        states = states + self.mlp(self.post_attention_layernorm(states))
+        states = self.decode(states, angles, attend)
         output = self.shared_head["norm"](states)
         return Advanced(output if self.norm_output else states, output)
+
+    @abstractmethod
+    def decode(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        """Run the decoder layer: (B, N, H) -> (B, N, H)."""
+
+
+class OwnModule(MtpModule):
+    """An MTP module with a decoder layer of this file."""
+
+    def __init__(self, config: MtpConfig, layer: int) -> None:
+        super().__init__(config, RMSNorm)
+        size, eps, experts = config.hidden_size, config.rms_norm_eps, config.experts
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(size, eps), RMSNorm(size, eps)
+        self.self_attn = attention(config, config.latent, layer, eps=LATENT_EPS)
+        self.mlp = HeadMLP(config) if experts is None else MixtureOfExperts(config, experts)
+
+    def decode(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        states = states + self.self_attn(self.input_layernorm(states), angles, attend)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class TargetModule(MtpModule):
+    """An MTP module with decoder layers of the target's classes in transformers."""
+
+    def __init__(self, config: MtpConfig, layer: int) -> None:
+        block = build_layers(config.target_keys or {}, config.target_layers)
+        super().__init__(config, norm_class(block))
+        self.block = block
+
+    def decode(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
+        return run_layers(self.block, states, angles, attend)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

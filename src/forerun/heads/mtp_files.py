@@ -3,6 +3,9 @@
 Layouts as vLLM's ``deepseek_mtp.py``, ``glm4_moe_mtp.py`` and ``mimo_mtp.py`` load them. DeepSeek-V3 and GLM-4-MoE:
 ``model.layers.{L + k}.*`` behind the target's L layers, ``eh_proj`` of [embedding; state], on the target's state after
 the final norm. MiMo: ``model.mtp_layers.{k}.*``, ``input_proj`` of [state; embedding], on the state before the norm.
+Qwen3-Next and Qwen3.5 (``qwen3_next_mtp.py``, ``qwen3_5_mtp.py``):
+``mtp.layers.0.*`` and, beside it, ``mtp.fc`` of [embedding; state], norms and ``mtp.norm``; after the final norm.
+Nemotron 3 (``nemotron_h_mtp.py``): ``mtp.layers.0.*`` attends, ``mtp.layers.1.*`` are its experts, one module.
 What a module hands on is normed where what it reads is (vLLM 47448, SGLang's ``deepseek_nextn.py``, exllamav3 238).
 Embedding and output head are the target's, whose copies in some checkpoints (``shared_head.head``) no engine reads.
 
@@ -17,7 +20,7 @@ import dataclasses
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -65,7 +68,7 @@ COUNTS = (COUNT, "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers", "n
 """Names that families give the number of their MTP layers."""
 HEADS = re.compile(r"eagle|medusa|dflash|dspark", re.IGNORECASE)
 SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
-EXPERT = re.compile(r"(layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(layers\..+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SCALES = re.compile(r"_scale(_inv|_2)?$|\.(qweight|qzeros|scales|g_idx|weight_packed)$")
 MEANINGLESS = frozenset(
     """
@@ -75,6 +78,11 @@ MEANINGLESS = frozenset(
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
 """Keys of a target that mean nothing for its MTP layers, as they are read here."""
+OURS = frozenset(
+    {*COUNTS, MARK, "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+    | {"num_hidden_layers", "layer_types", "layers_block_type", "hybrid_override_pattern", "time_step_limit"}
+)
+"""Keys of a file with MTP layers that do not describe these layers: the last is a Mamba layer's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +95,25 @@ class Family:
     final_norm: bool = True  # The state that is read has been through the target's final norm
     names: Mapping[str, str] = field(default_factory=dict)  # Ours -> theirs, where they differ
     state_first: bool = False  # The projection reads [state; embedding]
+    beside: str | None = None
+    """Before ``layers`` and before the `names` of parts that stand beside them. Such layers are of the target's classes
+    in transformers, and all of them make a single module, which need not be announced.
+    """
+    inside: bool = False  # These parts stand in the first layer, the last norm in the last layer
 
 
+QWEN: dict[str, Any] = {
+    "layers": "mtp.layers.",
+    "beside": "mtp.",
+    "behind": False,
+    "names": {
+        "enorm": "pre_fc_norm_embedding",
+        "hnorm": "pre_fc_norm_hidden",
+        "eh_proj": "fc",
+        "shared_head.norm": "norm",
+    },
+}
+"""How Qwen3-Next and its successors store them."""
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3"),
     "Glm4MoeForCausalLM": Family(model_type="glm4_moe"),
@@ -105,6 +130,24 @@ FAMILIES: dict[str, Family] = {
         },
         state_first=True,
     ),
+    "Qwen3NextForCausalLM": Family(model_type="qwen3_next", **QWEN),
+    **dict.fromkeys(
+        ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), Family(model_type="qwen3_5_text", **QWEN)
+    ),
+    **dict.fromkeys(
+        ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), Family(model_type="qwen3_5_moe_text", **QWEN)
+    ),
+    "NemotronHForCausalLM": Family(
+        model_type="nemotron_h",
+        layers="mtp.layers.",
+        behind=False,
+        beside="mtp.",
+        inside=True,
+        names={
+            **{name: name for name in ("enorm", "hnorm", "eh_proj")},
+            "shared_head.norm": "final_layernorm",
+        },
+    ),
 }
 """Families by the target's architecture."""
 
@@ -116,19 +159,22 @@ class MtpFormat(Format):
     mark = MARK
 
     def recognises(self, config: Config) -> bool:
-        names = " ".join(architectures(config))
-        return any(config.get(key) for key in COUNTS) and not HEADS.search(names)
+        names, text = architectures(config), text_keys(config)
+        always = any(FAMILIES[name].beside and not FAMILIES[name].inside for name in names if name in FAMILIES)
+        return (always or any(text.get(key) for key in COUNTS)) and not HEADS.search(" ".join(names))
 
     def keeps(self, config: Config, name: str) -> bool:
         """Return whether a tensor of a whole target belongs to its MTP layers."""
-        return _ours(_family(config), name, Keys(config).integer("num_hidden_layers", 0)) is not None
+        family = _family(config)
+        return _ours(family, name, _number_of_layers(config, family)) is not None
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
-        family, layers = _family(config), Keys(config).integer("num_hidden_layers")
+        family, config = _family(config), text_keys(config)
+        layers = _number_of_layers(config, family)
         if not tensors:
             raise CheckpointError(
-                "config.json announces MTP layers, but the files hold no tensor of theirs; transformers leaves them "
-                "out when it saves a model: name the publisher's checkpoint"
+                "config.json announces MTP layers, or is of a family that brings them, but the files hold no tensor of "
+                "theirs; transformers leaves them out when it saves a model: name the publisher's checkpoint"
             )
         quantised = sorted(name for name, tensor in tensors.items() if SCALES.search(name) or tensor.itemsize < 2)
         if quantised:
@@ -140,20 +186,23 @@ class MtpFormat(Format):
         found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
         if family.state_first:
             found |= {name: _swap_halves(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
+        if family.beside is not None:
+            return _head_like_target(config, family, found)
         return _head(config, family, layers, found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config, family = checkpoint.config, _family({"architectures": target.architectures})
         keys: dict[str, Any] = {
             "architectures": list(target.architectures),
-            **decoders.write_layers(config),
+            **(decoders.write_layers(config) if config.target_keys is None else config.target_keys),
             "model_type": family.model_type,
-            "torch_dtype": decoders.dtype_name(checkpoint),
+            "torch_dtype": str(checkpoint.tensors["layers.0.eh_proj.weight"].dtype).removeprefix("torch."),
             "num_hidden_layers": target.num_layers,
             COUNT: config.num_hidden_layers,
             MARK: target.name_or_path,
-            "partial_rotary_factor": config.partial_rotary_factor,
         }
+        if config.target_keys is None:
+            keys["partial_rotary_factor"] = config.partial_rotary_factor
         for part in (config.experts, config.latent):
             keys |= {} if part is None else asdict(part)
         return {**config.extra, **keys}, to_target(checkpoint, family, target.num_layers)
@@ -177,24 +226,40 @@ def read_target(name: str | Path) -> HeadCheckpoint:
     return read_head(folder)
 
 
-def to_target(checkpoint: HeadCheckpoint, family: Family, layers: int) -> dict[str, Tensor]:
-    """Return the tensors under the names of a target with so many layers."""
+def text_keys(config: Config) -> Config:
+    """Return the keys that describe the text model: a multimodal target's are an object inside its own."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def to_target(
+    checkpoint: HeadCheckpoint, family: Family, layers: int, stored: Container[str] = ()
+) -> dict[str, Tensor]:
+    """Return the tensors under the names of a target with so many layers. Experts get names of their
+    own, but where the target is known to have `stored` them side by side.
+    """
     found = dict[str, Tensor]()
     first = layers if family.behind else 0
     for name, tensor in checkpoint.tensors.items():
         if name == "d2t":
             continue
-        number, rest = re.fullmatch(r"layers\.(\d+)\.(.+)", name).groups()  # type: ignore[union-attr]
-        where = f"{family.layers}{first + int(number)}."
-        if rest == "mlp.experts.gate_up_proj":
+        number, block, rest = re.fullmatch(r"layers\.(\d+)\.(?:block\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
+        where = f"{family.layers}{first + int(block or number)}."
+        module, _, kind = rest.rpartition(".")
+        if where + rest in stored:
+            found[where + rest] = tensor
+        elif kind == "gate_up_proj":
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    found[f"{where}mlp.experts.{expert}.{part}_proj.weight"] = half
-        elif rest == "mlp.experts.down_proj":
-            found |= {f"{where}mlp.experts.{expert}.down_proj.weight": one for expert, one in enumerate(tensor)}
+                    found[f"{where}{module}.{expert}.{part}_proj.weight"] = half
+        elif kind in ("up_proj", "down_proj"):
+            found |= {f"{where}{module}.{expert}.{kind}.weight": one for expert, one in enumerate(tensor)}
         else:
-            module, _, kind = rest.rpartition(".")
             swap = family.state_first and module == "eh_proj"
+            if family.inside and module == "shared_head.norm":
+                where = f"{family.layers}{len(checkpoint.config.target_layers) - 1}."
+            elif family.beside is not None and not family.inside and module in family.names:
+                where = family.beside
             found[f"{where}{family.names.get(module, module)}.{kind}"] = _swap_halves(tensor) if swap else tensor
     return found
 
@@ -209,9 +274,10 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ArgumentError(f"{final} exists; name a new directory for the target with its new MTP layers")
     config = read_object(source / CONFIG, "expected a target's configuration", CheckpointError)
-    new = to_target(checkpoint, _family(config), Keys(config).integer("num_hidden_layers"))
     headers = {file.name: read_header(file) for file in weight_files(source)}
     stored = {name: entry["shape"] for header in headers.values() for name, entry in header.items()}
+    family = _family(config)
+    new = to_target(checkpoint, family, _number_of_layers(config, family), stored)
     wrong = sorted(name for name, tensor in new.items() if stored.get(name) != list(tensor.shape))
     if wrong:
         raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {list_some(wrong)}")
@@ -246,16 +312,26 @@ def _family(config: Config) -> Family:
     return found
 
 
+def _number_of_layers(config: Config, family: Family) -> int:
+    """Return the number of the target's own layers; where no name depends on it, it may be unknown, which is 0."""
+    return Keys(text_keys(config)).integer("num_hidden_layers", None if family.behind else 0)
+
+
 def _ours(family: Family, name: str, layers: int) -> str | None:
     """Return our name of a target's tensor, or None if it is in no MTP layer, or is the target's
     embedding or output head.
     """
+    theirs = {their: our for our, their in family.names.items()}
     found = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
+    if family.beside is not None:
+        module, _, kind = (found[2] if found else name.removeprefix(family.beside)).rpartition(".")
+        if module in theirs and bool(found) == family.inside and name.startswith(family.beside):
+            return f"layers.0.{theirs[module]}.{kind}"
+        return f"layers.0.block.{found[1]}.{found[2]}" if found else None
     first = layers if family.behind else 0
     if found is None or int(found[1]) < first or found[2].startswith(SHARED):
         return None
     module, _, kind = found[2].rpartition(".")
-    theirs = {their: our for our, their in family.names.items()}
     return f"layers.{int(found[1]) - first}.{theirs.get(module, module)}.{kind}"
 
 
@@ -271,8 +347,11 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for where, parts in experts.items():
         count = 1 + max(number for number, _ in parts)
         try:
-            both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
-            found[f"{where}.gate_up_proj"] = torch.stack(both)
+            if any(part == "gate" for _, part in parts):
+                both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
+                found[f"{where}.gate_up_proj"] = torch.stack(both)
+            else:
+                found[f"{where}.up_proj"] = torch.stack([parts[number, "up"] for number in range(count)])
             found[f"{where}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
         except KeyError as error:
             number, part = error.args[0]
@@ -322,6 +401,38 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
     )
 
 
+def _head_like_target(config: Config, family: Family, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
+    """Build the head of one module with layers of the target's classes in transformers."""
+    from transformers import AutoConfig
+
+    kept = {name: value for name, value in config.items() if name not in OURS}
+    target_keys = {"model_type": family.model_type, **kept}
+    try:
+        every = AutoConfig.for_model(**target_keys).to_dict()
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json describes no target that transformers knows: {error}") from error
+    rope = dict(every.get("rope_parameters") or {})
+    factor = rope.pop("partial_rotary_factor", 1.0)
+    ours = {
+        "layer_types": None,
+        "sliding_window": None,
+        "rope_parameters": rope,
+        "num_hidden_layers": next((config[key] for key in COUNTS if config.get(key)), 1),
+        "intermediate_size": every.get("intermediate_size") or every.get("moe_intermediate_size"),
+        "rms_norm_eps": every.get("rms_norm_eps") or every.get("layer_norm_epsilon"),
+    }
+    read = decoders.read_layers(Keys({**every, **ours}))
+    read |= {
+        "boundaries": (LAST_HIDDEN,),
+        "target_hidden_size": read["hidden_size"],
+        "draft_vocab_size": read["vocab_size"],
+        "partial_rotary_factor": float(factor),
+        "target_keys": target_keys,
+        "target_layers": tuple(every.get("mtp_layers_block_type") or (FULL,)),
+    }
+    return decoders.make_head(MtpConfig, tensors, **read, qk_norm=False)
+
+
 def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
     """Return the experts of the layer with index `layers`, or None if it is dense."""
     for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
@@ -361,7 +472,7 @@ TRAITS = (
         f"draft one token, or {_COMPARE}",
     ),
     Trait(
-        lambda at: at.config.norm_output and at.config.latent is None,
+        lambda at: at.config.norm_output and at.config.latent is None and at.config.target_keys is None,
         "several tokens from GLM's module",
         [("check", "vllm", "hands the state on before its norm")],
         f"draft one token, or {_COMPARE}",
