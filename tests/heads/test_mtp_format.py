@@ -378,3 +378,36 @@ def test_published_sizes_are_understood(name: str) -> None:
     assert head.config.boundaries == ((36,) if name == "MiMo-7B" else (-1,))
     if "scaling" in expected:
         assert query_scaling(head.config.rope_scaling) == pytest.approx(expected["scaling"], abs=1e-4)
+
+
+def test_qwen3_nexts_published_sizes_are_understood() -> None:
+    """Its configuration announces no MTP layer."""
+    config = {
+        "architectures": ["Qwen3NextForCausalLM"],
+        **{"model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4},
+        **{"head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "vocab_size": 151936},
+        **{"linear_num_value_heads": 32, "max_position_embeddings": 262144, "mlp_only_layers": [], "num_experts": 512},
+        **{"moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+        **{"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000},
+        **{"rope_scaling": None, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (2048, 4096),
+        **{f"{name}.weight": (2048,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
+        **{f"layers.0.{name}_layernorm.weight": (2048,) for name in ("input", "post_attention")},
+        "layers.0.self_attn.q_proj.weight": (8192, 2048),
+        **{f"layers.0.self_attn.{name}_proj.weight": (512, 2048) for name in "kv"},
+        "layers.0.self_attn.o_proj.weight": (2048, 4096),
+        **{f"layers.0.self_attn.{name}_norm.weight": (256,) for name in "qk"},
+        "layers.0.mlp.gate.weight": (512, 2048),
+        "layers.0.mlp.shared_expert_gate.weight": (1, 2048),
+    }
+    for expert in ("shared_expert", *(f"experts.{number}" for number in range(512))):
+        shapes |= {f"layers.0.mlp.{expert}.{part}_proj.weight": (512, 2048) for part in ("gate", "up")}
+        shapes[f"layers.0.mlp.{expert}.down_proj.weight"] = (2048, 512)
+    tensors = {f"mtp.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
+    known = MtpFormat()
+    assert known.recognises(config)
+    assert [key for key in [*tensors, "model.norm.weight"] if known.keeps(config, key)] == list(tensors)
+    head = known.read(config, tensors)
+    assert head.unknown == [] and head.config.rotary_dim == 64 and head.config.rope_theta == 10_000_000
