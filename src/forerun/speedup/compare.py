@@ -198,7 +198,7 @@ def summarise_arm(
     tokens, passes, seconds = (_column(own, digests, name) for name in ("tokens", "passes", "seconds"))
     plain_tokens, plain_seconds = (_column(plain, digests, name) for name in ("tokens", "seconds"))
     speed, plain_speed = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
-    decoded = _decode_speed(own, digests) / _decode_speed(plain, digests)
+    decoded = decode_speed([own[one] for one in digests]) / decode_speed([plain[one] for one in digests])
     drawn = np.random.default_rng(0).integers(len(digests), size=(RESAMPLES, len(digests)))
     ratios = tokens[drawn].sum(1) / seconds[drawn].sum(1) * plain_seconds[drawn].sum(1) / plain_tokens[drawn].sum(1)
     per_pass = tokens[drawn].sum(1) / passes[drawn].sum(1)
@@ -221,10 +221,9 @@ def _column(timings: Mapping[str, AnswerTiming], digests: Sequence[str], name: s
     return np.array([max(1e-9, getattr(timings[digest], name)) for digest in digests])
 
 
-def _decode_speed(timings: Mapping[str, AnswerTiming], digests: Sequence[str]) -> float:
+def decode_speed(timings: Sequence[AnswerTiming]) -> float:
     """Return the tokens behind the first by the time behind the first."""
-    tokens = sum(timings[digest].tokens - 1 for digest in digests)
-    return tokens / max(1e-9, sum(timings[digest].decode_s for digest in digests))
+    return sum(one.tokens - 1 for one in timings) / max(1e-9, sum(one.decode_s for one in timings))
 
 
 def _interval(values: Any, count: int) -> list[float] | None:

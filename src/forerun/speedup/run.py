@@ -28,7 +28,16 @@ from forerun.plan.measured import EncodedPrompts, measure_drafter
 from forerun.plan.planner import plan as make_plan
 from forerun.speedup.answering import answer_prompts, prepare_answers
 from forerun.speedup.choice import FreeSpeed, HeadChoice
-from forerun.speedup.compare import PLAIN, AnswerTiming, AskedPrompt, SideBySide, SpeedupArm, mean_speedup, summarise
+from forerun.speedup.compare import (
+    PLAIN,
+    AnswerTiming,
+    AskedPrompt,
+    SideBySide,
+    SpeedupArm,
+    decode_speed,
+    mean_speedup,
+    summarise,
+)
 from forerun.speedup.page import write_page
 from forerun.speedup.prompts import (
     FEW,
@@ -506,6 +515,7 @@ class SpeedupRun:
             "figures": summarise(timings, arms),
             "forecasts": {arm.name: forecasts[arm.name] for arm in arms if arm.name in forecasts},
             "prompts": len(plain),
+            "plain_tokens_per_second": round(decode_speed(plain), 2),
             "empty": sum(one.empty for one in plain),
             "circles": sum(one.circle for one in plain),
         }

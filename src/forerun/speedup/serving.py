@@ -19,6 +19,7 @@ from forerun.speedup.prompts import FEW
 from forerun.writing import write_file
 
 ELSEWHERE = ("vllm", "sglang", "llamacpp")
+BUSY = 0.7  # Plain decoding's speed, as a share of what was measured at first, below which the machine was busy
 NO_LOSS = 0.97  # Speed-ups of a category below this are named as a loss
 
 
@@ -89,6 +90,12 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{count} held-out prompts, which neither the head nor the choice of a drafter has seen"
     if count < FEW:
         yield f"fewer than {FEW}: the intervals are wide, and those of single categories wider"
+    first, then = found["machine"]["tokens_per_second"], comparison["plain_tokens_per_second"]
+    if count and then < BUSY * first:
+        yield (
+            f"the machine was busy: plain decoding made {then:.0f} tokens/s beside the others, and {first:.0f} when "
+            "it was measured at first; speeds are uncertain by more than their intervals say, tokens a pass are not"
+        )
     if comparison["empty"]:
         yield f"{comparison['empty']} of the held-out answers are empty"
     if comparison["circles"]:
