@@ -76,6 +76,13 @@ def test_a_process_that_was_stopped_notices_it() -> None:
 
 @pytest.mark.parametrize(("then", "busy"), [(40.0, True), (90.0, False)])
 def test_a_machine_that_had_other_work_is_told_of(then: float, busy: bool) -> None:
-    comparison = {"prompts": 60, "plain_tokens_per_second": then, "empty": 0, "circles": 0, "figures": {}}
+    comparison = {
+        "prompts": 60,
+        "plain_tokens_per_second": then,
+        "empty": 0,
+        "circles": 0,
+        "figures": {},
+        "over_free": {},
+    }
     said = list(serving._certainty({"machine": {"tokens_per_second": 100.0}, "comparison": comparison}))
     assert any("the machine was busy: plain decoding made 40 tokens/s" in one for one in said) is busy

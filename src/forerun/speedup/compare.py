@@ -180,16 +180,16 @@ class SideBySide:
 
 
 def summarise_arm(
-    timings: Sequence[AnswerTiming], arm: str, temperature: float, *, category: str | None = None
+    timings: Sequence[AnswerTiming], arm: str, temperature: float, *, category: str | None = None, base: str = PLAIN
 ) -> dict[str, Any] | None:
-    """Return an arm's tokens per second, its speed over plain decoding's and its tokens per pass, with intervals, over
-    the prompts of a category or all; None where no answer has two tokens.
+    """Return an arm's tokens per second, its speed over plain decoding's (or that of another `base`) and its tokens per
+    pass, with intervals, over the prompts of a category or all; None where no answer has two tokens.
     """
     chosen = [
         one for one in timings if one.temperature == temperature and (category is None or one.category == category)
     ]
     own = {one.digest: one for one in chosen if one.arm == arm}
-    plain = {one.digest: one for one in chosen if one.arm == PLAIN}
+    plain = {one.digest: one for one in chosen if one.arm == base}
     # An answer of one token comes with its prompt: nothing can make it faster.
     digests = [name for name in own if name in plain and min(own[name].tokens, plain[name].tokens) > 1]
     if not digests:

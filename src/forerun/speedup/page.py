@@ -33,6 +33,7 @@ def write_page(folder: Path, result: Mapping[str, Any], found: Mapping[str, Any]
         "name": Path(str(result["model"])).name,
         "shown": shown,
         "rows": list(_rows(found)),
+        "evaluated": _best_evaluation(found["training"]),
         "categories": list(_categories(found["comparison"]["figures"])),
         "engines": {ENGINES[name]: one for name, one in result["serve"].items()},
         "plots": _plots(shown, found),
@@ -75,6 +76,14 @@ def _rows(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
                 "error": error,
                 **one["all"],
             }
+
+
+def _best_evaluation(training: Mapping[str, Any]) -> Mapping[str, float] | None:
+    """Return the evaluation of the weights that were kept; None where a kind of head is evaluated otherwise, or not."""
+    found = [
+        one for one in training.get("evaluations", []) if {"chain_t0", "tree_t0", "chain_t1", "tree_t1"} <= set(one)
+    ]
+    return max(found, key=lambda one: one["chain_t0"], default=None)
 
 
 def _categories(figures: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

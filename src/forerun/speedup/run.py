@@ -30,6 +30,7 @@ from forerun.speedup.answering import answer_prompts, prepare_answers
 from forerun.speedup.choice import FreeSpeed, HeadChoice
 from forerun.speedup.compare import (
     PLAIN,
+    TEMPERATURES,
     AnswerTiming,
     AskedPrompt,
     SideBySide,
@@ -37,6 +38,7 @@ from forerun.speedup.compare import (
     decode_speed,
     mean_speedup,
     summarise,
+    summarise_arm,
 )
 from forerun.speedup.page import write_page
 from forerun.speedup.prompts import (
@@ -513,6 +515,10 @@ class SpeedupRun:
         return {
             "arms": {arm.name: arm.config for arm in arms},
             "figures": summarise(timings, arms),
+            "over_free": {
+                arm.name: {f"{one:g}": summarise_arm(timings, arm.name, one, base=free["best"]) for one in TEMPERATURES}
+                for arm in arms[2:]
+            },
             "forecasts": {arm.name: forecasts[arm.name] for arm in arms if arm.name in forecasts},
             "prompts": len(plain),
             "plain_tokens_per_second": round(decode_speed(plain), 2),

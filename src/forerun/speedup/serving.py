@@ -90,6 +90,9 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
     yield f"{count} held-out prompts, which neither the head nor the choice of a drafter has seen"
     if count < FEW:
         yield f"fewer than {FEW}: the intervals are wide, and those of single categories wider"
+    for name, figures in comparison["over_free"].items():
+        gains = ", ".join(f"{_gain(one)} at T = {temperature}" for temperature, one in figures.items())
+        yield f"over {found['free']['best']}, the best that needs no training, answers with {name} come {gains}"
     first, then = found["machine"]["tokens_per_second"], comparison["plain_tokens_per_second"]
     if count and then < BUSY * first:
         yield (
