@@ -292,7 +292,8 @@ def structured_check_of(server: Simulated) -> Check:
 def test_wrong_logprobs_are_caught() -> None:
     checks = examined(NoLogprobs(), greedy_checks)
     assert failed(checks) == {"log-probabilities"}
-    assert "is stated with 0" in checks["log-probabilities"].summary and checks["log-probabilities"].shown_by
+    assert "is stated with 0" in checks["log-probabilities"].summary
+    assert body_of(checks["log-probabilities"].shown_by[0])["max_tokens"] == 2
 
 
 def test_what_a_server_lacks_is_said() -> None:

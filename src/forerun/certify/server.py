@@ -215,32 +215,34 @@ def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest]
 def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> Check:
     """Compare what an answer states of its tokens with what is stated of the same token asked for alone."""
     tolerance = LOGPROB_TOLERANCE.get(exam.dtype, 5e-4)
-    worst, compared, wrong, without = 0.0, 0, 0, 0
-    shown: tuple[str, ...] = ()
-    where = ""
-    for request, answer in answered:
-        for position, (token, own) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-            expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
-            if own is None:
-                without += 1
-            if own is None or expected is None:
-                continue
-            compared, apart = compared + 1, abs(own - expected)
-            wrong += apart > tolerance
-            if apart > worst:
-                worst = apart
-                where = f"; token {position} of an answer is stated with {own:.4g} and alone with {expected:.4g}"
-                shown = exam.served.commands(replace(request, max_tokens=position + 1))
-    summary = f"at most {worst:.2g} nats from those of a token alone over {compared} tokens (tolerance {tolerance:g})"
-    summary += f"; {wrong} are further{where}" if wrong else ""
+    apart = [one for request, answer in answered for one in _stated_pairs(exam, request, answer)]
+    wrong = [one for one in apart if one[1] > tolerance]
+    worst = max((gap for _, gap, _ in apart), default=0.0)
+    without = sum(own is None for _, answer in answered for own in answer.logprobs)
+    summary = f"at most {worst:.2g} nats from those of a token alone over {len(apart)} tokens (tolerance {tolerance:g})"
+    summary += f"; {len(wrong)} are further" if wrong else ""
     summary += f"; {without} tokens are given none" if without else ""
-    return Check(
-        name="log-probabilities",
-        passed=not wrong and not without and compared > 0,
-        summary=summary,
-        figures={"largest_difference": worst, "tokens": compared, "wrong": wrong, "tolerance": tolerance},
-        shown_by=shown if wrong else (),
-    )
+    figures = {"largest_difference": worst, "tokens": len(apart), "wrong": len(wrong), "tolerance": tolerance}
+    passed = not wrong and not without and bool(apart)
+    check = Check(name="log-probabilities", passed=passed, summary=summary, figures=figures)
+
+    def shows(request: ServedRequest) -> str | None:
+        [[answer]] = exam.served.ask([request])
+        found = [words for _, gap, words in _stated_pairs(exam, request, answer) if gap > tolerance]
+        return found[0] if found else None
+
+    return with_smallest(exam, check, [wrong[0][0]], shows) if wrong else check
+
+
+def _stated_pairs(
+    exam: ServerExam, request: ServedRequest, answer: ServedAnswer
+) -> Iterator[tuple[ServedRequest, float, str]]:
+    """Yield for each token the request that ends with it, how far what is stated is from the reference, and words."""
+    for position, (token, own) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
+        if own is not None and expected is not None:
+            words = f"token {position} of its answer is stated with {own:.4g} and alone with {expected:.4g}"
+            yield replace(request, max_tokens=position + 1), abs(own - expected), words
 
 
 # --- structured outputs ---
