@@ -116,6 +116,22 @@ class WrongInCompany(WrongFromTheFifth):
             self.running -= 1
 
 
+class WrongBesideSampled(WrongFromTheFifth):
+    """Its greedy answers are wrong where a sampled one is answered at the same time."""
+
+    sampled = 0
+
+    def wrong(self, body: Body) -> bool:
+        return body["temperature"] == 0 and self.sampled > 0
+
+    async def post(self, path: str, body: Body) -> Body:
+        self.sampled += body.get("temperature", 0) > 0
+        try:
+            return await super().post(path, body)
+        finally:
+            self.sampled -= body.get("temperature", 0) > 0
+
+
 class StalePrefix(Simulated):
     """What begins as a prompt before it is answered as that one was."""
 
@@ -218,6 +234,7 @@ def test_a_sound_server_passes() -> None:
     assert list(checks) == [
         "greedy equality, 1 client",
         "greedy equality, 16 clients",
+        "greedy equality, among sampled answers",
         "prefix cache, cold and warm",
         "log-probabilities",
         "same seed, same text",
@@ -254,8 +271,16 @@ def test_another_greedy_token_is_caught_and_shrunk() -> None:
 def test_a_fault_of_neighbours_is_caught() -> None:
     """One request alone is answered rightly."""
     checks = examined(WrongInCompany(), greedy_checks)
-    assert failed(checks) == {"greedy equality, 16 clients"}
+    assert failed(checks) == {"greedy equality, 16 clients", "greedy equality, among sampled answers"}
     assert checks["greedy equality, 16 clients"].figures["copies"] == 2
+
+
+def test_a_fault_of_mixed_batches_is_caught() -> None:
+    """A greedy answer among greedy ones is right."""
+    checks = examined(WrongBesideSampled(), greedy_checks)
+    assert failed(checks) == {"greedy equality, among sampled answers"}
+    greedy, sampled = checks["greedy equality, among sampled answers"].shown_by
+    assert body_of(greedy)["temperature"] == 0 and body_of(sampled)["temperature"] == 1
 
 
 def test_a_stale_prefix_is_caught() -> None:

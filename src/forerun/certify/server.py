@@ -95,19 +95,22 @@ def greedy_checks(exam: ServerExam) -> Iterator[Check]:
     requests = [ServedRequest(prompt=prompt, max_tokens=plan.max_tokens) for prompt in exam.prompts]
     many = list(itertools.islice(itertools.cycle(requests), max(TOGETHER, len(requests))))
     cached = _cache_requests(exam)
+    sampled = [replace(request, temperature=1.0, seed=plan.seed + index) for index, request in enumerate(many)]
+    mixed = [request for pair in zip(many, sampled, strict=True) for request in pair][:TOGETHER]
     sets = [
         ("greedy equality, 1 client", requests, 1),
         (f"greedy equality, {TOGETHER} clients", many, TOGETHER),
+        ("greedy equality, among sampled answers", mixed, TOGETHER),
         ("prefix cache, cold and warm", cached, 1),
     ]
     if not exam.served.exact:
-        yield from _repeats(exam, sets)
+        yield from _repeats(exam, [one for one in sets if one[1] is not mixed])
         return
-    answers = list[ServedAnswer]()
+    answers = list[tuple[ServedRequest, ServedAnswer]]()
     for name, asked, at_a_time in sets:
         exam.progress(name)
         yield _greedy_check(exam, name, asked, at_a_time, answers)
-    yield _logprob_check(exam, list(zip([*requests, *many, *cached], answers, strict=True)))
+    yield _logprob_check(exam, answers)
 
 
 def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
@@ -128,12 +131,18 @@ def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
 
 
 def _greedy_check(
-    exam: ServerExam, name: str, requests: Sequence[ServedRequest], at_a_time: int, answers: list[ServedAnswer]
+    exam: ServerExam,
+    name: str,
+    asked: Sequence[ServedRequest],
+    at_a_time: int,
+    answers: list[tuple[ServedRequest, ServedAnswer]],
 ) -> Check:
     """Compare greedy answers with the server's own next tokens; `answers` grows by them."""
     cached_before = exam.served.cached_tokens or 0
-    found = [choices[0] for choices in exam.served.ask(requests, at_a_time)]
-    answers += found
+    pairs = zip(asked, exam.served.ask(asked, at_a_time), strict=True)
+    greedy = [(request, choices[0]) for request, choices in pairs if request.temperature == 0]
+    answers += greedy
+    requests, found = [request for request, _ in greedy], [answer for _, answer in greedy]
     differences = list[Difference]()
     bug: tuple[ServedRequest, Difference] | None = None
     for request, parted in zip(requests, _parted(exam, requests, found), strict=True):
@@ -157,6 +166,11 @@ def _greedy_check(
     if bug is None:
         return Check(name=name, passed=tokens > 0, summary=summary, figures=figures)
     request, wrong = bug
+    neighbour = next((one for one in asked if one.temperature > 0), None)
+    if neighbour is not None:
+        shown = (*exam.served.commands(request), *exam.served.commands(neighbour))
+        summary += f"; token {wrong.position} of an answer is wrong while others are sampled: send both at a time"
+        return Check(name=name, passed=False, summary=summary, figures=figures, shown_by=shown)
     whole = replace(request, copies=at_a_time)
     failed = Check(name=name, passed=False, summary=summary, figures=figures)
     return with_smallest(exam, failed, [replace(whole, max_tokens=wrong.position + 1), whole], _greedy_fault(exam))
