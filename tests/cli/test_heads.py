@@ -1,8 +1,10 @@
 """The catalogue of public heads: found by target, each with its hub id."""
 
 import json
+import re
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -10,6 +12,7 @@ from cli.conftest import Forerun
 from forerun.drafters.kinds import KINDS
 from forerun.heads.catalogue import known_heads, suggest
 from forerun.shipped import resolve
+from model.test_every_family import SERVED
 
 FORMATS = (None, "eagle", "speculators", "modelopt", "dflash", "transformers", "pickle")
 
@@ -82,3 +85,39 @@ def test_an_unknown_target_is_said_on_stderr(forerun: Forerun) -> None:
 def test_the_verbs_modules_import_no_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FAMILIES = {
+    "deepseek-r1-distill-llama|llama-3|llama2|llama3|llama-13b|vicuna|codellama|granite-(3b|7b|8b)": "llama",
+    "deepseek-r1-distill-qwen|qwen2.5": "qwen2",
+    "qwen3-(1.7b|4b|8b|14b|32b)": "qwen3",
+    "qwen3-(30b|235b)|qwen3-coder-(30b|480b)": "qwen3_moe",
+    "qwen3-next|qwen3-coder-next": "qwen3_next",
+    "qwen3.(5-(4b|9b|27b)|6-27b|8-27b)": "qwen3_5",
+    "qwen3.(5-(35b|122b)|6-35b)": "qwen3_5_moe",
+    "llama-4": "llama4",
+    "gpt-oss": "gpt_oss",
+    "granite-20b": "gpt_bigcode",
+    "gemma-4": "gemma4",
+    "glm-5": "glm_moe_dsa",
+    "kimi-k3": "kimi_linear",
+    "kimi-k2-": "deepseek_v3",
+    "nvidia-nemotron-3": "nemotron_h",
+}
+"""Families of the catalogue's targets. Kimi-K2's own code is DeepSeek-V3's, Kimi-K3's layers are Kimi-Linear's."""
+UNSERVED = {"Kimi-K2.5": 4, "Kimi-K2.6": 3, "Ling-flash-2.0": 1, "Mistral-Small-4-119B-2603": 2}
+UNSERVED |= {"Qwen3-VL-235B-A22B-Instruct": 1, "Step-3.7-Flash": 1}
+"""Targets whose class in transformers is no causal LM, but one for images and texts; Ling 2.0 has none at all."""
+
+
+def test_the_heads_whose_target_is_served_are_counted() -> None:
+    """As docs/heads.md says."""
+    lacking = Counter[str]()
+    for head in known_heads():
+        name = head.target.casefold()
+        family = [kind for pattern, kind in FAMILIES.items() if re.match(pattern, name)]
+        if head.target in UNSERVED:
+            lacking[head.target] += 1
+        else:
+            assert len(family) == 1 and family[0] in SERVED.split(), head.target
+    assert lacking == UNSERVED and len(known_heads()) - lacking.total() == 119

@@ -65,15 +65,15 @@ def _refuse_states(model_class: Any, kind: str) -> None:
         )
 
 
-def refuse_stateful(model: Any) -> None:
-    """Raise UnsupportedModelError for a model with recurrent states, whose texts cannot be packed into one window: a
-    mask does not keep a state of one text from the next.
-    """
-    if state_layers(model) or getattr(type(model), "_is_stateful", False):
-        raise UnsupportedModelError(
-            f"{model.config.model_type} keeps recurrent states; training packs several texts into a window, where a "
-            "state would flow from one into the next. Capture features with forerun first: see docs/training.md"
-        )
+def keeps_states(model: Any) -> bool:
+    """Return whether a model has layers with recurrent states, which no mask keeps from the tokens behind."""
+    return bool(state_layers(model)) or getattr(type(model), "_is_stateful", False)
+
+
+def refuse_stateful(model: Any, why: str) -> None:
+    """Raise UnsupportedModelError, which says `why`, for a model with recurrent states."""
+    if keeps_states(model):
+        raise UnsupportedModelError(f"{model.config.model_type} keeps recurrent states: {why}")
 
 
 def refuse_unknown_state(model: Any) -> None:

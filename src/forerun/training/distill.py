@@ -29,10 +29,10 @@ from forerun.losses.objective import (
 )
 from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions
-from forerun.model.masks import AttentionMask, MaskStyle, additive
+from forerun.model.masks import MaskStyle, additive
 from forerun.model.prepare import open_named
-from forerun.model.support import refuse_stateful, text_config
-from forerun.training.features.online import packed_mask
+from forerun.model.support import text_config
+from forerun.training.features.online import PackedPass
 from forerun.types import LAST_HIDDEN
 
 
@@ -52,10 +52,9 @@ class DraftStates:
     """
 
     def __init__(self, model: Any, *, gradient_checkpointing: bool = False) -> None:
-        """Check the model; UnsupportedModelError for recurrent state, unknown attention, or logits
-        that are not linear in states.
+        """Check the model; UnsupportedModelError for unknown attention, or logits that are not linear
+        in states.
         """
-        refuse_stateful(model)
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
         self._check()
         if gradient_checkpointing:
@@ -65,7 +64,8 @@ class DraftStates:
 
     def states(self, batch: TokenBatch) -> Tensor:
         """Return the states (B, S, H) after the final norm; each document sees itself alone."""
-        return self._run(batch.tokens, batch.positions, packed_mask(batch, self._style, self._dtype(batch)))
+        one = PackedPass.of(self.model, batch, self._style, self._dtype(batch))
+        return one.restore(self._base(**one.inputs).last_hidden_state)
 
     def masked(self, batch: TokenBatch, masked: Masked, mask_token: int) -> Tensor:
         """Return the states (B, N, H) after the final norm, of all that is `masked`: tokens at
@@ -74,7 +74,8 @@ class DraftStates:
         rows, behind = len(batch.tokens), masked.entries.shape[1] - batch.tokens.shape[1]
         ids = torch.cat([batch.tokens, batch.tokens.new_full((rows, behind), mask_token)], 1)
         mask = additive(masked.sees(batch), self._style, masked.positions, masked.positions, self._dtype(batch))
-        return self._run(ids, masked.positions, mask)
+        inputs = {"input_ids": ids, "position_ids": masked.positions, "attention_mask": mask}
+        return self._base(**inputs, use_cache=False).last_hidden_state
 
     def linear(self, states: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
         """Return `FrozenTarget.linear` of the model's own output head as it is now."""
@@ -95,9 +96,6 @@ class DraftStates:
 
     def _dtype(self, batch: TokenBatch) -> torch.dtype:
         return working_dtype(batch.tokens.device, self.model.dtype)
-
-    def _run(self, ids: Tensor, positions: Tensor, mask: AttentionMask) -> Tensor:
-        return self._base(input_ids=ids, position_ids=positions, attention_mask=mask, use_cache=False).last_hidden_state
 
     @torch.no_grad()
     def _check(self) -> None:

@@ -27,7 +27,7 @@ from forerun.losses.objective import (
     mark_counted,
 )
 from forerun.model.layers import base_of, capture_states, layers_of, norm_after_layers
-from forerun.model.support import text_config
+from forerun.model.support import refuse_stateful, text_config
 from forerun.training.distill import DraftStates
 
 
@@ -65,6 +65,11 @@ class LayerSkipObjective(Objective):
         """Take `model`, a transformers causal LM, which is trained, and `target`, the same model as
         it was.
         """
+        refuse_stateful(
+            model,
+            "early_exit, for which LayerSkip trains, cannot draft with such a target. forerun train eagle3 trains a "
+            "head for it",
+        )
         self.target, self.settings = target, settings or LayerSkipSettings()
         self.reader = DraftStates(model, gradient_checkpointing=self.settings.gradient_checkpointing)
         base, count = base_of(model), text_config(model).num_hidden_layers

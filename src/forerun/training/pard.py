@@ -13,7 +13,7 @@ tokens): what stands behind an unlikely token is hardly ever reached. Its states
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from forerun.losses.objective import (
     DistanceSettings,
     FeatureBatch,
     Fraction,
+    FrozenTarget,
     LossReport,
     Masked,
     Natural,
@@ -33,6 +34,7 @@ from forerun.losses.objective import (
     Share,
     shift_left,
 )
+from forerun.model.support import refuse_stateful
 from forerun.training.distill import DraftModelObjective
 from forerun.types import LAST_HIDDEN
 
@@ -73,6 +75,15 @@ class PardObjective(DraftModelObjective):
 
     Settings: ClassVar[type[PardSettings]] = PardSettings
     settings: PardSettings
+
+    def __init__(self, draft: Any, target: FrozenTarget, settings: PardSettings | None = None) -> None:
+        """Take `draft`, a transformers causal LM; UnsupportedModelError for recurrent states."""
+        refuse_stateful(
+            draft,
+            "PARD learns all depths in one pass, in which masks of many entries stand behind each other, and a state "
+            "would flow from one into the next. forerun train distill trains it as a draft model",
+        )
+        super().__init__(draft, target, settings)
 
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the weighted sum over all counted predictions, how often a chain got to each

@@ -28,7 +28,7 @@ from forerun.drafters.combined.composed import Spec, options_of
 from forerun.drafters.draft_models.draft_model import CHUNK, fit_vocabulary, load_draft
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary
-from forerun.errors import NumericError
+from forerun.errors import NumericError, UnsupportedModelError
 from forerun.model import Scored, Target
 from forerun.model.inputs import Nodes
 from forerun.types import Boundary, Budget, DraftKind, Drawn
@@ -64,6 +64,12 @@ class CascadeDrafter(Drafter):
         self.model.speak(setup.target.vocab_size)
         inner = replace(setup, target=self.model, slots=slots)
         self._inner = Guarded.build(*options_of("member", config.inner), inner)
+        if self._inner.requires and self.model.states is not None:
+            raise UnsupportedModelError(
+                f"cascade: {self._inner.method} reads hidden states of the draft model, whose recurrent states go back "
+                "further than to the last accepted token: it would read tokens twice. Take an inner drafter without a "
+                "head, ngram say"
+            )
         self._estimates = PerDomain(Acceptance)
         self._rows = defaultdict[int, _CascadeRow](_CascadeRow)
 
@@ -135,7 +141,8 @@ class CascadeDrafter(Drafter):
         """
         state = self._rows[row_id]
         kept = agreed - 1 if self._inner.requires else agreed
-        self.model.truncate([row_id], [max(0, min(self.model.lengths[row_id], kept, length - 1))])
+        most = max(0, min(self.model.lengths[row_id], kept, length - 1))
+        self.model.truncate([row_id], [self.model.reusable(row_id, most)])
         if agreed < state.text + len(state.chain) or length == 0:
             self._inner.truncate([row_id], [agreed])
         state.text, state.chain = agreed, []

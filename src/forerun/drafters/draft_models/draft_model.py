@@ -252,7 +252,8 @@ class DraftModelDrafter(Drafter):
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
             row = self._rows[row_id]
-            row.cached, row.drafted = min(row.cached, self._span(row_id, length)), None
+            kept = min(row.cached, self._span(row_id, length))
+            row.cached, row.drafted = self.model.reusable(row_id, kept), None
             self.model.truncate([row_id], [row.cached])
             self.model.clear(row_id)
             if length == 0:
@@ -276,9 +277,7 @@ class DraftModelDrafter(Drafter):
         reads their texts as `texts`.
         """
         rows, within = [context.rows[index] for index in active], list(ending.nodes)
-        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
-        left = catch_up(self.model, rows, cached, missing)  # the root last
+        left = self._catch_up(rows, texts)
         size = self._vocabulary if self._shared is None else self._shared.size
 
         def drawn(draws: Draws | HostDraws, first: Tensor, descend: Descend) -> Grown:
@@ -288,12 +287,15 @@ class DraftModelDrafter(Drafter):
             draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
             if draws.key is not None:
                 return self._unroll(rows, texts, left, draws, (max(within), draws.key), drawn)
-        first = ending.look(self._fit(self.model.prefill(rows, left).logits))
+        appended = (
+            self.model.states is None
+        )  # A state cannot be taken back behind the root: it runs as node 0 of a tree
+        first = ending.look(self._fit(run_last(self.model, rows, left, appended=appended)))
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _DraftRow(cached=len(text))
+            self._rows[row] = _DraftRow(cached=len(text) - 1 + appended)
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            if level.start == 1:  # the root becomes node 0 of a tree: it keeps its slot but is no longer committed
+            if level.start == 1 and appended:  # the root becomes node 0: it keeps its slot but is no longer committed
                 for row in rows:
                     self._rows[row].cached -= 1
                 self.model.truncate(rows, [self._rows[row].cached for row in rows])
@@ -302,6 +304,13 @@ class DraftModelDrafter(Drafter):
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
 
         return drawn(self._tree.draws(context, active, first.device, size), first, descend)
+
+    def _catch_up(self, rows: list[int], texts: list[Sequence[int]]) -> list[Sequence[int]]:
+        """Run what the rows lack of the `texts`, as `catch_up` does. Returns what is left to run, the root last."""
+        most = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        cached = [self.model.reusable(row, count) for row, count in zip(rows, most, strict=True)]
+        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        return catch_up(self.model, rows, cached, missing)
 
     def _unroll(
         self,
@@ -391,6 +400,19 @@ def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missi
     token for each row), and return the logits (B, 1, V) after the last token of each.
     """
     return model.prefill(rows, catch_up(model, rows, cached, missing)).logits
+
+
+def run_last(model: Target, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, appended: bool) -> Tensor:
+    """Run ``tokens[i]`` behind row ``rows[i]``, and return the logits (B, 1, V) after the last of each, which is
+    `appended` as the others are, or else scored as the root of a tree.
+    """
+    if appended:
+        return model.prefill(rows, tokens).logits
+    before = [(row, one[:-1]) for row, one in zip(rows, tokens, strict=True) if len(one) > 1]
+    if before:
+        some, pieces = zip(*before, strict=True)
+        model.prefill(some, pieces)
+    return model.score(rows, [TokenTree(one[-1]) for one in tokens]).logits
 
 
 def catch_up(

@@ -20,7 +20,7 @@ from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, DrafterSetup, check_least
 from forerun.devices import send_ints
-from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter, Ending, Stop, catch_up
+from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter, Ending, Stop
 from forerun.drafters.drawing import Draw
 from forerun.drafters.trees import DynamicTree, FixedTree, Grown
 from forerun.drafters.vocabulary import spare_token
@@ -118,9 +118,7 @@ class PardDrafter(DraftModelDrafter):
         `depths` (B,); the last ones of a row with fewer mean nothing. One pass; what the cache
         lacked of the `texts` stays there.
         """
-        cached = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
-        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
-        left = catch_up(self.model, rows, cached, missing)
+        left = self._catch_up(rows, texts)
         masked = [[*tokens, *[self._mask] * (depth - 1)] for tokens, depth in zip(left, depths, strict=True)]
         logits = self.model.score(rows, Nodes.of_prompt(masked)).logits
         self.model.commit(rows, [tuple(range(1, len(tokens))) for tokens in left])

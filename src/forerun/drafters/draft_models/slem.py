@@ -128,7 +128,7 @@ class SlemDrafter(Drafter):
         """Draft `num_speculative_tokens` tokens greedily for each row, one pass for all rows a
         token.
         """
-        kept = [text.row.common(text.ids) for text in texts]
+        kept = [self.model.reusable(text.cache_row, text.row.common(text.ids)) for text in texts]
         missing = [text.ids[count:] for text, count in zip(texts, kept, strict=True)]
         logits = run_missing(self.model, [text.cache_row for text in texts], kept, missing)
         for text in texts:

@@ -86,7 +86,7 @@ def convert(model: Any, mode: Any) -> Any:
             checkpoint brings). What is missing takes its default. A name alone is a head of the model's own sizes.
 
     ArgumentError if the model is converted already, or the mode or configuration is unknown, contradictory or
-    unsupported; UnsupportedModelError if the model's hidden states cannot be read (recurrent state, no causal LM);
+    unsupported; UnsupportedModelError if the model's hidden states cannot be read (unknown attention, no causal LM);
     CheckpointError for ``mtp`` if the model's checkpoint brings no layers that can be read.
     """
     refuse(

@@ -8,7 +8,8 @@ compares them with what the model reports itself: with a layer id off by one a h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from forerun.losses.chunked_loss import working_dtype
 from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
 from forerun.model.masks import AttentionMask, MaskStyle, additive
-from forerun.model.support import context_length, refuse_stateful, text_config
+from forerun.model.support import context_length, keeps_states, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -34,9 +35,8 @@ class OnlineFeatures:
         """Prepare a transformers causal LM, sharded or not.
 
         `boundaries` are 0 .. layers, `LAST_HIDDEN` is always added. UnsupportedModelError for
-        recurrent state, or a layer that is neither full, sliding nor chunked attention.
+        attention that is neither full, sliding, chunked nor indexed.
         """
-        refuse_stateful(model)
         config = text_config(model)
         self.boundaries = distinct_boundaries(boundaries, config.num_hidden_layers)  # As given, without `LAST_HIDDEN`
         self.hidden_size: int = config.hidden_size
@@ -67,16 +67,12 @@ class OnlineFeatures:
             )
         device = device_of(self._embedding)
         batch = batch.to(device)
-        inputs = {
-            "input_ids": batch.tokens,
-            "position_ids": batch.positions,
-            "attention_mask": packed_mask(batch, self._style, working_dtype(device, self.model.dtype)),
-            "use_cache": False,
-        }
+        one = PackedPass.of(self.model, batch, self._style, working_dtype(device, self.model.dtype))
         with evaluating(self._base), capture_states(self._layers, frozenset(self.boundaries)) as caught:
-            last = self._run(inputs)
-        states = {boundary: caught[boundary].to(device) for boundary in self.boundaries}
-        return FeatureBatch(batch=batch, features={**states, LAST_HIDDEN: last.to(device)})
+            last = self._run(one.inputs)
+        states = {**{boundary: caught[boundary] for boundary in self.boundaries}, LAST_HIDDEN: last}
+        found = {boundary: one.restore(value.to(device)) for boundary, value in states.items()}
+        return FeatureBatch(batch=batch, features=found)
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
         """Return the states (L, Ht) of whole documents, one document per row of one pass."""
@@ -120,6 +116,37 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
         documents=real.long() - 1,
         positions=torch.where(real, index, 0),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPass:
+    """A `PackedPass` is what a model is run on so that each document of packed windows sees itself alone.
+
+    A mask does so for attention. A recurrent state would flow from one document into the next: where a model has them,
+    each document is a row of its own, padded on the right, which no token before it sees.
+    """
+
+    inputs: dict[str, Any]
+    places: tuple[Tensor, Tensor] | None = None  # (B, S) each: row and column of a window's tokens; None: their own
+
+    @classmethod
+    def of(cls, model: Any, batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> PackedPass:
+        """Return the pass of a causal LM over a batch; `style` and `dtype` are those of its mask."""
+        if not keeps_states(model):
+            mask = packed_mask(batch, style, dtype)
+            inputs = {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
+            return cls({**inputs, "use_cache": False})
+        rows = torch.arange(len(batch.tokens), device=batch.tokens.device).unsqueeze(1)
+        numbers = rows * (batch.documents.max() + 1) + batch.documents.clamp(min=0)
+        lines = torch.unique(numbers, return_inverse=True)[1]
+        real = batch.documents >= 0
+        alone = batch.tokens.new_zeros(int(lines.max()) + 1, int(batch.positions.max()) + 1)
+        alone[lines[real], batch.positions[real]] = batch.tokens[real]
+        return cls({"input_ids": alone, "use_cache": False}, (lines, batch.positions))
+
+    def restore(self, states: Tensor) -> Tensor:
+        """Return the states (B, S, H) of the windows' tokens, of those that the model gave."""
+        return states if self.places is None else states[self.places]
 
 
 def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> AttentionMask:
@@ -198,19 +225,28 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
     ``output_hidden_states``.
 
     transformers' last entry is the state after the final norm; the raw one before it comes from a
-    hook.
+    hook. Mamba's models leave the embeddings out: their first entry is what the first layer gave.
     """
     config = text_config(model)
     layers = layers_of(base_of(model), config.num_hidden_layers)[1]
     # A hook of its own: `capture_states` is under test.
-    raw: list[Any] = []
+    calls: list[tuple[Any, Any]] = []  # What entered a layer, and what it gave
     ids = torch.as_tensor(tokens, dtype=torch.int64, device=device_of(model.get_input_embeddings())).view(1, -1)
-    with layers[-1].register_forward_hook(lambda *call: raw.append(call[-1])):
+    with ExitStack() as hooks:
+        for layer in (layers[0], layers[-1]):
+            hooks.enter_context(layer.register_forward_hook(lambda _, given, output: calls.append((given, output))))
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+    (entered, first), last = calls[0], _states_of(calls[-1][1])
     found = dict(enumerate(states[:-1]))
-    last = raw[0][0] if isinstance(raw[0], tuple) else raw[0]
+    if len(layers) > 1 and torch.equal(states[0], _states_of(first)):
+        found = {0: entered[0], **dict(enumerate(states[:-1], start=1))}
     found |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}
     return {boundary: value[0].cpu() for boundary, value in found.items()}
+
+
+def _states_of(output: Any) -> Tensor:
+    """Return the states (B, N, H) of what a layer gave."""
+    return output[0] if isinstance(output, tuple) else output
 
 
 def compare(
