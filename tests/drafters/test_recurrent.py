@@ -51,7 +51,12 @@ def test_a_recurrent_draft_model_is_drafted_for() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"method": "quantized_self"}, {"method": "skip_layers", "skip": ["0.mlp", "3.attn"]}]
+    "config",
+    [
+        {"method": "quantized_self"},
+        {"method": "skip_layers", "skip": ["0.mlp", "3.attn"]},
+        {"method": "early_exit", "exit_layer": 3},
+    ],
 )
 def test_a_target_with_states_drafts_for_itself(config: dict[str, Any]) -> None:
     prompt = [3 + token % 90 for token in random_tokens(30, 7)]
@@ -60,9 +65,9 @@ def test_a_target_with_states_drafts_for_itself(config: dict[str, Any]) -> None:
     assert found.speculation.mean_acceptance_length > 1.2
 
 
-def test_what_runs_layers_in_part_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="qwen3_next keeps recurrent states: a draft that exits early"):
-        answers(model_of("qwen3_next"), {"method": "early_exit", "exit_layer": 2}, [[5, 6]])
+def test_what_cannot_run_layers_in_part_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="BambaModel finds its layers' kinds by their number"):
+        answers(model_of("bamba"), {"method": "early_exit", "exit_layer": 2}, [[5, 6]])
     with pytest.raises(UnsupportedModelError, match=r"has no sublayer named self_attn .* cannot skip \(0, 'attn'\)"):
         answers(model_of("qwen3_next"), {"method": "skip_layers", "skip": ["0.attn"]}, [[5, 6]])
 

@@ -12,7 +12,6 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
 from forerun.model.layers import LayerRange
 from forerun.model.self_check import difference, is_exact, most_difference, own_noise
-from forerun.model.support import refuse_stateful
 from forerun.model.target import Target
 from forerun.types import Drawn
 
@@ -46,11 +45,6 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
     logits by the limits of the self-check. Raises UnsupportedModelError if the layers cannot be run
     in part, or the parts do not make the whole.
     """
-    refuse_stateful(
-        target.model,
-        "a draft that exits early leaves some nodes to a second pass through the first layers, where a state would "
-        "have to go on from nodes of the first. Take a head, eagle3 say, or copying",
-    )
     name = type(target.model).__name__
     noise = (
         None
