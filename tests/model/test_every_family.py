@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +36,7 @@ UNBUILT = """
     musicgen musicgen_melody qwen4_exp
 """
 """No small model comes out of the sizes in `tiny`, or a package is missing."""
+WITH_IMAGES = ("kimi_k25", "qwen3_vl_moe", "mistral4", "lfm2_vl", "minicpmv4_6")
 TECHNICAL = re.compile(r"SlotCache|AttributeError|has no attribute|NoneType|self\\.|torch\\.Size")
 DEPTHS = (3, 0, 2, 1)
 """Tokens of a tree that are right, by step."""
@@ -54,6 +56,14 @@ def test_family(kind: str) -> None:
         Target.load(model, rows=2, slots=96)
     assert len(str(caught.value)) > 60
     assert not TECHNICAL.search(str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize("kind", WITH_IMAGES)
+def test_a_model_for_images_and_texts_answers_texts(kind: str, tmp_path: Path) -> None:
+    """It is opened by its name, though transformers has no causal LM of that family."""
+    model = build(kind)
+    model.save_pretrained(tmp_path)
+    compare(Target.load(tmp_path, rows=2, slots=96), model)
 
 
 def compare(target: Target, model: Any, lengths: tuple[int, int] = (5, 21), new: int = 10) -> None:

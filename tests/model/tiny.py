@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING
 
-from forerun.model.support import named_sizes
+from forerun.model.support import auto_class, named_sizes
 
 WINDOW = 12
 """Every window, chunk, block or top-k that a configuration names by a larger number."""
@@ -133,11 +133,11 @@ def _fixed(config_type: type, key: str) -> bool:
 def _model(kind: str, options: dict[str, Any]) -> Any:
     config = CONFIG_MAPPING[kind](**options)
     with torch.device("meta"):
-        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(weight.numel() for weight in auto_class(config).from_config(config).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size} parameters")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**options)).eval()
+    model = auto_class(config).from_config(CONFIG_MAPPING[kind](**options)).eval()
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

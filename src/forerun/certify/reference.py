@@ -34,14 +34,15 @@ class Reference:
     def of(cls, llm: LLM) -> Reference:
         """Load the target once more, in the engine's dtype and on its device. ArgumentError: the engine was built from
         a model in memory, which has no checkpoint to load again."""
-        from transformers import AutoModelForCausalLM
+        from forerun.model.support import auto_class
 
         if not llm.target.name_or_path:
             raise ArgumentError(
                 "certify compares with the checkpoint as transformers loads it; this engine was built from a model in "
                 "memory: pass certify(..., reference=Reference(MODEL)) with a copy made before"
             )
-        model = AutoModelForCausalLM.from_pretrained(llm.target.name_or_path, dtype=llm.target.dtype)
+        kind = auto_class(llm.target.model.config)
+        model = kind.from_pretrained(llm.target.name_or_path, dtype=llm.target.dtype)
         return cls(model.to(llm.target.device))
 
     @torch.inference_mode()

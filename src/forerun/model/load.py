@@ -26,7 +26,7 @@ from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.kernels.products import decodes
-from forerun.model.support import refuse_config
+from forerun.model.support import auto_class, refuse_config
 
 _log = logging.getLogger(__name__)
 
@@ -187,8 +187,6 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
     """Load the model with its adapter, in evaluation mode. Raises CheckpointError if it is
     unreadable, or its tensors are not those that it names.
     """
-    from transformers import AutoModelForCausalLM
-
     own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
     if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own), own):
         _log.info("in %s: on this processor products in %s, the model's own dtype, are slower", dtype, own)
@@ -201,7 +199,7 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
         placed = {"": str(options.first_device())}
     try:
         with _ONE_LOADS, quiet_transformers(quiet):
-            model, found = AutoModelForCausalLM.from_pretrained(
+            model, found = auto_class(config).from_pretrained(
                 name,
                 config=config,
                 dtype=dtype or "auto",
@@ -243,10 +241,8 @@ def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
     directory = _local(name, options)
     if directory is not None:
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
-    from transformers import AutoModelForCausalLM
-
     with _ONE_LOADS, torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
+        model = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
     return int(model.num_parameters()) * (1 if quantised else (resolved or torch.float32).itemsize)
 
 

@@ -37,6 +37,17 @@ def text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that opens a checkpoint: that of causal LMs or, where a family has none, that of
+    models for images and texts, which answer texts alone as well.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    both = (AutoModelForCausalLM, AutoModelForImageTextToText)
+    known = [each for each in both if type(config) in each._model_mapping]
+    return known[0] if known and not getattr(config, "auto_map", None) else AutoModelForCausalLM
+
+
 def refuse_config(config: Any, model_class: Any = None) -> None:
     """Raise UnsupportedModelError for an encoder-decoder, what is no causal LM, or recurrent state,
     before any weight is loaded. `model_class` is that of a model that is loaded already; None: what
@@ -45,24 +56,23 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
     kind = config.model_type
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{kind} is an encoder-decoder model; forerun verifies causal language models only")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    model_class = model_class or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = model_class or auto_class(config)._model_mapping.get(type(config), None)
     if model_class is not None:
-        _refuse_states(model_class, kind)
+        code = vars(sys.modules.get(model_class.__module__, object))
+        wraps = config.get_text_config(decoder=True) is not config  # Its layers are of another file
+        if getattr(model_class, "_is_stateful", False) and not wraps and FUNCTIONS.keys().isdisjoint(code):
+            raise _unknown_states(kind)
     elif not getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
     MaskStyle.of(config.get_text_config(decoder=True))
 
 
-def _refuse_states(model_class: Any, kind: str) -> None:
-    """Raise UnsupportedModelError for a class with a recurrent state that no file of `states` knows."""
-    code = sys.modules.get(model_class.__module__)
-    if getattr(model_class, "_is_stateful", False) and FUNCTIONS.keys().isdisjoint(vars(code) if code else ()):
-        raise UnsupportedModelError(
-            f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(FUNCTIONS)}, "
-            f"whose states forerun can take back. {UNSERVED}"
-        )
+def _unknown_states(kind: str) -> UnsupportedModelError:
+    """Return the error of a family whose recurrent state no file of `states` knows."""
+    return UnsupportedModelError(
+        f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(FUNCTIONS)}, "
+        f"whose states forerun can take back. {UNSERVED}"
+    )
 
 
 def keeps_states(model: Any) -> bool:
@@ -78,8 +88,10 @@ def refuse_stateful(model: Any, why: str) -> None:
 
 def refuse_unknown_state(model: Any) -> None:
     """Raise UnsupportedModelError for a loaded model with a layer whose state no file of `states` knows."""
-    _refuse_states(type(model), model.config.model_type)
-    unknown = sorted(kind.__name__ for kind, names in state_layers(model).items() if not names)
+    found = state_layers(model)
+    if getattr(type(model), "_is_stateful", False) and not found:
+        raise _unknown_states(model.config.model_type)
+    unknown = sorted(kind.__name__ for kind, names in found.items() if not names)
     if unknown:
         raise UnsupportedModelError(
             f"{model.config.model_type}: layers of the class {', '.join(unknown)} keep a state in the cache by code of "

@@ -27,6 +27,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, UnsupportedModelError, refuse
 from forerun.model.layers import base_name, base_of, norm_after_layers
 from forerun.model.load import read_header, weight_files
+from forerun.model.support import auto_class
 from forerun.training.features.online import distinct_boundaries
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -43,10 +44,8 @@ class FinalNorm:
         UnsupportedModelError if the module after the layers cannot be told, CheckpointError if its
         weights lack.
         """
-        from transformers import AutoModelForCausalLM
-
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+            model: Any = auto_class(config).from_config(copy.deepcopy(config))
         try:
             name, norm = norm_after_layers(base_of(model), config.get_text_config(decoder=True).num_hidden_layers)
         except UnsupportedModelError as error:
