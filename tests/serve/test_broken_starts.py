@@ -89,7 +89,7 @@ def taken(words: list[str]) -> Iterator[list[str]]:
 STARTS: dict[str, tuple[str | Callable[[Scene], list[str]], str]] = {
     "no such model on the hub": ("forerun-no-such-model", "forerun-no-such-model"),
     "a file for a folder": ("MODEL/config.json", "config.json"),
-    "a kind that is not served": (_config(model_type="mamba"), "mamba"),
+    "a kind that is not served": (_config(model_type="rwkv"), "rwkv"),
     "-1 layers": (_config(num_hidden_layers=-1), "num_hidden_layers"),
     "no attention heads": (_config(num_attention_heads=0), "cannot open"),
     "a size that is no number": (_config(hidden_size="many"), "hidden_size"),

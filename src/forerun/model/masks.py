@@ -30,6 +30,7 @@ class MaskStyle:
     types: tuple[str, ...]  # Layer types present: `FULL`, `SLIDING` or `CHUNKED`; several are handed over as a dict
     window: int | None  # Positions that a sliding layer looks back, itself included
     chunk: int | None = None  # Positions of a chunk; a chunked layer looks at tokens of its own chunk
+    unmasked: tuple[str, ...] = ()  # Types of `STATES` present
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
@@ -53,7 +54,12 @@ class MaskStyle:
                 f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back or have "
                 f"a mask of their own; only full, sliding-window and chunked attention can be verified. {UNSERVED}"
             )
-        return cls(types=types, window=window if SLIDING in types else None, chunk=chunk if CHUNKED in types else None)
+        return cls(
+            types=types,
+            window=window if SLIDING in types else None,
+            chunk=chunk if CHUNKED in types else None,
+            unmasked=tuple(name for name in STATES if name in (listed or ())),
+        )
 
     def within(self, name: str, queries: Tensor, keys: Tensor) -> Tensor:
         """Return whether a layer of type `name` at positions `queries` (..) reaches back to `keys`
@@ -109,4 +115,4 @@ def additive(visible: Tensor, style: MaskStyle, queries: Tensor, keys: Tensor, d
             else visible & style.within(name, queries.unsqueeze(2), keys.unsqueeze(1))
         )
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
-    return {**masks, **dict.fromkeys(STATES)} if len(masks) > 1 else next(iter(masks.values()))
+    return {**masks, **dict.fromkeys(style.unmasked)} if len(masks) > 1 else next(iter(masks.values()))
