@@ -152,7 +152,7 @@ def test_states_of_a_model_in_bfloat16_are_kept_in_float32() -> None:
     target = Target.load(build("qwen3_next").bfloat16(), rows=1, slots=96)
     target.prefill([0], [[5, 6, 7]])
     assert target.states is not None
-    found = {(key[0], state.dtype) for key, state in target.states._states.items()}
+    found = {(key[0].__name__, state.dtype) for key, state in target.states._states.items()}
     assert found == {("LinearAttention", torch.float32), ("Convolution", torch.bfloat16)}
 
 

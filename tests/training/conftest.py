@@ -22,15 +22,19 @@ from ports import free_ports
 from training.ttt import VOCABULARY, model
 
 
+def save_with_words(made: Any, folder: Path) -> Path:
+    """Write a model as a checkpoint, with a tokenizer of one word per token."""
+    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(made.config.vocab_size)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    made.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model as a checkpoint, with a tokenizer of one word per token."""
-    folder = tmp_path_factory.mktemp("target")
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    model().save_pretrained(folder)
-    return folder
+    return save_with_words(model(), tmp_path_factory.mktemp("target"))
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
@@ -21,20 +20,15 @@ from forerun.types import LAST_HIDDEN
 from forerun.writing import TokenizerIdentity
 from model.families import random_tokens
 from model.test_every_family import greedy
+from model.test_states import model_of
 from model.tiny import build
 from selection import slow
-from training.conftest import line_of, logged
+from training.conftest import line_of, logged, save_with_words
 
 KINDS = ("qwen3_next", "bamba", "lfm2", "mamba", "jamba", "kimi_linear")
 VOCABULARY = 99
 TEXTS = [[3 + token % 90 for token in random_tokens(length, length)] for length in (11, 14, 9, 20)]
 NEW = 24
-
-
-@cache
-def model_of(kind: str) -> Any:
-    """A small random model; made once."""
-    return build(kind)
 
 
 PLACES = ((0, 0), (0, 11), (0, 25), (1, 0))
@@ -96,12 +90,7 @@ def test_a_draft_model_with_states_reads_each_document_alone() -> None:
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Qwen3-Next as a checkpoint, with a tokenizer of one word per token."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    certain().save_pretrained(folder)
-    return folder
+    return save_with_words(certain(), tmp_path_factory.mktemp("hybrid"))
 
 
 @cache

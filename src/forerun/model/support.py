@@ -18,7 +18,7 @@ from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
 from forerun.model.cache import SlotCache
 from forerun.model.layers import base_of, device_of
 from forerun.model.masks import MaskStyle
-from forerun.model.states import FUNCTIONS, state_layers
+from forerun.model.states import FUNCTIONS, StateLayers, state_layers
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
@@ -86,8 +86,10 @@ def refuse_stateful(model: Any, why: str) -> None:
         raise UnsupportedModelError(f"{model.config.model_type} keeps recurrent states: {why}")
 
 
-def refuse_unknown_state(model: Any) -> None:
-    """Raise UnsupportedModelError for a loaded model with a layer whose state no file of `states` knows."""
+def known_states(model: Any) -> StateLayers:
+    """Return the layers of a loaded model that keep states. Raises UnsupportedModelError for one whose state no file
+    of `states` knows.
+    """
     found = state_layers(model)
     if getattr(type(model), "_is_stateful", False) and not found:
         raise _unknown_states(model.config.model_type)
@@ -98,6 +100,7 @@ def refuse_unknown_state(model: Any) -> None:
             f"their own, with none of {', '.join(FUNCTIONS)}; to serve them, write their recurrence as in "
             f"forerun/model/states. {UNSERVED}"
         )
+    return found
 
 
 def named_sizes(config: Any) -> dict[str, int]:

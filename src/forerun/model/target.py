@@ -26,8 +26,8 @@ from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
-from forerun.model.states import RowStates, install, state_layers
-from forerun.model.support import context_length, refuse_unknown_state, text_config
+from forerun.model.states import RowStates, install
+from forerun.model.support import context_length, known_states, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
 ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
@@ -45,7 +45,7 @@ class Target:
         """
         if rows < 1 or (slots is not None and slots < 1):
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-        refuse_unknown_state(model)
+        states = known_states(model)
         self.model = model
         self.config = text_config(model)
         self.generation_config = getattr(model, "generation_config", None)
@@ -70,8 +70,8 @@ class Target:
         self.device = layers.device_of(self._embedding)  # Device that token ids go to
         aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
         self.cache = SlotCache(rows, aligned)
-        self.states = RowStates(rows) if state_layers(model) else None  # Of layers that keep more than keys and values
-        install(model)
+        self.states = RowStates(rows) if states else None  # Of layers that keep more than keys and values
+        install(states)
         self._style = masks.MaskStyle.of(self.config)
         records = recordable(self.config) and self.states is None
         self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring

@@ -41,9 +41,7 @@ class HeadSettings:
 class SpeedupSettings:
     """`SpeedupSettings` say how a budget is spent, and how much is asked."""
 
-    drawing_share: float = (
-        0.04  # Of the budget: prompts are drawn, where none are given; an answer is six times as long
-    )
+    drawing_share: float = 0.04  # Of the budget: prompts are drawn, where none are given
     answers_share: float = 0.25  # The model answers the training prompts
     free_share: float = 0.08  # Drafters that need no training
     steps_share: float = 0.8  # Of the training's time; the rest goes to evaluations while it trains (`TrainSettings`)

@@ -31,7 +31,7 @@ from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions
 from forerun.model.masks import MaskStyle, additive
 from forerun.model.prepare import open_named
-from forerun.model.support import text_config
+from forerun.model.support import keeps_states, text_config
 from forerun.training.features.online import PackedPass
 from forerun.types import LAST_HIDDEN
 
@@ -56,6 +56,7 @@ class DraftStates:
         in states.
         """
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
+        self._apart = keeps_states(model)
         self._check()
         if gradient_checkpointing:
             # transformers has renamed it.
@@ -64,7 +65,7 @@ class DraftStates:
 
     def states(self, batch: TokenBatch) -> Tensor:
         """Return the states (B, S, H) after the final norm; each document sees itself alone."""
-        one = PackedPass.of(self.model, batch, self._style, self._dtype(batch))
+        one = PackedPass.of(batch, self._style, self._dtype(batch), apart=self._apart)
         return one.restore(self._base(**one.inputs).last_hidden_state)
 
     def masked(self, batch: TokenBatch, masked: Masked, mask_token: int) -> Tensor:

@@ -67,8 +67,8 @@ class LayerSkipObjective(Objective):
         """
         refuse_stateful(
             model,
-            "early_exit, for which LayerSkip trains, cannot draft with such a target. forerun train eagle3 trains a "
-            "head for it",
+            "LayerSkip learns from inner layers over packed windows, where a state would flow from one text into the "
+            "next, and early_exit cannot draft with such a target in every family. forerun train eagle3 trains a head",
         )
         self.target, self.settings = target, settings or LayerSkipSettings()
         self.reader = DraftStates(model, gradient_checkpointing=self.settings.gradient_checkpointing)

@@ -22,6 +22,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **linear_attention.FUNCTIONS,
     **selective_scan.FUNCTIONS,
 }
+StateLayers = dict[type[nn.Module], frozenset[str]]  # Classes of layers, and the names in `FUNCTIONS` that each uses
 KEPT = ("update_conv_state", "update_recurrent_state")  # Methods of a cache by which a layer keeps a state
 MASKING = "apply_mask_to_padding_states"  # The function that zeroes padding, which feeds no state here
 
@@ -39,9 +40,9 @@ class _Switch:
         return self.original(*args, **kwargs) if this is None else self.ours(this, *args, **kwargs)
 
 
-def state_layers(model: nn.Module) -> dict[type[nn.Module], frozenset[str]]:
+def state_layers(model: nn.Module) -> StateLayers:
     """Return the classes of a model's layers that keep a state in the cache, and the names of ours that they use."""
-    found: dict[type[nn.Module], frozenset[str]] = {}
+    found: StateLayers = {}
     for kind in {type(module) for module in model.modules()}:
         names = frozenset(_names(kind))
         if names.intersection(KEPT):
@@ -49,9 +50,9 @@ def state_layers(model: nn.Module) -> dict[type[nn.Module], frozenset[str]]:
     return found
 
 
-def install(model: nn.Module) -> None:
-    """Lead the functions of a model's layers to ours while a pass of forerun runs."""
-    for kind, names in state_layers(model).items():
+def install(layers: StateLayers) -> None:
+    """Lead the functions of these layers to ours while a pass of forerun runs."""
+    for kind, names in layers.items():
         namespace = inspect.unwrap(kind.forward).__globals__
         for name in (*names, MASKING):
             if name in namespace and not isinstance(namespace[name], _Switch):

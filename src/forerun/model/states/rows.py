@@ -23,7 +23,6 @@ CHUNK = 64  # Tokens of a prompt whose recurrence is computed at a time
 SPACING = 64  # States that prefixes may end at stand behind multiples of so many tokens
 MOST = 8  # States that a row keeps for prefixes: the first, the last, and those between them that leave even gaps
 
-StateKey = tuple[str, int, int, int]  # Kind of recurrence, layer, which of its states, which call of its pass
 Fed = tuple[Tensor, ...]  # What nodes feed into a recurrence, (B, M, ..) each
 
 
@@ -96,6 +95,9 @@ class Recurrence(ABC):
         """Return the states (B, ..) behind `Tree.ends`."""
 
 
+StateKey = tuple[type[Recurrence], int, int, int]  # Its kind, its layer, which of its states, which call of the pass
+
+
 @dataclass
 class StatePass:
     """`StatePass` runs the recurrences of one pass from the states of its rows on."""
@@ -106,9 +108,10 @@ class StatePass:
     nodes: Nodes
     missing: int  # Nodes of padding that the pass has behind those of `nodes`
     appends: bool  # Whether its tokens are committed as they run, as a prompt's are
-    kept: Sequence[Sequence[int]] = ()  # (B,) lengths behind which states are kept, of those that it reaches
+    kept: list[list[int]] = field(
+        default_factory=list
+    )  # (B,) lengths behind which states are kept, of those that it reaches
     fed: dict[StateKey, Fed] = field(default_factory=dict)
-    kinds: dict[StateKey, type[Recurrence]] = field(default_factory=dict)
     _at: tuple[int, int] = (0, 0)
     _calls: int = 0
     _trees: dict[torch.device, Tree] = field(default_factory=dict)
@@ -119,7 +122,7 @@ class StatePass:
 
     def run(self, recurrence: Recurrence) -> Tensor:
         """Run a recurrence of the layer that was entered, for the tokens of this pass: (B, N, ..)."""
-        key = (type(recurrence).__name__, *self._at, self._calls)
+        key = (type(recurrence), *self._at, self._calls)
         self._calls += 1
         states = self.states.of(key, recurrence)
         state, tree = _select(states, self.rows), self.tree(states.device)
@@ -129,7 +132,6 @@ class StatePass:
             return found
         earlier = self.states.earlier(key, self.rows, tree.start) if tree.start else None
         found, self.fed[key] = recurrence.run(state, recurrence.inputs, earlier, tree)
-        self.kinds[key] = type(recurrence)
         return found
 
     def _append(self, key: StateKey, recurrence: Recurrence, state: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
@@ -218,14 +220,11 @@ class RowStates:
     ) -> StatePass:
         """Return a pass over `nodes` of these rows, which hold `lengths` tokens."""
         this = StatePass(self, list(rows), lengths, nodes, missing, appends)
-        for row, length in zip(rows, lengths, strict=True):
+        for line, (row, length, count) in enumerate(zip(rows, lengths, nodes.counts, strict=True)):
             self._kept[row] = {each: kept for each, kept in self._kept[row].items() if each <= length}
-        if appends:
-            ends = [length + count for length, count in zip(lengths, nodes.counts, strict=True)]
-            this.kept = [self._plan(*each) for each in zip(rows, lengths, ends, strict=True)]
-        for line, row in enumerate(rows):
             if appends:
                 self.forget(row)
+                this.kept.append(self._plan(row, length, length + count))
             else:
                 self._passes.setdefault(row, []).append((this, line))
         return this
@@ -263,7 +262,7 @@ class RowStates:
             some, lines, last = map(list, zip(*members, strict=True))
             fed = tuple(_select(one, lines) for one in this.fed[key])
             tree = this.ended(lines, last, states.device)
-            found.append(this.kinds[key].advance(_select(states, some), fed, tree))
+            found.append(key[0].advance(_select(states, some), fed, tree))
             moved += some
         return moved, torch.cat(found) if len(found) > 1 else found[0]
 

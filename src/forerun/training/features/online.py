@@ -45,6 +45,7 @@ class OnlineFeatures:
         self._base = base_of(model)
         self._layers = layers_of(self._base, config.num_hidden_layers)[1]
         self._style = MaskStyle.of(config)
+        self._apart = keeps_states(model)
         self._embedding: nn.Module = model.get_input_embeddings()
 
     @torch.no_grad()
@@ -67,7 +68,7 @@ class OnlineFeatures:
             )
         device = device_of(self._embedding)
         batch = batch.to(device)
-        one = PackedPass.of(self.model, batch, self._style, working_dtype(device, self.model.dtype))
+        one = PackedPass.of(batch, self._style, working_dtype(device, self.model.dtype), apart=self._apart)
         with evaluating(self._base), capture_states(self._layers, frozenset(self.boundaries)) as caught:
             last = self._run(one.inputs)
         states = {**{boundary: caught[boundary] for boundary in self.boundaries}, LAST_HIDDEN: last}
@@ -130,9 +131,11 @@ class PackedPass:
     places: tuple[Tensor, Tensor] | None = None  # (B, S) each: row and column of a window's tokens; None: their own
 
     @classmethod
-    def of(cls, model: Any, batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> PackedPass:
-        """Return the pass of a causal LM over a batch; `style` and `dtype` are those of its mask."""
-        if not keeps_states(model):
+    def of(cls, batch: TokenBatch, style: MaskStyle, dtype: torch.dtype, *, apart: bool) -> PackedPass:
+        """Return the pass of a causal LM over a batch; `style` and `dtype` are those of its mask, and documents run
+        `apart` where it keeps states.
+        """
+        if not apart:
             mask = packed_mask(batch, style, dtype)
             inputs = {"input_ids": batch.tokens, "position_ids": batch.positions, "attention_mask": mask}
             return cls({**inputs, "use_cache": False})
