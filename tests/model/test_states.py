@@ -16,6 +16,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import Target
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
+from forerun.model.masks import Block
 from forerun.model.states import RowStates, StatePass, Tree, functions
 from forerun.model.states.rows import MOST, SPACING
 from model.families import random_tokens
@@ -23,8 +24,13 @@ from model.test_every_family import compare, greedy
 from model.test_resume import ROWS, TREES, begun, worst
 from model.tiny import build
 
-KINDS = ("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32")
-"""Short convolutions, gated delta rule, Mamba, Mamba-2, KDA, several scans in a layer, windows, an index."""
+KINDS = (
+    *("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32"),
+    *("recurrent_gemma", "minimax", "zaya", "rwkv", "xlstm"),
+)
+"""Short convolutions, gated delta rule, Mamba, Mamba-2, KDA, several scans in a layer, windows, an index, RG-LRU,
+lightning attention, compressed convolutional attention, weighted keys, mLSTM.
+"""
 NEW = 24
 
 
@@ -49,7 +55,7 @@ def prompts_of(kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("method", ["ngram", "recycling"])
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2", "recurrent_gemma", "zaya", "rwkv", "bloom", "mpt"])
 def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     """Chains and trees, rows of unequal length, prompts that begin in the cache, more requests than rows."""
     model = model_of(kind)
@@ -61,6 +67,12 @@ def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
         for prompt, output in zip(prompts, outputs, strict=True):
             assert output.outputs[0].token_ids == answer_to(kind, prompt), (again, len(prompt))
     assert sum(output.num_cached_tokens or 0 for output in outputs) >= SPACING
+
+
+@pytest.mark.parametrize("kind", ["xlstm", "minimax"])
+def test_answers_where_a_chunk_of_the_prompt_ends_within_it(kind: str) -> None:
+    model = model_of(kind)
+    compare(Target.load(model, rows=2, slots=200), model, lengths=(90, 150))
 
 
 def test_a_preempted_answer_goes_on_as_before() -> None:
@@ -214,6 +226,10 @@ def leave_the_index(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SlotCache, "_tensors", lambda self: [store for pair in self._stores.values() for store in pair])
 
 
+def count_slots(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Block, "key_positions", lambda self, width: torch.arange(width).expand(len(self.lengths), -1))
+
+
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "state of a sibling": ("qwen3_next", change_trees(follow_the_slot_before)),
     "state of the parent's parent": ("bamba", change_trees(skip_the_parent)),
@@ -222,7 +238,19 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "state of another node committed": ("kimi_linear", commit_one_too_far),
     "states that are never committed": ("jamba", forget_to_commit),
     "rejected key in the index": ("deepseek_v32", leave_the_index),
+    "state of a sibling, weighted keys": ("rwkv", change_trees(follow_the_slot_before)),
+    "state of the parent's parent, mLSTM": ("xlstm", change_trees(skip_the_parent)),
+    "state of the parent's parent, RG-LRU": ("recurrent_gemma", change_trees(skip_the_parent)),
+    "state of another node, lightning attention": ("minimax", commit_one_too_far),
+    "rejected token before the one that is mixed": ("zaya", keep_rejected_in_the_window),
+    "biases by slots": ("bloom", count_slots),
+    "biases by slots, for all rows": ("mpt", count_slots),
 }
+UNCHANGED = (
+    *("rejected key in the index", "state of a sibling, weighted keys", "biases by slots"),
+    "rejected token before the one that is mixed",
+)
+"""Faults that change logits, and in these small models no likeliest token."""
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -232,7 +260,7 @@ def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     plant(monkeypatch)
     with pytest.raises(UnsupportedModelError, match="failed the self-check"):
         Target.load(model_of(kind), rows=2, slots=96)
-    if name != "rejected key in the index":  # which changes logits, and here no likeliest token
+    if name not in UNCHANGED:
         with pytest.raises(AssertionError):
             compare(Target.load(model_of(kind), rows=2, slots=96, self_check=False), model_of(kind))
 
@@ -283,6 +311,6 @@ def test_what_states_rule_out() -> None:
 
 
 def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "FUNCTIONS", {})
+    monkeypatch.setattr(functions, "KINDS", ())
     with pytest.raises(UnsupportedModelError, match="Lfm2ShortConv keep a state in the cache by code of their own"):
         Target.load(model_of("lfm2"))

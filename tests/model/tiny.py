@@ -65,6 +65,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "reformer": {"is_decoder": True, "attn_layers": ["local"] * 4, "axial_pos_embds": False},
     "longcat_flash": {"head_dim": 8},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "max_inference_chunksize": 16384},
     "xmod": {"default_language": "en_XX"},
 }
 """What the defaults of a family lack."""
@@ -139,7 +140,9 @@ def _model(kind: str, options: dict[str, Any]) -> Any:
     torch.manual_seed(0)
     model = auto_class(config).from_config(CONFIG_MAPPING[kind](**options)).eval()
     with torch.no_grad():
-        for weight in model.parameters():
+        for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif name.endswith(".temp"):  # ZAYA's factor of all keys, which is 0 in a fresh model
+                weight.fill_(0.5)
     return model

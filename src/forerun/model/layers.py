@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 from collections.abc import Iterator, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,16 +113,16 @@ def turn_of(base: nn.Module) -> threading.RLock:
 
 def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     """Return the dotted name and the list of the decoder layers: the one ModuleList of that length,
-    nearest to the input embedding. Raises UnsupportedModelError if none has that length, or several
-    lie equally near.
+    nearest to the input embedding; one of half that length where each layer counts as two, since it has two attentions
+    (LongCat). Raises UnsupportedModelError if none has that length, or several lie equally near.
     """
-    lists = {
-        name: module
-        for name, module in base.named_modules()
-        if name and isinstance(module, nn.ModuleList) and len(module) == count
-    }
-    embeds: Any = getattr(base, "get_input_embeddings", None)
-    embedding = None if embeds is None else embeds()
+    found = {name: module for name, module in base.named_modules() if name and isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in found.items() if len(module) == count}
+    if not lists:
+        lists = {name: module for name, module in found.items() if 2 * len(module) == count}
+    embedding = None
+    with suppress(AttributeError, NotImplementedError):  # A wrapper of a decoder, as BART's
+        embedding = base.get_input_embeddings()  # type: ignore[operator]
     owners = {name: base.get_submodule(name.rpartition(".")[0]) for name in lists}
     beside = [name for name, owner in owners.items() if any(module is embedding for module in owner.modules())]
     depth = min((name.count(".") for name in lists), default=0)
@@ -371,6 +371,11 @@ class LayerRanges:
             )
         owner = self._name.rpartition(".")[0]
         config: Any = copy.deepcopy(self._base.get_submodule(owner).config)
+        if 0 < start < stop and getattr(config, "rescale_every", None):
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__} halves its states behind every {config.rescale_every}th layer of its "
+                "list: its layers cannot be run in part"
+            )
         types = getattr(config, "layer_types", None)
         first = types[min(start, len(types) - 1)] if types else None
         inject, tap = _Inject(first), _Tap(first)

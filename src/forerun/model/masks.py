@@ -48,7 +48,6 @@ class MaskStyle:
         named = {_BOTH.get(name, name) for name in listed or ()} - {*UNMASKED}
         types = tuple(sorted(named)) or ((SLIDING,) if window and not listed else (FULL,))
         odd = [name for name in types if name not in (FULL, INDEXED, *WINDOWS)]
-        odd += ["local"] if "local" in getattr(config, "attention_layers", ()) else []
         if odd:
             raise UnsupportedModelError(
                 f"{config.model_type}: layers of type {', '.join(odd)} keep a state that cannot be rolled back or have "
@@ -83,6 +82,13 @@ class Block:
     query_positions: Tensor  # (B, N) int64
     node_positions: Tensor  # (B, M) int64
 
+    def key_positions(self, width: int) -> Tensor:
+        """Return the positions (B, width) int64 of the tokens in a row's first slots."""
+        slots = torch.arange(width, device=self.lengths.device)
+        relative = slots - self.lengths.unsqueeze(1)
+        node = relative.clamp(0, self.node_positions.shape[1] - 1)
+        return torch.where(relative < 0, slots, self.node_positions.gather(1, node))
+
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:
     """Build the mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum. A query
@@ -96,9 +102,7 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
     padding = ~block.sees.any(2, keepdim=True)
     visible = torch.where(padding, slots == 0, visible)
-    places = slots
-    if not {FULL, INDEXED}.issuperset(style.types):
-        places = torch.where(relative < 0, slots, block.node_positions.gather(1, node))
+    places = slots if {FULL, INDEXED}.issuperset(style.types) else block.key_positions(width)
     return additive(visible, style, block.query_positions, places, dtype)
 
 

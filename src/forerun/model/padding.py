@@ -103,6 +103,7 @@ class Pass:
     cache: Any = None  # Cache of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache
     states: Any = None  # What its layers do with recurrent states (`states.StatePass`); None: they keep none
+    positions: Any = None  # Those of its tokens (`positions.Positions`), for models that would count them themselves
     _repeated: tuple[Tensor, int, Tensor] | None = None
 
     def repeat(self, mask: Tensor, times: int) -> Tensor:

@@ -71,6 +71,7 @@ def prepare(
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
+    _settle(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
@@ -94,6 +95,14 @@ def prepare(
         _log.info("recurrent states take %.2f MiB a row", target.states.nbytes() / rows / 2**20)
     trim_heap()  # The weights as they were before they were repacked
     return target
+
+
+@torch.inference_mode()
+def _settle(model: Any) -> None:
+    """Run a model that changes its weights at its first forward (RWKV scales them), before any is repacked."""
+    if getattr(base_of(model), "layers_are_rescaled", True) is False:
+        with refusing(model, plainly=True):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=False)
 
 
 def refuse_unservable(cls: type[Any], model: Any, tokenizer: Any) -> None:
@@ -273,7 +282,9 @@ def _count_cached(config: Any) -> int:
     """Return how many numbers one layer caches per token."""
     if getattr(config, "kv_lora_rank", None):
         return int(config.kv_lora_rank + config.qk_rope_head_dim)
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    if heads is None:  # It has no attention
+        return 0
     return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -394,7 +405,10 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
     twin = copy.deepcopy(part)
     for _ in accelerate.undo(twin):  # packed weights have no other dtype
         pass
+    rounded = [module for module in twin.modules() if _keeps_rounded_tables(module)]
     twin = twin.float().eval()
+    for module in rounded:  # As it computes them in float32, or its own ways of running would differ by the rounding
+        twin._init_weights(module)
     if part is not model:
         try:
             with torch.inference_mode():
@@ -403,6 +417,12 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
             _log.debug("%s: its first layers do not run alone: %s", type(model).__name__, error)
             return None
     return twin
+
+
+def _keeps_rounded_tables(module: nn.Module) -> bool:
+    """Return whether a module without weights computed its buffers (MiniMax's decays), and keeps them in 16 bits."""
+    own = [buffer for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
+    return any(buffer.itemsize < 4 for buffer in own) and not list(module.parameters(recurse=False))
 
 
 def is_spread(model: Any) -> bool:

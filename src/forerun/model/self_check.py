@@ -33,6 +33,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.kernels.acceptance import nudge
 from forerun.model.layers import cache_argument, device_of, is_quantised
 from forerun.model.masks import WINDOWS
+from forerun.model.states import keep_outside, state_layers
 from forerun.model.support import most_positions, name_of, named_sizes, obstacle, refusing, text_config
 
 _log = logging.getLogger(__name__)
@@ -267,6 +268,8 @@ def own_noise(model: Any, tokens: Tensor) -> float:
 def _one_by_one(model: Any, tokens: Tensor, first: int) -> Tensor:
     """Return logits (B, N - first, V) of the tokens from `first` on, each in a pass of its own."""
     try:
+        if keep_outside(state_layers(model)):
+            raise UnsupportedModelError("it keeps its state in no cache that it is handed")
         handed: dict[str, Any] = {cache_argument(model): DynamicCache(config=text_config(model))}
         model(input_ids=tokens[:, :first], use_cache=True, **handed)
         steps = [

@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
 from forerun.model.cache import SlotCache
 from forerun.model.layers import base_of, device_of
 from forerun.model.masks import MaskStyle
-from forerun.model.states import FUNCTIONS, StateLayers, state_layers
+from forerun.model.states import KINDS, StateLayers, of_classes, state_layers
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
@@ -60,7 +60,8 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
     if model_class is not None:
         code = vars(sys.modules.get(model_class.__module__, object))
         wraps = config.get_text_config(decoder=True) is not config  # Its layers are of another file
-        if getattr(model_class, "_is_stateful", False) and not wraps and FUNCTIONS.keys().isdisjoint(code):
+        layers = [each for each in code.values() if isinstance(each, type) and issubclass(each, nn.Module)]
+        if getattr(model_class, "_is_stateful", False) and not wraps and not any(of_classes(layers).values()):
             raise _unknown_states(kind)
     elif not getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
@@ -70,7 +71,7 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
 def _unknown_states(kind: str) -> UnsupportedModelError:
     """Return the error of a family whose recurrent state no file of `states` knows."""
     return UnsupportedModelError(
-        f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(FUNCTIONS)}, "
+        f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(KINDS)}, "
         f"whose states forerun can take back. {UNSERVED}"
     )
 
@@ -97,7 +98,7 @@ def known_states(model: Any) -> StateLayers:
     if unknown:
         raise UnsupportedModelError(
             f"{model.config.model_type}: layers of the class {', '.join(unknown)} keep a state in the cache by code of "
-            f"their own, with none of {', '.join(FUNCTIONS)}; to serve them, write their recurrence as in "
+            f"their own, with none of {', '.join(KINDS)}; to serve them, write their recurrence as in "
             f"forerun/model/states. {UNSERVED}"
         )
     return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, send, send_ints
 from forerun.errors import ArgumentError
-from forerun.model import layers, masks
+from forerun.model import layers, masks, positions
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate
@@ -26,7 +26,7 @@ from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
-from forerun.model.states import RowStates, install
+from forerun.model.states import RowStates, install, keep_outside, uses_cache
 from forerun.model.support import context_length, known_states, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
@@ -52,7 +52,6 @@ class Target:
         self.name_or_path: str = str(model.name_or_path)
         self.vocab_size: int = self.config.vocab_size
         self.hidden_size: int = self.config.hidden_size
-        self.num_layers: int = self.config.num_hidden_layers
         self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
         self.slots = default_slots(self.max_length) if slots is None else slots
@@ -63,8 +62,8 @@ class Target:
         self.dtype: torch.dtype = model.dtype  # Dtype of hidden states and masks
         self._base = layers.base_of(model)
         self._turn = layers.turn_of(self._base)
-        self._cache_argument = layers.cache_argument(self._base)
-        name, self._layers = layers.layers_of(self._base, self.num_layers)
+        name, self._layers = layers.layers_of(self._base, self.config.num_hidden_layers)
+        self.num_layers = len(self._layers)
         self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = layers.device_of(self._embedding)  # Device that token ids go to
@@ -72,6 +71,10 @@ class Target:
         self.cache = SlotCache(rows, aligned)
         self.states = RowStates(rows) if states else None  # Of layers that keep more than keys and values
         install(states)
+        self._counts = positions.install(model)  # Whether it would count positions itself, from the cache
+        # Told to use no cache, what keeps states in one of its own makes none.
+        handed = {layers.cache_argument(self._base): self.cache} if uses_cache(model) else {}
+        self._caching: dict[str, Any] = {**handed, "use_cache": not keep_outside(states)}
         self._style = masks.MaskStyle.of(self.config)
         records = recordable(self.config) and self.states is None
         self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
@@ -322,7 +325,9 @@ class Target:
             "attention_mask": dict.fromkeys(self._style.types, mask) if len(self._style.types) > 1 else mask,
             "use_cache": False,
         }
-        return self._ranges.finish(flat, inputs).view(states.shape)
+        this = Pass(positions=positions.Positions(ids, ids) if self._counts else None)
+        with running(this):
+            return self._ranges.finish(flat, inputs).view(states.shape)
 
     @torch.inference_mode()
     def lm_head(self, states: Tensor) -> Tensor:
@@ -487,7 +492,8 @@ class Target:
         def recorded(*tensors: Tensor) -> list[Tensor]:
             (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
             inputs = self._announce(masks.Block(*block), places, ids, width)
-            with running(Pass()), attention_kernels(self.device):
+            this = Pass(positions=self._positions(masks.Block(*block), width, None))
+            with running(this), attention_kernels(self.device):
                 found: list[Tensor] = work(inputs, *more)
             return found
 
@@ -541,6 +547,7 @@ class Target:
             this.states = self.states.begin(rows, committed, nodes, missing=missing, appends=not padded)
         if paths:
             this.paths = TreePaths(block.lengths, *paths)
+        this.positions = self._positions(block, width, flat)
         return self._inputs(block, ids, width, flat), this
 
     def _pack(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
@@ -579,14 +586,20 @@ class Target:
         paths = (nodes.chains() if found is None else found)[:, nodes.start :]
         return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
 
+    def _positions(self, block: masks.Block, width: int, flat: Flat | None) -> positions.Positions | None:
+        """Return the positions of a pass, for a model that would count them itself."""
+        if not self._counts:
+            return None
+        queries = block.query_positions if flat is None else flat.flatten(block.query_positions)
+        return positions.Positions(queries, block.key_positions(width))
+
     def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
         positions = block.query_positions
         return {
             "input_ids": ids if flat is None else flat.flatten(ids),
             "position_ids": positions if flat is None else flat.flatten(positions),
             "attention_mask": masks.build(block, self._style, width, self.dtype),
-            self._cache_argument: self.cache,
-            "use_cache": True,
+            **self._caching,
         }
 
     def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:

@@ -1,6 +1,26 @@
 """Recurrent states as a part of the cache: one file for each kind of recurrence."""
 
-from forerun.model.states.functions import FUNCTIONS, StateLayers, install, state_layers
+from forerun.model.states.functions import (
+    KINDS,
+    StateLayers,
+    install,
+    keep_outside,
+    of_classes,
+    state_layers,
+    uses_cache,
+)
 from forerun.model.states.rows import Recurrence, RowStates, StatePass, Tree
 
-__all__ = ["FUNCTIONS", "Recurrence", "RowStates", "StateLayers", "StatePass", "Tree", "install", "state_layers"]
+__all__ = [
+    "KINDS",
+    "Recurrence",
+    "RowStates",
+    "StateLayers",
+    "StatePass",
+    "Tree",
+    "install",
+    "keep_outside",
+    "of_classes",
+    "state_layers",
+    "uses_cache",
+]

@@ -1,4 +1,6 @@
-"""Causal convolutions over the last tokens of a row: those of LFM2, and those before a scan or a delta rule."""
+"""The last tokens of a row: causal convolutions, as LFM2's and those before a scan or a delta rule, and layers that mix
+a token with those before (RWKV; ZAYA's compressed convolutional attention, arXiv 2510.04476).
+"""
 
 from __future__ import annotations
 
@@ -14,41 +16,59 @@ from forerun.model.states.rows import Fed, Recurrence, StatePass, Tree
 
 
 @dataclass
-class Convolution(Recurrence):
-    """Depthwise convolutions of ``K`` tokens: a row's state is its last ``K - 1`` inputs (rows, K - 1, C)."""
+class TokenWindow(Recurrence):
+    """The last `size` inputs up to each token (B, N, size, C): a row's state is its last ``size - 1`` inputs."""
 
     inputs: Fed  # (B, N, C) alone
-    weight: Tensor  # (C, K)
-    bias: Tensor | None  # (C,)
-    activation: str | None
+    size: int
 
     def fresh(self, rows: int) -> Tensor:
         values = self.inputs[0]
-        return values.new_zeros(rows, self.weight.shape[1] - 1, values.shape[2])
+        return values.new_zeros(rows, self.size - 1, values.shape[2])
 
     def run(self, state: Tensor, inputs: Fed, earlier: Fed | None, tree: Tree) -> tuple[Tensor, Fed]:
         values = torch.cat([*(earlier or ()), *inputs], dim=1)
         behind = torch.cat([state, values], dim=1)
-        width = self.weight.shape[1]
         if tree.paths is None:
-            windows = behind[:, tree.start :].unfold(1, width, 1)  # (B, N, C, K)
+            windows = behind[:, tree.start :].unfold(1, self.size, 1).transpose(2, 3)
         else:
-            index = tree.windows(width)
+            index = tree.windows(self.size)
             rows = torch.arange(len(index), device=index.device).view(-1, 1, 1)
-            windows = behind[rows, index].transpose(2, 3)
-        wide = torch.promote_types(self.weight.dtype, torch.float32)
-        found = (windows.to(wide) * self.weight.to(wide)).sum(3)
-        if self.bias is not None:
-            found = found + self.bias.to(wide)
-        found = found.to(self.weight.dtype)
-        if self.activation is not None:
-            found = ACT2FN[self.activation](found)
-        return found.to(values.dtype), (values,)
+            windows = behind[rows, index]
+        return self.read(windows), (values,)
+
+    def read(self, windows: Tensor) -> Tensor:
+        """Return what comes out for windows (B, N, size, C)."""
+        return windows
 
     @staticmethod
     def advance(state: Tensor, fed: Fed, tree: Tree) -> Tensor:
         behind, index = torch.cat([state, *fed], dim=1), tree.behind(state.shape[1])
         return behind.gather(1, index.unsqueeze(2).expand(-1, -1, state.shape[2]))
+
+
+@dataclass
+class Convolution(TokenWindow):
+    """Depthwise convolutions."""
+
+    weight: Tensor  # (C, size)
+    bias: Tensor | None  # (C,)
+    activation: str | None
+
+    def read(self, windows: Tensor) -> Tensor:
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
+        found = (windows.to(wide) * self.weight.t().to(wide)).sum(2)
+        if self.bias is not None:
+            found = found + self.bias.to(wide)
+        found = found.to(self.weight.dtype)
+        if self.activation is not None:
+            found = ACT2FN[self.activation](found)
+        return found.to(windows.dtype)
+
+
+def shift(this: StatePass, values: Tensor) -> Tensor:
+    """Return the input (B, N, C) of the token before each."""
+    return this.run(TokenWindow((values,), 2))[:, :, 0]
 
 
 def convolve(
@@ -61,7 +81,25 @@ def convolve(
     **_kwargs: Any,
 ) -> Tensor:
     """Run `causal_conv1d_fn` on (B, C, N)."""
-    return this.run(Convolution((hidden_states.transpose(1, 2),), weight, bias, activation)).transpose(1, 2)
+    inputs = (hidden_states.transpose(1, 2),)
+    return this.run(Convolution(inputs, weight.shape[1], weight, bias, activation)).transpose(1, 2)
+
+
+def project(this: StatePass, module: Any, hidden_states: Tensor, *_args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Run ZAYA's projection: queries and keys that two convolutions have mixed, values half of which are those of the
+    token before, (B, N, heads, dim) each.
+    """
+    queries, keys = module.q_proj(hidden_states), module.k_proj(hidden_states)
+    windows = this.run(TokenWindow((torch.cat([queries, keys], dim=2),), module.conv_kernel_size + 1))
+    mixed = module.conv_qk_grouped(module.conv_qk_depthwise(windows.flatten(0, 1).transpose(1, 2)))
+    values = torch.cat([module.v_proj_current(hidden_states), module.v_proj_delayed(shift(this, hidden_states))], dim=2)
+    shape = *hidden_states.shape[:2], -1, module.head_dim
+    queries, keys, mixed, values = (one.reshape(shape) for one in (queries, keys, mixed, values))
+    heads, groups = queries.shape[2], module.num_key_value_groups
+    rest = (queries + keys.repeat_interleave(groups, dim=2)) * 0.5
+    shared = rest.view(*shape[:2], -1, groups, module.head_dim).mean(3)
+    return mixed[:, :, :heads] + rest, mixed[:, :, heads:] + shared, values
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": convolve}
+FORWARDS: dict[str, Callable[..., Any]] = {"conv_qk_grouped": project}

@@ -1,4 +1,5 @@
-"""Linear attention with decay: gated delta rule, KDA and Mamba-2, whose state is a matrix from keys to values.
+"""Linear attention with decay: gated delta rule, KDA, Mamba-2, lightning attention and mLSTM, whose state is a matrix
+from keys to values.
 
 Within a pass it is attention: a node reads the nodes before it on its path, each decayed by the path between them, and
 behind them the committed state. This is the form in which these models run over a chunk of a prompt (Gated Delta
@@ -137,8 +138,42 @@ def scan_heads(
     return found.contiguous(), found
 
 
+def lightning(this: StatePass, module: Any, hidden_states: Tensor, **_kwargs: Any) -> tuple[Tensor, None]:
+    """Run lightning attention (arXiv 2501.08313), whose decay is a constant of each head."""
+    states = module.act_fn(module.qkv_proj(hidden_states)).unflatten(2, (module.num_attention_heads, -1))
+    queries, keys, values = states.float().chunk(3, dim=3)
+    decay = -module.slope_rate.float().view(-1, 1).expand(*keys.shape[:3], 1)
+    found = this.run(LinearAttention((queries, keys, values, decay))).to(hidden_states.dtype)
+    gate = torch.sigmoid(module.output_gate(hidden_states))
+    return module.out_proj(gate * module.norm(found.flatten(2))), None
+
+
+def exponential_gates(
+    this: StatePass,
+    module: Any,
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    igate: Tensor,
+    fgate: Tensor,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Run mLSTM (xLSTM, arXiv 2405.04517) on (B, H, N, ..). A last value of 1 sums the weights that it divides by; the
+    exponents are soft-capped, so nothing has to be scaled down by the largest of them.
+    """
+    queries, keys, values = (one.float().transpose(1, 2) for one in (query, key, value))
+    strength, decay = (one.float().transpose(1, 2).unsqueeze(3) for one in (igate, fgate))
+    values = torch.cat([values, torch.ones_like(values[..., :1])], dim=3)
+    keys, queries = keys * strength.exp(), queries * queries.shape[-1] ** -0.5
+    found = this.run(LinearAttention((queries, keys, values, functional.logsigmoid(decay))))
+    found = found[..., :-1] / (found[..., -1:].abs().clamp(min=1) + module.config.eps)
+    return found.transpose(1, 2).to(query.dtype), None
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "torch_chunk_gated_delta_rule": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
     "mamba2_chunk_scan": scan_heads,
 }
+FORWARDS: dict[str, Callable[..., Any]] = {"set_linear_cache": lightning, "igate": exponential_gates}

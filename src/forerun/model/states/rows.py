@@ -95,7 +95,8 @@ class Recurrence(ABC):
         """Return the states (B, ..) behind `Tree.ends`."""
 
 
-StateKey = tuple[type[Recurrence], int, int, int]  # Its kind, its layer, which of its states, which call of the pass
+# Its kind, its layer (a number, or the id of a module that has none), which of its states, which call of the pass
+StateKey = tuple[type[Recurrence], int, int, int]
 
 
 @dataclass

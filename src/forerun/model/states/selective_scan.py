@@ -1,4 +1,6 @@
-"""Mamba's selective scan (arXiv 2312.00752): each channel has a state, and each part of that its own decay."""
+"""States of channels, each part of which has its own decay: Mamba's selective scan (arXiv 2312.00752) and Griffin's
+RG-LRU (arXiv 2402.19427).
+"""
 
 from __future__ import annotations
 
@@ -6,45 +8,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.model.states.rows import Fed, Recurrence, StatePass, Tree
+from forerun.model.states.convolution import Convolution
+from forerun.model.states.node_by_node import NodeByNode
+from forerun.model.states.rows import Fed, StatePass
 
 
 @dataclass
-class SelectiveScan(Recurrence):
+class SelectiveScan(NodeByNode):
     """A state (rows, C, S). `inputs` are logarithms of the decay per unit of time (B, N, C, S), what flows in
     (B, N, C, S), and what reads the state (B, N, S).
     """
 
-    inputs: Fed
+    read_only = 1
 
     def fresh(self, rows: int) -> Tensor:
         return self.inputs[1].new_zeros(rows, *self.inputs[1].shape[2:])
 
-    def run(self, state: Tensor, inputs: Fed, earlier: Fed | None, tree: Tree) -> tuple[Tensor, Fed]:
-        decay, inflow = inputs[:2]
-        if earlier is not None:
-            decay, inflow = torch.cat([earlier[0], decay], dim=1), torch.cat([earlier[1], inflow], dim=1)
-        rows, count = torch.arange(len(state), device=state.device), decay.shape[1]
-        order = torch.arange(1, count + 1, device=state.device)
-        before = (tree.sees & ~torch.eye(count, dtype=torch.bool, device=state.device)) * order
-        parents = before.amax(2)  # (B, M) the node before each, counted from 1; 0: the committed state
-        states = torch.cat([state.unsqueeze(1), inflow.new_empty(inflow.shape)], dim=1)
-        for node in range(count):
-            states[:, node + 1] = states[rows, parents[:, node]] * decay[:, node].exp() + inflow[:, node]
-        found = (states[:, tree.start + 1 :] * inputs[2].unsqueeze(2)).sum(3)
-        return found, (decay, inflow)
-
     @staticmethod
-    def advance(state: Tensor, fed: Fed, tree: Tree) -> Tensor:
+    def step(state: Tensor, *fed: Tensor) -> Tensor:
         decay, inflow = fed
-        reached = tree.reached.view(len(state), -1, 1, 1)
-        for node in range(decay.shape[1]):
-            state = torch.where(reached[:, node], state * decay[:, node].exp() + inflow[:, node], state)
-        return state
+        return state * decay.exp() + inflow
+
+    def read(self, before: Tensor, behind: Tensor, inputs: Fed) -> Tensor:
+        return (behind * inputs[2].unsqueeze(2)).sum(3)
 
 
 def scan(
@@ -75,4 +64,29 @@ def scan(
     return found, found
 
 
+def recur(this: StatePass, module: Any, input_states: Tensor, position_ids: Tensor, **_kwargs: Any) -> Any:
+    """Run the recurrent block of Griffin: a convolution and an RG-LRU, and a gate."""
+    weight, bias = module.conv_1d.weight[:, 0], module.conv_1d.bias
+    states = this.run(Convolution((module.linear_x(input_states),), weight.shape[1], weight, bias, None))
+    states = module.rg_lru(states, position_ids)
+    return module.linear_out(states * module.act_fn(module.linear_y(input_states))), None
+
+
+def scan_channels(
+    this: StatePass,
+    _module: Any,
+    hidden_states: Tensor,
+    recurrent_gate: Tensor,
+    reset: Tensor,
+    recurrent_states: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run `_rnn_scan` on (B, N, C)."""
+    decay = (recurrent_gate * ~reset).float().log().unsqueeze(3)
+    whole = decay.new_ones(*decay.shape[:2], 1)
+    found = this.run(SelectiveScan((decay, hidden_states.float().unsqueeze(3), whole)))
+    return found.to(hidden_states.dtype), recurrent_states
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {"mamba_selective_scan": scan}
+METHODS: dict[str, Callable[..., Any]] = {"_rnn_scan": scan_channels}
+FORWARDS: dict[str, Callable[..., Any]] = {"rg_lru": recur}

@@ -1,0 +1,109 @@
+"""Models that count a token's position from its place in the cache are told the positions of a pass.
+
+Siblings of a tree stand in different places at the same position. Tables of positions (BART's decoder and its kin) take
+those of the tokens that run; ALiBi (arXiv 2108.12409) takes those of the keys, since a softmax does not change when the
+same number is added for all keys of a query; local attention (GPT-Neo) takes both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forerun.model.padding import Pass
+from forerun.model.switches import Function, lead, names_of
+
+TABLE = {"cache_length", "position_ids"}  # Arguments of a table of positions that counts from the cache's length
+ALIBI = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # What makes a model's biases
+BIASED = {"position_bias", "Wqkv"}  # An argument and a part of MPT's attention, which takes one bias for all rows
+LOCAL = "_attn"  # The method of GPT-Neo's attention, which keeps a window by a table of places
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """The positions of the tokens of a pass, and of the keys in the slots that they may look at."""
+
+    queries: Tensor  # (B, N) int64, as they are handed to the model
+    keys: Tensor  # (B, W) int64
+
+
+def install(model: nn.Module) -> bool:
+    """Lead what counts positions in a model to ours while a pass of forerun runs. Returns whether there is any."""
+    found = False
+    for kind, module in {type(module): module for module in model.modules()}.items():
+        names = set(names_of(kind))
+        wanted: dict[str, Function] = dict.fromkeys(names.intersection(ALIBI), take_biases)
+        if names >= TABLE and issubclass(kind, nn.Embedding):
+            wanted["forward"] = look_up
+        elif names >= BIASED:
+            wanted["forward"] = attend_with_biases
+        elif LOCAL in names and hasattr(module, "attention_type"):
+            wanted[LOCAL] = attend_locally
+        for name, ours in wanted.items():
+            lead(kind, name, ours, _of)
+        found = found or bool(wanted)
+    return found
+
+
+def _of(this: Pass) -> Positions | None:
+    return this.positions
+
+
+def look_up(positions: Positions, original: Function, table: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Return a table's entries (B, N, H); some tables take positions of one row alone."""
+    kwargs["position_ids"] = positions.queries.flatten()
+    found: Tensor = original(table, *args, **kwargs)
+    return found.view(*positions.queries.shape, -1)
+
+
+def take_biases(positions: Positions, original: Function, *args: Any, **kwargs: Any) -> Tensor:
+    """Return ALiBi's biases (B * heads, 1, W), taken from those of a text without padding."""
+    text = torch.ones(1, positions.keys.shape[1], dtype=torch.int64, device=positions.keys.device)
+    given = [text if isinstance(one, Tensor) else one for one in args]
+    biases = original(*given, **kwargs).squeeze(1)
+    return biases[:, positions.keys].transpose(0, 1).flatten(0, 1).unsqueeze(1)
+
+
+def attend_with_biases(
+    _positions: Positions,
+    _original: Function,
+    module: Any,
+    hidden_states: Tensor,
+    *,
+    position_bias: Tensor,
+    attention_mask: Tensor,
+    cache: Any,
+    **_kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Run MPT's attention, whose own takes one bias for all rows. Its mask is True where a query may not look."""
+    states = module.Wqkv(hidden_states)
+    if module.clip_qkv:
+        states = states.clamp(-module.clip_qkv, module.clip_qkv)
+    shape = *hidden_states.shape[:2], module.n_heads, -1
+    queries, keys, values = (one.reshape(shape).transpose(1, 2) for one in states.chunk(3, dim=2))
+    keys, values = cache.update(keys, values, module.layer_idx)
+    biases = position_bias.view(len(queries), module.n_heads, 1, -1)
+    scores = queries @ keys.transpose(2, 3) * module.softmax_scale + biases
+    scores = scores.masked_fill(attention_mask, torch.finfo(queries.dtype).min)
+    weights = scores.float().softmax(-1).to(values.dtype)
+    found: Tensor = module.out_proj((weights @ values).transpose(1, 2).flatten(2))
+    return found, weights
+
+
+def attend_locally(
+    positions: Positions,
+    _original: Function,
+    module: Any,
+    *args: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Run GPT-Neo's attention on (B, heads, N, dim), global or within a window, in float32 and without a scale."""
+    query, key, value, attention_mask = args
+    scores = query.float() @ key.float().transpose(2, 3) + attention_mask
+    if module.attention_type == "local":
+        away = positions.queries.unsqueeze(2) - positions.keys.unsqueeze(1)
+        scores = scores.masked_fill((away >= module.config.window_size).unsqueeze(1), torch.finfo(scores.dtype).min)
+    weights = scores.softmax(-1).to(value.dtype)
+    return weights @ value, weights

@@ -1,0 +1,49 @@
+"""Functions, methods and forwards of transformers' modelling files that lead to ours while a pass of forerun runs.
+
+At any other time they are the file's own, so that a model which a user handed in stays what it was.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from forerun.model.padding import Pass, current
+
+Function = Callable[..., Any]
+
+
+def lead(owner: type[nn.Module], name: str, ours: Function, of: Callable[[Pass], Any]) -> None:
+    """Lead what the forward of the class `owner` calls `name`, a method of its or a function of its file, to `ours`
+    while ``of(pass)`` is not None.
+
+    `ours` is called with ``of(pass)``, with the original and with what the forward handed over.
+    """
+    of_file: dict[str, Any] = inspect.unwrap(owner.forward).__globals__
+    own = hasattr(owner, name)
+    original = getattr(owner, name) if own else of_file.get(name)
+    if original is None or getattr(original, "leads", False):
+        return
+
+    @functools.wraps(original)
+    def led(*args: Any, **kwargs: Any) -> Any:
+        given = of(current())
+        return original(*args, **kwargs) if given is None else ours(given, original, *args, **kwargs)
+
+    vars(led)["leads"] = True
+    if own:
+        setattr(owner, name, led)
+    else:
+        of_file[name] = led
+
+
+def names_of(kind: type[nn.Module]) -> Iterator[str]:
+    """Yield the names that a class's forward uses, and those of its arguments."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    if code is not None:
+        yield from code.co_names
+        yield from code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
