@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import LLM, SamplingParams, demo, shipped
-from forerun.control.measuring import device_name
 from forerun.demo.scale import ScaledModel
+from forerun.devices import device_name
 
 SETTINGS = SamplingParams(temperature=0, max_tokens=160)
 EACH = 6

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 
 CONTEXT = 256  # Tokens in the cache
 NEW = 24  # Tokens that are decoded plainly
@@ -72,7 +72,7 @@ def wide(size: int) -> TokenTree:
     return tree
 
 
-def time_passes(target: Target, repeats: int) -> dict[str, float]:
+def time_passes(target: TransformersTarget, repeats: int) -> dict[str, float]:
     """Return the median seconds of a step (pass and commit) over each shape, interleaved."""
     shapes = {"plain": TokenTree(5), "chain of 5": chain(5), "chain of 16": chain(16), "tree of 16": wide(16)}
     taken: dict[str, list[float]] = {name: [] for name in shapes}
@@ -89,7 +89,7 @@ def time_passes(target: Target, repeats: int) -> dict[str, float]:
     return {name: median(seconds) for name, seconds in taken.items()}
 
 
-def time_plain(target: Target, model: Any, repeats: int) -> tuple[float, float]:
+def time_plain(target: TransformersTarget, model: Any, repeats: int) -> tuple[float, float]:
     """Return the median seconds per token of ours and of transformers' `generate`, prompt not counted."""
     prompt = [3 + token % 900 for token in range(CONTEXT)]
     ours, theirs = [], []
@@ -122,7 +122,7 @@ def main() -> None:
         dtype = getattr(torch, asked.dtype)
         made = build(kind, dtype)
         parameters = sum(weight.numel() for weight in made.parameters()) / 1e6
-        target = Target.load(made, rows=1, slots=512, repack=True)
+        target = TransformersTarget.load(made, rows=1, slots=512, repack=True)
         passes = time_passes(target, asked.repeats)
         ours, theirs = time_plain(target, build(kind, dtype), max(2, asked.repeats // 2))
         plain, longer = passes["plain"], passes["chain of 16"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.suite.steps import linear_layers
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 
 PROMPT = 64  # Tokens before those that are timed
 SCALE = 1e3  # ms
@@ -27,7 +27,7 @@ SCALE = 1e3  # ms
 class Plain:
     """forerun's plain passes, up to the argmax of each row."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TransformersTarget) -> None:
         self.target = target
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -103,7 +103,9 @@ def compare(model: str, dtype: str, rows: Sequence[int], tokens: int, repeats: i
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
-    target = Target.load(model, dtype=dtype, rows=max(rows), slots=max(PROMPT + tokens, long) + 17, self_check=False)
+    target = TransformersTarget.load(
+        model, dtype=dtype, rows=max(rows), slots=max(PROMPT + tokens, long) + 17, self_check=False
+    )
     ours, other = Plain(target), Transformers(theirs)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(100, target.vocab_size, (max(rows), long), generator=generator).tolist()

@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forerun.model import Target, masks, self_check
+from forerun.model import TransformersTarget, masks, self_check
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.load import LoadOptions, open_model, read_config
@@ -270,7 +270,7 @@ def measured(model: Any, ids: list[int]) -> Measured:
         near, slots = expected.near, expected.slots
 
         def worst() -> float:
-            return max(self_check.errors(Target(model, rows=2, slots=slots), near).values())
+            return max(self_check.errors(TransformersTarget(model, rows=2, slots=slots), near).values())
 
         faults = {}
         for fault in (fault for fault in FAULTS if fault.suits(model)):

@@ -38,7 +38,7 @@ from forerun.model.partial import compare
 from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
-    from forerun.model.target import Target
+    from forerun.model import TransformersTarget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +166,7 @@ class Pipeline:
     weights once. Raises as `shared_block` does.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TransformersTarget) -> None:
         self.target, self.size = target, shared_block(target)
         self.depth: int = target.num_layers // self.size  # Passes of the block that make the whole model
 
@@ -226,7 +226,7 @@ class _Cache:
         return tuple(torch.stack(list(parts), dim=1).flatten(0, 1) for parts in zip(*seen, strict=True))
 
 
-def shared_block(target: Target) -> int:
+def shared_block(target: TransformersTarget) -> int:
     """Return the number of layers in the block that a target repeats. Raises UnsupportedModelError
     if each layer has weights of its own.
     """
@@ -247,7 +247,7 @@ def shared_block(target: Target) -> int:
     )
 
 
-def _stream(target: Target, tree: TokenTree) -> Resume:
+def _stream(target: TransformersTarget, tree: TokenTree) -> Resume:
     """Run a whole chain through the pipeline, one token behind the other."""
     pipeline, states, finished = Pipeline(target), None, list[Tensor]()
     for step in range(pipeline.depth + tree.size):

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import accelerate, attention, forwards, packing
 from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
@@ -155,7 +155,7 @@ def _alike(model: Any, faster: Any) -> None:
     trees = [TokenTree.of(5, [6, 7, 8, 9], [0, 0, 1, 3]), TokenTree.of(7, [], [])]
     answers = []
     for one in (model, faster):
-        target = Target(one, rows=2, slots=40)
+        target = TransformersTarget(one, rows=2, slots=40)
         prompt = target.prefill([0, 1], [ids[0][:13], ids[1]]).logits
         answers.append((prompt, target.score([0, 1], trees).logits))
     for before, after in zip(*answers, strict=True):

@@ -27,7 +27,8 @@ from forerun.decode.step import Group, context_for, first_tokens, step
 from forerun.drafters import build
 from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
-from forerun.model import Target
+from forerun.model import TransformersTarget
+from forerun.model.transformers_target import require_layers
 from forerun.types import Boundary, Budget, DraftKind, SpeculationStats, Verdict
 
 # Target and draft distributions at the roots that decoding meets, and what each way of drawing children could keep
@@ -246,7 +247,7 @@ def compare_roots(target: Tensor, draft: Tensor, counts: Sequence[int]) -> list[
 
 @torch.inference_mode()
 def root_distributions(
-    target: Target, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], *, steps: int, most: int
+    target: TransformersTarget, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], *, steps: int, most: int
 ) -> tuple[Tensor, Tensor]:
     """Decode `prompts` for some steps at temperature 1 and keep both distributions at the roots.
 
@@ -440,7 +441,7 @@ def measure_acceptance(
     progress("distributions at the roots beside the transport bound")
     rows = prompts[: len(llm.target.lengths)]
     config = {"method": "eagle3", "model": who.head, "shape": SHAPES[1], "draw": "without_replacement"}
-    probs = root_distributions(llm.target, config, rows, steps=24, most=plan.roots)
+    probs = root_distributions(require_layers(llm.target, "the benchmark"), config, rows, steps=24, most=plan.roots)
     found.roots, found.root_count = compare_roots(*probs, plan.children), len(probs[0])
     return found
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun.certify.reference import TIE_EPSILON
 from forerun.core.tree import TokenTree
-from forerun.model import Buckets, Target
+from forerun.model import Buckets, TransformersTarget
 
 MOST = 15
 """Longest chain, in drafted tokens; with the root 16 nodes."""
@@ -79,7 +79,7 @@ def compare(model: object, texts: Sequence[Sequence[int]], plan: BitPlan) -> lis
     batch = len(texts)
     steps = -(-plan.positions // batch)
     width = plan.context + steps + 2 * MOST
-    target = Target(model, rows=batch, slots=width, buckets=Buckets(nodes=plan.nodes))
+    target = TransformersTarget(model, rows=batch, slots=width, buckets=Buckets(nodes=plan.nodes))
     plain = _plain(target, texts, plan.context, steps)
     counts = []
     for name, branching in (("chain", False), ("tree", True)):
@@ -90,7 +90,7 @@ def compare(model: object, texts: Sequence[Sequence[int]], plan: BitPlan) -> lis
     return counts
 
 
-def _plain(target: Target, texts: Sequence[Sequence[int]], context: int, steps: int) -> list[Tensor]:
+def _plain(target: TransformersTarget, texts: Sequence[Sequence[int]], context: int, steps: int) -> list[Tensor]:
     """Logits (batch, V) of each position."""
     rows = list(range(len(texts)))
     target.truncate(rows, [0] * len(rows))
@@ -104,7 +104,11 @@ def _plain(target: Target, texts: Sequence[Sequence[int]], context: int, steps: 
 
 
 def _speculative(
-    target: Target, texts: Sequence[Sequence[int]], plain: Sequence[Tensor], how: tuple[int, bool], count: BitCount
+    target: TransformersTarget,
+    texts: Sequence[Sequence[int]],
+    plain: Sequence[Tensor],
+    how: tuple[int, bool],
+    count: BitCount,
 ) -> None:
     context, branching = how
     draw = random.Random(0)

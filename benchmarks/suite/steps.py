@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 
 NODES = (1, 2, 4, 8, 16)
@@ -47,7 +47,7 @@ class StepCosts:
 
 
 @torch.inference_mode()
-def measure_steps(target: Target, context: Sequence[int], *, repeats: int) -> StepCosts:
+def measure_steps(target: TransformersTarget, context: Sequence[int], *, repeats: int) -> StepCosts:
     """Time passes behind `context`, the sizes and the floor taking turns; `target`'s first row is used and freed."""
     target.truncate([0], [0])
     target.prefill([0], [list(context[:-1])])

@@ -45,6 +45,7 @@ from forerun.errors import ArgumentError, CheckpointError, nearest
 from forerun.heads.drafting import repack
 from forerun.heads.eagle import EagleHead
 from forerun.heads.files import HeadCheckpoint, TargetFacts, read_head
+from forerun.model.transformers_target import require_layers
 from forerun.shipped import FOLDER, MODELS, resolve
 from forerun.writing import cache_root
 
@@ -374,7 +375,9 @@ class _Models:
 def _steps(models: _Models) -> None:
     models.progress("cost of a pass")
     repeats = 7 if models.options.quick else 25
-    models.results.steps = measure_steps(models.llm.target, models.prompts(1)[0], repeats=repeats)
+    models.results.steps = measure_steps(
+        require_layers(models.llm.target, "the benchmark"), models.prompts(1)[0], repeats=repeats
+    )
 
 
 def _speed(models: _Models) -> None:
@@ -404,11 +407,14 @@ def _bits(models: _Models) -> None:
         texts = models.prompts(batch * rounds, length)
         for start in range(0, len(texts), batch):
             plan = BitPlan(context=CONTEXT, positions=share)
-            _merge(models.results.bits, compare(models.llm.target.model, texts[start : start + batch], plan))
+            _merge(
+                models.results.bits,
+                compare(require_layers(models.llm.target, "the benchmark").model, texts[start : start + batch], plan),
+            )
     models.progress("bits without padding")
     plan = BitPlan(context=CONTEXT, positions=min(positions, 400), nodes=())
     texts = models.prompts(1, CONTEXT + 400 + 2 * MOST)
-    models.results.free_bits = compare(models.llm.target.model, texts, plan)
+    models.results.free_bits = compare(require_layers(models.llm.target, "the benchmark").model, texts, plan)
 
 
 def _merge(total: list[BitCount], fresh: Sequence[BitCount]) -> None:
@@ -469,7 +475,7 @@ def _heads(models: _Models) -> None:
     prompts = held_out(small, *counts)
 
     def engine() -> LLM:
-        return LLM(small.target.model, tokenizer=small.tokenizer, **alike)
+        return LLM(require_layers(small.target, "the benchmark").model, tokenizer=small.tokenizer, **alike)
 
     board = models.results.heads = measure_heads(engine, options.heads, prompts, plan, models.progress)
     models.results.notes += [board.note] if board.note else []
@@ -505,7 +511,7 @@ def _burden(models: _Models) -> None:
         "enable_prefix_caching": False,
     }
     llm = LLM(str(models.target), **alike)
-    twin = LLM(llm.target.model, tokenizer=llm.tokenizer, **alike)
+    twin = LLM(require_layers(llm.target, "the benchmark").model, tokenizer=llm.tokenizer, **alike)
     prompts = contexts(llm.tokenizer, count=max(lengths), length=64)
     useless = scrambled(models.draft, llm.target.dtype) if models.draft is not None else None
     for batch, new_tokens in lengths.items():

@@ -38,6 +38,13 @@ def processor_name() -> str:
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
+def device_name(device: torch.device) -> str:
+    """Return the product's name of a device, if it is known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return processor_name() if device.type == "cpu" else str(device)
+
+
 def measure_once(name: str, measure: Callable[[], Any]) -> Any:
     """Return what `measure` returns, a JSON value, measured once per machine and kept in the cache folder.
 

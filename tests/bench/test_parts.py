@@ -23,7 +23,7 @@ from emulation import HAS_BFLOAT16, needs_bfloat16
 from forerun import LLM
 from forerun.demo import contexts
 from forerun.errors import ArgumentError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels.packing import pack
 from forerun.types import Source, StepTrace
 
@@ -132,7 +132,7 @@ class TestSteps:
             assert len(linear_layers(model)) == 3 * 4 + 1
 
     def test_measures_and_leaves_the_row_free(self) -> None:
-        target = Target(lively_llama(), slots=96)
+        target = TransformersTarget(lively_llama(), slots=96)
         costs = measure_steps(target, PROMPTS[0], repeats=2)
         assert set(costs.step_ms) == set(costs.floor_ms) == set(NODES)
         assert costs.overhead() > 1

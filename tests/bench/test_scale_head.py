@@ -28,7 +28,7 @@ from forerun.heads.files import (
     write_head,
 )
 from forerun.heads.runner import SequentialRunner
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from selection import one_in
 
@@ -56,7 +56,7 @@ def loaded(folder: Path, dtype: torch.dtype) -> LlamaForCausalLM:
 @torch.no_grad()
 def drafted_logits(folder: Path, checkpoint: HeadCheckpoint, dtype: torch.dtype) -> torch.Tensor:
     """(6, V'): after the prompt, and after five more tokens that the head reads with its own features."""
-    target = Target(loaded(folder, dtype), slots=96)
+    target = TransformersTarget(loaded(folder, dtype), slots=96)
     made = checkpoint.build(dtype).eval()
     scored = target.prefill([0], [PROMPT[:-1]], boundaries=frozenset(made.config.boundaries))
     runner = SequentialRunner(made, target, 1, 96)

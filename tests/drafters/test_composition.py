@@ -20,7 +20,7 @@ from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build
 from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
 from forerun.errors import ArgumentError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN, Budget, Drawn
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
@@ -295,7 +295,7 @@ def test_an_inner_drafter_sees_the_draft_models_hidden_states(caplog: pytest.Log
 
 
 def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
-    setup = DrafterSetup(target=Target(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
+    setup = DrafterSetup(target=TransformersTarget(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
     made = build("cascade", cascade().options, setup)
     assert isinstance(made, CascadeDrafter)
     text = list(PROMPTS[0])
@@ -311,7 +311,7 @@ def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
 
 def test_the_tail_goes_on_where_the_chain_ends() -> None:
     loop = {root: [[root, root, root]] for root in range(12)}
-    setup = DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    setup = DrafterSetup(target=TransformersTarget(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     made = build("cascade", cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options, setup)
     for nodes, size in [(9, 5), (4, 4), (2, 2), (1, 1)]:
         (tree,) = made.propose(contexts([PROMPTS[0]]), Budget(nodes=[nodes], depth=[9]))
@@ -322,7 +322,7 @@ def test_the_tail_goes_on_where_the_chain_ends() -> None:
 
 def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
     speaker = DraftTarget(relative(), rows=1, slots=16)
-    plain = Target(relative(), rows=1, slots=16)
+    plain = TransformersTarget(relative(), rows=1, slots=16)
     for wide in (10, 12, 15):
         speaker.vocab_size = 12
         speaker.speak(wide)

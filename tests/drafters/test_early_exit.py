@@ -16,7 +16,7 @@ from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.cache import SlotCache
 from forerun.types import RequestOutput
 from model.families import SHARING, make, random_tokens
@@ -71,14 +71,14 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
     """While open, no layer writes the keys of a slot twice in a step; yields how many tokens each layer evaluated."""
     total: Counter[int] = Counter()
     step: Counter[tuple[int, int]] = Counter()
-    update, commit = SlotCache.update, Target.commit
+    update, commit = SlotCache.update, TransformersTarget.commit
 
     def counted(cache: SlotCache, keys: torch.Tensor, values: torch.Tensor, layer: int, *args: Any, **kwargs: Any):
         slots = cache._window.flat
         step.update((layer, slot) for slot in slots[slots % (cache.slots + 1) != cache.dump].tolist())
         return update(cache, keys, values, layer, *args, **kwargs)
 
-    def committed(target: Target, *args: Any) -> None:
+    def committed(target: TransformersTarget, *args: Any) -> None:
         assert max(step.values()) == 1
         total.update(layer for layer, _ in step)
         step.clear()
@@ -86,7 +86,7 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SlotCache, "update", counted)
-        patch.setattr(Target, "commit", committed)
+        patch.setattr(TransformersTarget, "commit", committed)
         yield total
 
 
@@ -94,14 +94,14 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
 def resumes() -> Iterator[list[Sequence[int]]]:
     """While open, the counts of every resume that a pass completed."""
     seen: list[Sequence[int]] = []
-    complete = Target._complete
+    complete = TransformersTarget._complete
 
-    def watched(target: Target, *args: Any) -> Any:
+    def watched(target: TransformersTarget, *args: Any) -> Any:
         seen.append(args[2].counts)
         return complete(target, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "_complete", watched)
+        patch.setattr(TransformersTarget, "_complete", watched)
         yield seen
 
 
@@ -178,7 +178,7 @@ def test_reproducible_in_bfloat16() -> None:
 
 
 def setup(weights: Any) -> DrafterSetup:
-    return DrafterSetup(target=Target(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    return DrafterSetup(target=TransformersTarget(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
 
 
 @pytest.mark.parametrize("layer", [0, 4, -1])

@@ -17,7 +17,7 @@ from forerun.drafters.drawing import likeliest
 from forerun.drafters.trees import DynamicTree
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.runner import SequentialRunner
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.recordings import Recordings, Work
 from selection import slow
 from training.ttt import head, hydra, mlp_speculator, model, tokens
@@ -131,7 +131,7 @@ def test_what_reads_on_the_host_is_not_recorded() -> None:
     llm.generate({"prompt_token_ids": tokens(6)}, SamplingParams(temperature=0, max_tokens=12, detokenize=False))
     assert drafts and {key[0] for key in recordings._known} == {"committed"}
     assert not SequentialRunner(
-        head(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), Target(model(), rows=1, slots=8), 1, 8
+        head(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), TransformersTarget(model(), rows=1, slots=8), 1, 8
     ).recordings.active
 
 
@@ -179,7 +179,7 @@ def test_the_recording_used_least_lately_goes(monkeypatch: pytest.MonkeyPatch) -
 def test_no_level_needs_a_value(options: dict[str, Any]) -> None:
     """On the meta device, and with rows that do not follow each other."""
     made = head(own_embedding=True, **options).to("meta")
-    runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=4, slots=64)
+    runner = SequentialRunner(made, TransformersTarget(model(), rows=1, slots=8), rows=4, slots=64)
     tree = DynamicTree(depth=4, top_k=3, nodes=9)
     best = runner.unroll([0, 2], tree.run, lambda logits: tree.grow(logits, runner.descend, None, 4))
     assert best.order.shape == (2, 9) and best.order.device.type == "meta"

@@ -19,7 +19,7 @@ from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from model.families import make, random_tokens
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -106,13 +106,15 @@ def test_reproducible_in_bfloat16() -> None:
 
 
 def setup(weights: Any) -> DrafterSetup:
-    return DrafterSetup(target=Target(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+    return DrafterSetup(target=TransformersTarget(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
 
 
 def test_the_block_is_found() -> None:
     shared_block = importlib.import_module("speed").shared_block
     for name, block, found in (("llama", 1, 1), ("llama", 2, 2), ("gemma3", 1, 2)):
-        assert shared_block(Target(tie(make(name), block))) == found, "gemma3's kinds of attention alternate"
+        assert shared_block(TransformersTarget(tie(make(name), block))) == found, (
+            "gemma3's kinds of attention alternate"
+        )
 
 
 def test_what_repeats_no_block_and_senseless_options_are_refused() -> None:

@@ -24,7 +24,7 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.drafters import build
 from forerun.errors import ArgumentError
-from forerun.model import Buckets, Target
+from forerun.model import Buckets, TransformersTarget
 from forerun.plan.measured import Trial, TrialStep, fit, measure_draft, try_drafter
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
@@ -40,8 +40,8 @@ def model_of(**changes: Any) -> CostModel:
     return CostModel(**{**values, **changes})
 
 
-def target_of(rows: int = 1, **more: Any) -> Target:
-    return Target(harness.model(), rows=rows, slots=harness.SLOTS, **more)
+def target_of(rows: int = 1, **more: Any) -> TransformersTarget:
+    return TransformersTarget(harness.model(), rows=rows, slots=harness.SLOTS, **more)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def instant(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     timed: list[Point] = []
     clock = [0.0]
 
-    def run(_target: Target, _rows: object, point: Point) -> float:
+    def run(_target: TransformersTarget, _rows: object, point: Point) -> float:
         timed.append(point)
         clock[0] += worth(point)
         return worth(point)
@@ -203,7 +203,7 @@ class TestStore:
 
     def test_a_file_of_a_target_with_more_slots_serves_one_with_fewer(self, instant: list[Point]) -> None:
         """What lies behind the end of its rows is left out, whatever else is measured beside it."""
-        large, small = (Target(harness.model(), rows=2, slots=slots) for slots in (harness.SLOTS, 24))
+        large, small = (TransformersTarget(harness.model(), rows=2, slots=slots) for slots in (harness.SLOTS, 24))
         measuring.load_or_measure(large, rows=(1,))
         kept = measuring.load_or_measure(small, rows=(1, 2))
         assert instant and all(context + nodes <= 24 for context, _, nodes in instant[-3:])
@@ -314,7 +314,9 @@ class TestStore:
         names = {
             "itself": measuring.file_of(target_of()),
             "padding": measuring.file_of(target_of(buckets=Buckets(nodes=(16,)))),
-            "dtype": measuring.file_of(Target(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)),
+            "dtype": measuring.file_of(
+                TransformersTarget(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)
+            ),
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(threads + 1)
@@ -345,7 +347,7 @@ class TestStore:
         assert folder() == Path.home() / ".cache" / "forerun" / "cost"
 
 
-def drafter_for(target: Target, method: str, **options: Any) -> Drafter:
+def drafter_for(target: TransformersTarget, method: str, **options: Any) -> Drafter:
     setup = DrafterSetup(target=target, tokenizer=None, rows=target.rows, slots=target.slots)
     return build(method, options, setup)
 

@@ -21,7 +21,7 @@ from forerun.heads.domino import DominoHead
 from forerun.heads.dspark import DSparkHead
 from forerun.heads.runner import BlockRunner
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import (
     HIDDEN,
@@ -66,7 +66,7 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
     batch = batch_of([first, text], made.config.boundaries, padding=2)
     blocks = objective(made, gradient_checkpointing=checkpointed).blocks(batch)
     found = trained_logits(made, blocks.output)[0].detach()
-    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64)
+    runner = BlockRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=2, slots=64)
     seen, drafted = features(text, made.config.boundaries), 0
     for place, logits in zip(blocks.anchors[0].tolist(), found, strict=True):
         root = place - len(first)

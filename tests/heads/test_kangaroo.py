@@ -18,7 +18,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.kangaroo import KangarooConfig, KangarooHead, KangarooObjective, KangarooSettings
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from model.families import make, random_tokens
 from training.ttt import VOCABULARY, all_learn, batch_of, features, kangaroo, model, reads, tokens
@@ -109,7 +109,7 @@ def test_what_does_not_fit_is_refused() -> None:
     weights = make("llama")
 
     def made(**options: Any) -> None:
-        target = Target(weights, rows=1, slots=64)
+        target = TransformersTarget(weights, rows=1, slots=64)
         build("kangaroo", options, DrafterSetup(target=target, tokenizer=None, rows=1, slots=64))
 
     with pytest.raises(ArgumentError, match=r"kangaroo needs a head: .* forerun train kangaroo"):
@@ -135,7 +135,7 @@ def test_every_position_equals_drafting(options: dict[str, Any], checkpointed: b
     trained = model().lm_head(outputs)[0, len(first) :].detach()
     seen = {boundary: features(text, (boundary,))[boundary]}
     for index in (0, 4, 8):
-        target = Target(model(), rows=2, slots=64)
+        target = TransformersTarget(model(), rows=2, slots=64)
         target.prefill([1], [text[: index + 1]])
         runner = AdapterRunner(made, target, rows=2, slots=64, run=6)
         reads(runner, 1, text, index + 1, seen)

@@ -21,7 +21,7 @@ from forerun.heads.medusa import (
 )
 from forerun.heads.runner import ParallelRunner
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import (
     HIDDEN,
@@ -48,7 +48,7 @@ def test_every_depth_equals_drafting(options: dict[str, int], checkpointed: bool
     objective = MedusaObjective(made, FrozenTarget.of(model()), settings)
     trained = made.logits(objective.states(batch_of([text], made.config.boundaries)))[0].detach()
     assert trained.shape == (len(text), made.config.num_heads, VOCABULARY)
-    runner = ParallelRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64)
+    runner = ParallelRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=2, slots=64)
     for index in (0, 3, 7):
         reads(runner, 1, text, index + 1, features(text, (LAST_HIDDEN,)))
         assert runner.lengths == [0, index + 1]
@@ -86,7 +86,7 @@ def test_a_fresh_head_predicts_at_every_depth_what_the_target_does() -> None:
 def drafter(**options: Any) -> MedusaDrafter:
     config = MedusaDrafterConfig(model=medusa(), **options)
     return MedusaDrafter(
-        config, DrafterSetup(target=Target(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
+        config, DrafterSetup(target=TransformersTarget(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
     )
 
 

@@ -15,7 +15,7 @@ from forerun.heads.mtp import Experts, ExpertsConfig, MtpHead, MtpObjective, Mtp
 from forerun.heads.mtp_files import read_target
 from forerun.heads.runner import SequentialRunner
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from llamas import tiny_llama
 from mtp_targets import FAMILIES, HYBRIDS, LAYERS, VOCABULARY, Checkpoint
 from training.ttt import HYBRID, agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
@@ -25,7 +25,7 @@ TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(
 
 def runner_of(checkpoint: Checkpoint) -> SequentialRunner:
     head = read_target(checkpoint.folder).build(torch.float32).eval()
-    target = Target(
+    target = TransformersTarget(
         LLM(str(checkpoint.folder), tokenizer=False, self_check=False).engine.target.model, rows=1, slots=64
     )
     return SequentialRunner(head, target, rows=2, slots=64, run=12)

@@ -15,7 +15,7 @@ from forerun.heads.hydra import HydraConfig, HydraHead
 from forerun.heads.recurrent import RecurrentObjective, RecurrentSettings
 from forerun.heads.runner import RecurrentRunner
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import (
     HIDDEN,
@@ -61,7 +61,7 @@ def test_every_depth_equals_drafting(make: Make, options: dict[str, Any], checkp
         batch_of([first, text], (LAST_HIDDEN,), padding=2)
     )
     trained = [made.logits(output, depth)[0, len(first) :].detach() for depth, output in enumerate(outputs)]
-    runner = RecurrentRunner(made, Target(model(), rows=1, slots=64), rows=2, slots=64)
+    runner = RecurrentRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=2, slots=64)
     seen = features(text, (LAST_HIDDEN,))
     for index in range(len(text) - 1 - depths):
         reads(runner, 1, text, index + 1, seen)

@@ -15,7 +15,7 @@ from forerun.heads.layers import LatentConfig
 from forerun.heads.mtp import ExpertsConfig
 from forerun.heads.runner import SequentialRunner
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from training.ttt import FIRST, HYBRID, batch_of, features, head, model, mtp, tokens
 
@@ -64,7 +64,7 @@ STEPS = 4
 
 def drafted(made: SequentialHead, text: list[int], index: int) -> list[torch.Tensor]:
     """Logits (V') of each step when drafting behind token `index` + 1, told the true tokens as it goes."""
-    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    runner = SequentialRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=1, slots=64)
     seen = {boundary: states[:, : index + 1] for boundary, states in features(text, made.config.boundaries).items()}
     runner.ingest([0], [text[1 : index + 2]], seen)
 
@@ -85,7 +85,7 @@ def test_every_step_equals_drafting_with_the_cache(variant: str, checkpointed: b
     cls = objective_for(kind_named(made.config.kind))
     objective = cls(made, FrozenTarget.of(model()), cls.Settings(steps=STEPS, gradient_checkpointing=checkpointed))
     steps = list(objective.unroll(batch_of([text], made.config.boundaries)))
-    runner = SequentialRunner(made, Target(model(), rows=1, slots=8), rows=1, slots=8)
+    runner = SequentialRunner(made, TransformersTarget(model(), rows=1, slots=8), rows=1, slots=8)
     for index in (0, 3, 7):
         for unrolled, expected in zip(steps, drafted(made, text, index), strict=True):
             found = runner.logits(unrolled.output)[0, index]
@@ -179,7 +179,7 @@ def naive(made: EagleHead, text: list[int], path: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def drafted_tree(made: EagleHead, texts: Sequence[list[int]]) -> list[Tensor]:
     """(B, F, V') logits of the root and of each level of the tree."""
-    runner = SequentialRunner(made, Target(model(), rows=1, slots=64), rows=len(texts), slots=64)
+    runner = SequentialRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=len(texts), slots=64)
     for row, text in enumerate(texts):
         runner.ingest([row], [text[1:]], features(text[:-1], made.config.boundaries))
 

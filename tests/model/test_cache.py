@@ -67,7 +67,7 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
 @pytest.mark.parametrize("counts", [(3, 25, 14), (25, 14, 9), (25,)], ids=str)
 def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target, counts: tuple[int, ...]) -> None:
     """Also where no row ends in the first."""
-    monkeypatch.setattr("forerun.model.target.PREFILL_CHUNK", 7)
+    monkeypatch.setattr("forerun.model.transformers_target.PREFILL_CHUNK", 7)
     rows, chunks = [2, 0, 1][: len(counts)], [random_tokens(count, count) for count in counts]
     scored = target.prefill(rows, chunks, boundaries=frozenset({2, -1}), all_logits=True)
     assert [target.lengths[row] for row in rows] == [*counts]

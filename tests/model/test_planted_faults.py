@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.self_check import FAULTS, Fault, planted
 from forerun.errors import UnsupportedModelError
-from forerun.model import Target, self_check
+from forerun.model import TransformersTarget, self_check
 from forerun.model.kernels import accelerate
 from model.families import FAMILIES, make, random_tokens
 
@@ -48,7 +48,7 @@ def test_a_planted_fault_is_seen_in_16_bits(kind: str, fault: Fault, dtype: torc
 
 def refused(model: Any, fault: Fault) -> None:
     with planted(fault, model), pytest.raises(UnsupportedModelError, match="failed the self-check"):
-        Target.load(model, rows=2, slots=64)
+        TransformersTarget.load(model, rows=2, slots=64)
 
 
 @pytest.mark.parametrize(("kind", "fault"), cases(in_model=True))
@@ -59,7 +59,7 @@ def test_a_module_that_changes_when_it_is_repacked(kind: str, fault: Fault, monk
         pytest.skip("its embeddings are so large that epsilon counts nothing")
     monkeypatch.setattr(accelerate, "accelerate", lambda *_, **__: fault.plant(monkeypatch, model))
     with pytest.raises(UnsupportedModelError, match="failed the self-check"):
-        Target.load(model, rows=2, slots=64, repack=True)
+        TransformersTarget.load(model, rows=2, slots=64, repack=True)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -71,5 +71,5 @@ def test_the_sound_model_has_none(kind: str, dtype: torch.dtype) -> None:
         ids = random_tokens(96, seed)
         with self_check.short_windows(model.config):
             expected = self_check.expect(model, ids, sizes=False)
-            found = self_check.errors(Target(model, rows=2, slots=expected.slots), expected.near)
+            found = self_check.errors(TransformersTarget(model, rows=2, slots=expected.slots), expected.near)
         assert max(found.values()) <= expected.near.limit, (found, expected.near.limit)

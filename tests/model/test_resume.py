@@ -9,7 +9,7 @@ import torch
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import Buckets, LayerRange, Target
+from forerun.model import Buckets, LayerRange, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.partial import prove, renumber
 from forerun.types import LAST_HIDDEN, Boundary
@@ -20,13 +20,15 @@ ROWS, TREES = [0, 1, 2], trees(0)
 TOLERANCE = 2e-5
 
 
-def prefilled(name: str = "llama") -> Target:
-    target = Target.load(make(name), rows=3, slots=64, self_check=False)
+def prefilled(name: str = "llama") -> TransformersTarget:
+    target = TransformersTarget.load(make(name), rows=3, slots=64, self_check=False)
     target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
     return target
 
 
-def begun(target: Target, boundary: int, nodes: int, counts: Sequence[int] = (99, 99, 99)) -> list[TokenTree]:
+def begun(
+    target: TransformersTarget, boundary: int, nodes: int, counts: Sequence[int] = (99, 99, 99)
+) -> list[TokenTree]:
     """`TREES`, whose first `nodes` nodes, or `counts` by row, have been run level by level, as a drafter does."""
     parts = []
     for last in range(nodes):
@@ -55,7 +57,7 @@ def worst(first: torch.Tensor, second: torch.Tensor) -> float:
 class Evaluations:
     """Counts how often each layer wrote the keys of each slot: once for every token that it evaluates."""
 
-    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, target: TransformersTarget, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: Counter[tuple[int, int]] = Counter()
         self.target = target
         original = target.cache.update
@@ -218,6 +220,6 @@ def test_a_layer_that_remembers_is_refused() -> None:
     handed: list[torch.Tensor] = []
     model.model.layers[1].register_forward_hook(lambda _module, _args, output: handed.append(output[:, :1]))
     model.model.layers[2].register_forward_hook(lambda _module, _args, output: output + handed[-1])
-    target = Target(model, rows=1, slots=64)
+    target = TransformersTarget(model, rows=1, slots=64)
     with pytest.raises(UnsupportedModelError, match="differ from a whole pass"):
         prove(target, 2)

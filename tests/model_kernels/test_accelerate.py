@@ -7,7 +7,7 @@ import torch
 
 from emulation import needs_bfloat16
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels.accelerate import CompiledForward, accelerate
 from model_kernels.conftest import build
 
@@ -21,7 +21,7 @@ def tree(*paths: list[int]) -> TokenTree:
     return made
 
 
-def passes(target: Target) -> list[torch.Tensor]:
+def passes(target: TransformersTarget) -> list[torch.Tensor]:
     """Logits of a prefill, chains of several lengths, a tree, and a second row, over two cache widths."""
     logits = [target.prefill([0], [list(range(3, 50))]).logits]
     for tokens in ([], [7], [7, 8, 9], list(range(7, 22))):
@@ -34,16 +34,16 @@ def passes(target: Target) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def targets() -> tuple[Target, Target]:
+def targets() -> tuple[TransformersTarget, TransformersTarget]:
     """The same model plain and compiled."""
     plain = build("qwen3")
     compiled = copy.deepcopy(plain)
     assert accelerate(compiled, compile=True).compiled
-    return Target(plain, slots=128), Target(compiled, slots=128)
+    return TransformersTarget(plain, slots=128), TransformersTarget(compiled, slots=128)
 
 
 @pytest.mark.slow
-def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
+def test_compiled_equals_plain(targets: tuple[TransformersTarget, TransformersTarget]) -> None:
     plain, compiled = targets
     forward = compiled.model.model.forward
     assert isinstance(forward, CompiledForward)
@@ -56,7 +56,9 @@ def test_compiled_equals_plain(targets: tuple[Target, Target]) -> None:
 
 
 @pytest.mark.slow
-def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Target, Target]) -> None:
+def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(
+    targets: tuple[TransformersTarget, TransformersTarget],
+) -> None:
     _, compiled = targets
     tokens = list(range(7, 22))
     whole = compiled.score([0], [tree(tokens)]).logits
@@ -66,7 +68,7 @@ def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(targets: tuple[Targe
 
 
 @pytest.mark.slow
-def test_hidden_states_are_captured_as_before(targets: tuple[Target, Target]) -> None:
+def test_hidden_states_are_captured_as_before(targets: tuple[TransformersTarget, TransformersTarget]) -> None:
     plain, compiled = targets
     expected = plain.score([0], [tree([7, 8])], boundaries={1}).hidden_states[1]
     got = compiled.score([0], [tree([7, 8])], boundaries={1}).hidden_states[1]
@@ -96,6 +98,8 @@ def test_what_fails_or_keeps_the_cache_to_itself_falls_back(why: str, caplog: py
         return forward.plain(input_ids=ids)
 
     forward.compiled = broken
-    for expected, got in zip(passes(Target(plain, slots=128)), passes(Target(changed, slots=128)), strict=True):
+    for expected, got in zip(
+        passes(TransformersTarget(plain, slots=128)), passes(TransformersTarget(changed, slots=128)), strict=True
+    ):
         torch.testing.assert_close(got, expected, rtol=0.05, atol=0.25)
     assert why in caplog.text

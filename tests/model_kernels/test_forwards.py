@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.tree import TokenTree
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels import forwards, native, packing, products
 from forerun.model.kernels.accelerate import accelerate, undo
 from forerun.model.kernels.forwards import LayerForward, ModelForward
@@ -51,7 +51,7 @@ def test_the_answers_stay(family: str) -> None:
         torch.testing.assert_close(faster(input_ids=ids).logits, expected, rtol=0.05, atol=0.1 * expected.std().item())
     answers = []
     for model in (plain, faster):
-        target = Target.load(model, rows=2, slots=32)
+        target = TransformersTarget.load(model, rows=2, slots=32)
         target.prefill([0, 1], [ids[0, :13].tolist(), ids[1].tolist()])
         answers.append(target.score([1, 0], [TokenTree(5), TokenTree(7)]).logits)
     torch.testing.assert_close(answers[1], answers[0], rtol=0.05, atol=0.1 * answers[0].std().item())
@@ -163,7 +163,7 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
     """`quantized_self` and adapters put other layers where the packed ones stood; an adapter may stand on one alone."""
     model = small("llama")
     accelerate(model)
-    target = Target.load(model, slots=16)
+    target = TransformersTarget.load(model, slots=16)
     target.prefill([0], [[5, 6, 7]])
     before = target.score([0], [TokenTree(8)]).logits
     for layer in model.model.layers:
@@ -189,7 +189,7 @@ def whole_layers(model: Any) -> list[LayerForward]:
 
 def logits_of_steps(model: Any) -> list[torch.Tensor]:
     """Prompts, a tree and chains, of several rows, unequal and more than the cache had room for at first."""
-    target = Target(model, rows=4, slots=120)
+    target = TransformersTarget(model, rows=4, slots=120)
     found = [target.prefill([0, 2], [list(range(3, 25)), [9, 8, 7]]).logits]
     for rows in ([0, 2], [2], [0], [2, 0], [0, 2]):
         trees = [TokenTree(row + 3) for row in rows]
@@ -237,7 +237,7 @@ def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
 def test_what_stands_inside_a_layer_can_be_watched(inside: str) -> None:
     model, seen = small("llama"), list[nn.Module]()
     accelerate(model)
-    target = Target(model, rows=1, slots=64)
+    target = TransformersTarget(model, rows=1, slots=64)
     target.prefill([0], [[3, 4, 5]])
     model.model.layers[1].get_submodule(inside).register_forward_hook(lambda module, *_: seen.append(module))
     before = target.score([0], [TokenTree(6)]).logits
@@ -250,7 +250,7 @@ def test_states_at_a_boundary_are_kept() -> None:
     model = small("llama", num_hidden_layers=3)
     accelerate(model)
     assert len(whole_layers(model)) == 3
-    target = Target(model, rows=1, slots=64)
+    target = TransformersTarget(model, rows=1, slots=64)
     target.prefill([0], [[3, 4, 5]])
     found = target.score([0], [TokenTree(6)], boundaries=frozenset({1, 2, 3})).hidden_states
     kept = {boundary: value.clone() for boundary, value in found.items()}
@@ -269,7 +269,7 @@ def test_layers_in_one_call_have_the_bits_of_layers_one_by_one(boundaries: tuple
     assert type(base.forward) is ModelForward
 
     def states() -> list[torch.Tensor]:
-        target = Target(model, rows=2, slots=64)
+        target = TransformersTarget(model, rows=2, slots=64)
         found = [target.prefill([0, 1], [[3, 4, 5], [9, 8, 7, 6]], boundaries=frozenset(boundaries))]
         found.append(target.score([1, 0], [TokenTree(6), TokenTree(7)], boundaries=frozenset(boundaries)))
         return [part for one in found for part in (one.logits, *one.hidden_states.values())]
@@ -297,7 +297,7 @@ def test_a_pass_that_captures_boundaries_is_one_call(monkeypatch: pytest.MonkeyP
         pytest.skip("attention runs in torch here")
     model, watched = small("llama", num_hidden_layers=4), list[nn.Module]()
     accelerate(model)
-    target = Target(model, rows=1, slots=64)
+    target = TransformersTarget(model, rows=1, slots=64)
     target.prefill([0], [[3, 4, 5]])
     plain = target.score([0], [TokenTree(6)]).logits
     runs = count_runs(monkeypatch)
@@ -318,7 +318,7 @@ def test_rows_of_unequal_size_run_in_one_call_without_padding(monkeypatch: pytes
     model = small("llama")
     accelerate(model)
     tokens = count_runs(monkeypatch)
-    target = Target(model, rows=3, slots=64)
+    target = TransformersTarget(model, rows=3, slots=64)
     target.prefill([0, 1, 2], [[3, 4, 5], [9], [8, 7]])
     target.score([0, 1, 2], [TokenTree.of(6, [7, 8, 9], [0, 1, 2]), TokenTree(5), TokenTree(4)])
     assert tokens == [6, 6]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels.accelerate import accelerate
 from forerun.model.kernels.packing import FusedGroup, JoinedWeight, PackedLinear, PackedWeight, pack, packable, packs
 from model_kernels.conftest import FAMILIES, build
@@ -139,7 +139,7 @@ def test_packed_weights_are_counted_as_memory(dtype: torch.dtype) -> None:
     pack(changed)
     tied = plain.config.tie_word_embeddings  # then the embedding stays beside the packed head
     head = dtype.itemsize * 128 * 64 if tied else 0
-    difference = Target(changed).memory_bytes() - Target(plain).memory_bytes()
+    difference = TransformersTarget(changed).memory_bytes() - TransformersTarget(plain).memory_bytes()
     assert difference == head
 
 

@@ -7,7 +7,7 @@ import torch
 
 from forerun.core.tree import TokenTree
 from forerun.decode.scores import Scores
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.kernels import native as native_kernel
 from forerun.model.kernels import products as products_in_c
 from forerun.model.kernels.accelerate import accelerate
@@ -26,12 +26,12 @@ def chains(roots: Sequence[int], counts: dict[int, int]) -> list[TokenTree]:
     return made
 
 
-def target(rows: int, buckets: Buckets | None = None) -> Target:
+def target(rows: int, buckets: Buckets | None = None) -> TransformersTarget:
     model = build("llama", head_dim=32)  # wide enough for the kernel
     accelerate(model)
     for layer in model.model.layers:
         layer.__dict__.pop("forward", None)  # their products are seen nowhere
-    return Target(model, rows=rows, slots=64, buckets=buckets)
+    return TransformersTarget(model, rows=rows, slots=64, buckets=buckets)
 
 
 @pytest.fixture

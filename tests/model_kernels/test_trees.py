@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from forerun.core.tree import TokenTree
-from forerun.model import Buckets, Target
+from forerun.model import Buckets, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.kernels import native
 from forerun.model.kernels.accelerate import accelerate
@@ -177,16 +177,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def target(family: str, rows: int) -> Target:
+def target(family: str, rows: int) -> TransformersTarget:
     options = {"head_dim": 32, "max_position_embeddings": 512} | FAMILIES[family]
     if family == "qwen2":
         options |= {"hidden_size": 128}  # it has no `head_dim` of its own
     model = build(family, **options)
     accelerate(model)
-    return Target(model, rows=rows, slots=200)
+    return TransformersTarget(model, rows=rows, slots=200)
 
 
-def plainly(made: Target, row: int, tokens: Sequence[int], *, keep: bool = False) -> Tensor:
+def plainly(made: TransformersTarget, row: int, tokens: Sequence[int], *, keep: bool = False) -> Tensor:
     """Logits (N, V) after each of the tokens, one step each; they are kept in the cache only if told to."""
     held, found = made.lengths[row], []
     for token in tokens:
@@ -197,7 +197,9 @@ def plainly(made: Target, row: int, tokens: Sequence[int], *, keep: bool = False
     return torch.stack(found)
 
 
-def unlike_plain(made: Target, plain: Target, kind: str, seed: int, sizes: Sequence[int] = (16, 7, 2)) -> int:
+def unlike_plain(
+    made: TransformersTarget, plain: TransformersTarget, kind: str, seed: int, sizes: Sequence[int] = (16, 7, 2)
+) -> int:
     """Trees are scored, a path of each is kept, then some tokens follow one by one, all in both ways: the number of
     nodes, cached tokens and later steps that differ in a bit."""
     draw, rows, wrong = random.Random(seed), [0, 1, 2], 0
@@ -221,7 +223,7 @@ def unlike_plain(made: Target, plain: Target, kind: str, seed: int, sizes: Seque
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> list[Target]:
+def pair(request: pytest.FixtureRequest) -> list[TransformersTarget]:
     """Two targets of a family that hold the same prompts."""
     draw = random.Random(0)
     prompts = [[draw.randrange(3, 120) for _ in range(120 - 50 * row)] for row in range(3)]
@@ -232,19 +234,21 @@ def pair(request: pytest.FixtureRequest) -> list[Target]:
 
 
 @pytest.mark.parametrize("pair", FAMILIES, indirect=True)
-def test_a_model_scores_and_keeps_every_node_as_plain_decoding_does(pair: list[Target]) -> None:
+def test_a_model_scores_and_keeps_every_node_as_plain_decoding_does(pair: list[TransformersTarget]) -> None:
     for step, kind in enumerate(("deep", "bushy", "binary")):
         assert unlike_plain(*pair, kind, step) == 0
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_passes_over_many_nodes_are_no_others(pair: list[Target]) -> None:
+def test_passes_over_many_nodes_are_no_others(pair: list[TransformersTarget]) -> None:
     """Products of more than 32 rows take another way in oneDNN."""
     assert unlike_plain(*pair, "binary", 0, sizes=(44, 19, 2)) == 0
 
 
 @pytest.mark.parametrize("pair", ["llama", "mistral"], indirect=True)
-def test_the_reproducible_mode_needs_no_kernel_of_ours(pair: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reproducible_mode_needs_no_kernel_of_ours(
+    pair: list[TransformersTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where torch attends, which knows slots alone, each node is then handed its keys in their order."""
     monkeypatch.setattr(native, "attention_kernel", lambda: None)
     for one in pair:
@@ -254,7 +258,7 @@ def test_the_reproducible_mode_needs_no_kernel_of_ours(pair: list[Target], monke
 
 
 @pytest.mark.parametrize("pair", ["llama"], indirect=True)
-def test_without_paths_a_model_would_not(pair: list[Target], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_paths_a_model_would_not(pair: list[TransformersTarget], monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control."""
-    monkeypatch.setattr(Target, "_paths", lambda *_: [])
+    monkeypatch.setattr(TransformersTarget, "_paths", lambda *_: [])
     assert sum(unlike_plain(*pair, "deep", step) for step in range(3)) > 0

@@ -26,7 +26,7 @@ from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter, mark, mask_token
 from forerun.errors import ArgumentError
 from forerun.losses.objective import FrozenTarget
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.training.pard import PardObjective, PardSettings
 from forerun.types import LAST_HIDDEN
 from llamas import tiny_llama
@@ -57,7 +57,7 @@ def objective(lm: Any, **settings: Any) -> PardObjective:
 
 
 def drafter(lm: Any, **options: Any) -> PardDrafter:
-    setup = DrafterSetup(target=Target(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
+    setup = DrafterSetup(target=TransformersTarget(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
     return PardDrafter(PardConfig(model=lm, **options), setup)
 
 

@@ -22,7 +22,7 @@ from forerun.heads.mtp import MtpConfig, MtpHead
 from forerun.heads.peagle import PEagleConfig, PEagleHead
 from forerun.heads.runner import BlockRunner
 from forerun.losses.objective import FeatureBatch, LossReport, TokenBatch
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN
 from llamas import HEAD_SIZES, tiny_llama
 
@@ -176,7 +176,7 @@ def tokens(length: int, seed: int = 3) -> list[int]:
 @torch.no_grad()
 def features(text: list[int], boundaries: tuple[int, ...]) -> dict[int, torch.Tensor]:
     """boundary -> (1, S, H), and `LAST_HIDDEN`, by the engine's own target."""
-    target = Target(model(), rows=1, slots=len(text) + 1)
+    target = TransformersTarget(model(), rows=1, slots=len(text) + 1)
     scored = target.prefill([0], [text], boundaries={*boundaries, LAST_HIDDEN})
     return {boundary: states.clone() for boundary, states in scored.hidden_states.items()}
 
@@ -187,7 +187,7 @@ def drafted_block(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
     """What a head whose depths depend on the tokens above drafts behind the root, the text's own tokens beside others:
     of every depth the logits below another token and below the text's, and the acceptance there."""
-    runner = BlockRunner(made, Target(model(), rows=1, slots=64), rows=1, slots=64)
+    runner = BlockRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=1, slots=64)
     states = {boundary: state[:, :root] for boundary, state in features(text, made.config.boundaries).items()}
     runner.ingest([0], [text[1 : root + 1]], states)
     depths = made.config.max_depth or 0

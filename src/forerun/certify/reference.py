@@ -35,13 +35,14 @@ class Reference:
         """Load the target once more, in the engine's dtype and on its device. ArgumentError: the engine was built from
         a model in memory, which has no checkpoint to load again."""
         from forerun.model.support import auto_class
+        from forerun.model.transformers_target import require_layers
 
         if not llm.target.name_or_path:
             raise ArgumentError(
                 "certify compares with the checkpoint as transformers loads it; this engine was built from a model in "
                 "memory: pass certify(..., reference=Reference(MODEL)) with a copy made before"
             )
-        kind = auto_class(llm.target.model.config)
+        kind = auto_class(require_layers(llm.target, "certify").model.config)
         model = kind.from_pretrained(llm.target.name_or_path, dtype=llm.target.dtype)
         return cls(model.to(llm.target.device))
 

@@ -61,7 +61,8 @@ def calibrate(
     check_plot(plot)
     given = speculation.config()
     from forerun.control.config import SpeculativeConfig
-    from forerun.control.measuring import device_name, file_of, load_or_measure
+    from forerun.control.measuring import file_of, load_or_measure
+    from forerun.devices import device_name
 
     config = SpeculativeConfig.parse(given)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))

@@ -76,6 +76,7 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
             "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
         )
     from forerun.drafters.self_drafting import tuning
+    from forerun.model.transformers_target import require_layers
     from forerun.training.data.records import BadRecords, read_records
 
     questions: list[Record] = []
@@ -86,7 +87,13 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
     llm = session.load(model, loading, None, max_num_seqs=len(questions) or asked.limit)
     params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
     found = _tokens(llm, questions, asked)
-    probe = tuning.Probe(llm.target, found, length=asked.num_speculative_tokens, tokens=asked.tokens, params=params)
+    probe = tuning.Probe(
+        require_layers(llm.target, "skip_layers"),
+        found,
+        length=asked.num_speculative_tokens,
+        tokens=asked.tokens,
+        params=params,
+    )
     limits: dict[str, Any] = {"iterations": asked.iterations, "budget_s": asked.budget_s, "seed": asked.seed}
     sets = asked.iterations or (None if asked.budget_s else tuning.ITERATIONS)
     with console.progress_bar("sets", sets) as update:
@@ -129,8 +136,9 @@ def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: 
     import torch
 
     from forerun.drafters.self_drafting.skip_layers import SkipFile, structure_hash
+    from forerun.model.transformers_target import require_layers
 
-    target, best = llm.target, tuned.best
+    target, best = require_layers(llm.target, "skip_layers"), tuned.best
     measured = {
         "ms_per_token": best.ms_per_token,
         "plain_ms_per_token": tuned.plain_ms,

@@ -20,13 +20,10 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any
 
 from forerun.control.costs import CostModel, Nominal, PassCost, along
-from forerun.devices import processor_name
 from forerun.errors import ArgumentError
 from forerun.writing import cache_root, replace_file
 
 if TYPE_CHECKING:
-    import torch
-
     from forerun.model import Target
 
 log = logging.getLogger(__name__)
@@ -195,8 +192,7 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
 
     context, count, nodes = point
     used = list(rows[:count])
-    for row in used:
-        target.lengths[row] = context
+    target.announce(used, context)
     trees = [TokenTree((7919 * row + 13) % target.vocab_size) for row in used]
     for tree in trees:
         tree.add_path(index % min(97, target.vocab_size) for index in range(nodes - 1))
@@ -247,7 +243,6 @@ def make_rising(values: Sequence[float]) -> list[float]:
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
 FORMAT = 1  # Raise it when figures of before are no longer comparable
-_VOLATILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype")
 
 
 def save(target: Target, cost: CostModel) -> Path:
@@ -264,45 +259,7 @@ def save(target: Target, cost: CostModel) -> Path:
 def file_of(target: Target) -> Path:
     """Return the file in which this target's costs are kept: in ``cost`` below `cache_root`."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model"
-    return cache_root() / "cost" / f"{name}-{_hash(identity(target))[:16]}.json"
-
-
-def identity(target: Target) -> dict[str, Any]:
-    """Return everything that a pass's cost depends on. The values of the weights do not matter,
-    their number and type do.
-    """
-    import torch
-
-    from forerun.model.kernels import compiling, native
-    from forerun.model.kernels.packing import PackedLinear
-
-    on_cpu = target.device.type == "cpu"
-    modules = list(target.model.modules())
-    return {
-        "model": type(target.model).__name__,
-        "config": _hash({key: value for key, value in target.config.to_dict().items() if key not in _VOLATILE}),
-        "attention": str(getattr(target.config, "_attn_implementation", None)),
-        "weights_bytes": target.memory_bytes() - target.cache.nbytes(),
-        "device": device_name(target.device),
-        "dtype": str(target.dtype),
-        "threads": torch.get_num_threads() if on_cpu else None,
-        "kernel": compiling.version() if on_cpu and native.attention_kernel() is not None else None,
-        "packed": sum(isinstance(module, PackedLinear) for module in modules),
-        "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
-        "torch": torch.__version__,
-        "buckets": asdict(target.buckets),
-    }
-
-
-def device_name(device: torch.device) -> str:
-    """Return the product's name of a device, if it is known."""
-    if device.type == "cuda":
-        import torch
-
-        return torch.cuda.get_device_name(device)
-    if device.type != "cpu":
-        return str(device)
-    return processor_name()
+    return cache_root() / "cost" / f"{name}-{_hash(target.identity())[:16]}.json"
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
@@ -315,7 +272,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
-        own = json.loads(json.dumps(identity(target), default=str))
+        own = json.loads(json.dumps(target.identity(), default=str))
         if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != own:
             raise ValueError("its format, hash or identity is another's")
         return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
@@ -329,7 +286,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """Write the file whole or not at all. A cache that cannot be written is no reason to fail."""
     path = file_of(target)
-    body = {"format": FORMAT, "identity": identity(target), "grid": grid, "cost": asdict(cost)}
+    body = {"format": FORMAT, "identity": target.identity(), "grid": grid, "cost": asdict(cost)}
     try:
         with replace_file(path) as fresh:
             text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)

@@ -163,7 +163,7 @@ class LLM:
             pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
         )
         if reproducible:
-            _refuse_states(self.target)
+            self.target.check_reproducible()
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
         self.engine = Engine(self.target, pool, scheduling, check=check)
@@ -447,14 +447,6 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
-
-
-def _refuse_states(target: Target) -> None:
-    if target.states is not None:
-        raise ArgumentError(
-            f"reproducible=True cannot hold for {target.name_or_path}: its recurrent states are rounded otherwise "
-            "where several drafted tokens are kept at once; float32 gives equal answers without it"
-        )
 
 
 def _check_keywords(loading: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from forerun.devices import attention_kernels, send
 from forerun.drafters.drawing import Shape
 from forerun.heads.base import AdapterHead
 from forerun.heads.runner import AttendingRunner, Committed, HiddenStates
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.layers import LayerRange
 from forerun.model.masks import Block
@@ -28,7 +28,7 @@ class AdapterRunner(AttendingRunner):
     shape: Shape | None = None  # Shape of the trees to come; None: it differs by row, and parents are read on the host
     _frontier: _Exited | None
 
-    def __init__(self, head: AdapterHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: AdapterHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._plan = LayerRange(stop=head.config.boundaries[0])
         self._roots = [0] * rows

@@ -29,6 +29,7 @@ from forerun.heads.catalogue import check_head_named
 from forerun.heads.runner import BlockRunner, HeadRunner, ParallelRunner, RecurrentRunner, SequentialRunner
 from forerun.model.fingerprint import fingerprint
 from forerun.model.kernels import forwards, packing
+from forerun.model.transformers_target import require_layers
 from forerun.types import Boundary, Budget, DraftKind
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class HeadDrafter(Drafter):
 
     def __init__(self, config: HeadDrafterConfig, setup: DrafterSetup) -> None:
         self.config = config
-        kind = kind_named(self.name)
+        kind, target = kind_named(self.name), require_layers(setup.target, self.name)
         self.head = _load(config, setup, kind)
         deepest = self.head.config.max_depth or config.num_speculative_tokens
         self.tree = self._tree(min(deepest, config.num_speculative_tokens))
@@ -93,7 +94,7 @@ class HeadDrafter(Drafter):
                 f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {self.tree.depth}"
             )
         most = max(self.tree.run, self.sampled.run)
-        self.runner = RUNNERS[kind.drafts](self.head, setup.target, setup.rows, setup.slots, most)
+        self.runner = RUNNERS[kind.drafts](self.head, target, setup.rows, setup.slots, most)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)

@@ -165,7 +165,7 @@ class KangarooDrafter(HeadDrafter):
         self.boundary, layers = self.head.config.boundaries[0], setup.target.num_layers
         if self.boundary >= layers:
             raise ArgumentError(f"kangaroo: the head exits after {self.boundary} layers, the target has {layers}")
-        prove(setup.target, self.boundary)
+        prove(self.runner.target, self.boundary)
 
     def stopped(self, children: Children) -> list[bool]:
         if not self.config.exit_below:

@@ -27,7 +27,7 @@ from forerun.heads.base import (
     RecurrentHead,
     SequentialHead,
 )
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.kernels.attention import attend
@@ -63,7 +63,7 @@ class HeadRunner(ABC):
     """(B, F) acceptance estimate of a token drawn from the latest level, if the head gives one."""
     _frontier: Any = None  # Last level of the trees that are being drafted
 
-    def __init__(self, head: Head, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: Head, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         self.head, self.target = head, target
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
@@ -182,7 +182,7 @@ class AttendingRunner(HeadRunner):
 
     head: AttendingHead
 
-    def __init__(self, head: AttendingHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: AttendingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._cache = SlotCache(rows, slots + self._behind(run))
         self._kinds = [FULL if window is None else SLIDING for window in head.windows]
@@ -308,7 +308,7 @@ class SequentialRunner(AttendingRunner):
     head: SequentialHead
     _frontier: _Frontier | None
 
-    def __init__(self, head: SequentialHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: SequentialHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._outputs = self._features.new_zeros(rows, head.output_size)
         # Features of every entry, if a layer reads what another made of the entry before; the last slot is for padding.
@@ -381,7 +381,7 @@ class RecurrentRunner(AttendingRunner):
     head: RecurrentHead
     _frontier: tuple[Tensor, int] | None  # (B, F, M) memory of the last level's nodes, and its depth
 
-    def __init__(self, head: RecurrentHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: RecurrentHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
@@ -421,7 +421,7 @@ class BlockRunner(AttendingRunner):
     head: BlockHead
     _frontier: _Depths | None
 
-    def __init__(self, head: BlockHead, target: Target, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: BlockHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._outputs = self._features.new_zeros(rows, head.feature_size)  # Roots' outputs, if they are read

@@ -1,4 +1,4 @@
-"""A transformers causal language model, seen as "score this token tree".
+"""A causal language model, seen as "score this token tree".
 
 Names are loaded when first used, so that a model's name can be looked at (`names`) without importing torch.
 """
@@ -14,17 +14,19 @@ if TYPE_CHECKING:
     from forerun.model.layers import LayerRange
     from forerun.model.padding import Buckets
     from forerun.model.target import Target
+    from forerun.model.transformers_target import TransformersTarget
 
 _HOMES = {
     "Buckets": "padding",
     "LayerRange": "layers",
     "Scored": "inputs",
     "Target": "target",
+    "TransformersTarget": "transformers_target",
     "largest": "kernels.native",
     "top_ids": "kernels.native",
 }
 
-__all__ = ["Buckets", "LayerRange", "Scored", "Target", "largest", "top_ids"]
+__all__ = ["Buckets", "LayerRange", "Scored", "Target", "TransformersTarget", "largest", "top_ids"]
 
 
 def __getattr__(name: str) -> Any:

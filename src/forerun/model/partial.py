@@ -10,17 +10,17 @@ import torch
 
 from forerun.core.tree import Resume, TokenTree
 from forerun.errors import ForerunError, UnsupportedModelError
+from forerun.model import TransformersTarget
 from forerun.model.layers import LayerRange
 from forerun.model.self_check import difference, is_exact, most_difference, own_noise
-from forerun.model.target import Target
 from forerun.types import Drawn
 
-Begin = Callable[[Target, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
+Begin = Callable[[TransformersTarget, TokenTree], Resume]  # (target, tree) -> what has begun of that tree in row 0
 _TEXT = 32  # Tokens on which a model in 16 bits shows its own noise
 
 
 @torch.inference_mode()
-def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
+def renumber(target: TransformersTarget, rows: Sequence[int], kept: Sequence[Sequence[int]]) -> None:
     """Keep the nodes ``kept[i]`` (rising ids) of those run in this step, as nodes 1, 2, ... of row
     ``rows[i]``.
     """
@@ -28,19 +28,19 @@ def renumber(target: Target, rows: Sequence[int], kept: Sequence[Sequence[int]])
     target.cache.move(rows, sources, [target.lengths[row] + 1 for row in rows])
 
 
-def prove(target: Target, boundary: int) -> None:
+def prove(target: TransformersTarget, boundary: int) -> None:
     """Check that the first layers up to `boundary` followed by the others make the whole model.
     Raises as `compare` does.
     """
 
-    def root_only(trial: Target, tree: TokenTree) -> Resume:
+    def root_only(trial: TransformersTarget, tree: TokenTree) -> Resume:
         states = trial.run([0], [TokenTree(tree.tokens[0])], LayerRange(stop=boundary))
         return Resume(boundary=boundary, states=states[0], stamp=trial.writes[0])
 
     compare(target, root_only, (0, 0, 1))
 
 
-def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
+def compare(target: TransformersTarget, begin: Begin, parents: Sequence[int]) -> None:
     """Score a small tree whole, and resumed after `begin`, on a cache of its own, and compare the
     logits by the limits of the self-check. Raises UnsupportedModelError if the layers cannot be run
     in part, or the parts do not make the whole.
@@ -69,7 +69,7 @@ def compare(target: Target, begin: Begin, parents: Sequence[int]) -> None:
 
 
 @torch.inference_mode()
-def _difference(target: Target, begin: Begin, parents: Sequence[int], noise: float | None) -> float:
+def _difference(target: TransformersTarget, begin: Begin, parents: Sequence[int], noise: float | None) -> float:
     ids = _ids(target, 3 + len(parents))
     tree = TokenTree(ids[2])
     for token, parent in zip(ids[3:], parents, strict=True):
@@ -80,5 +80,5 @@ def _difference(target: Target, begin: Begin, parents: Sequence[int], noise: flo
     return difference(target.score([0], [tree]).logits, whole, noise)
 
 
-def _ids(target: Target, count: int) -> list[int]:
+def _ids(target: TransformersTarget, count: int) -> list[int]:
     return [(7919 * index + 13) % target.vocab_size for index in range(count)]

@@ -1,4 +1,8 @@
-"""`Target`: a transformers causal LM seen as "score this token tree", on a row-and-slot cache.
+"""`Target`: a causal LM as "score this token tree, keep this path", whatever runs it.
+
+This is the interface of a back end. `TransformersTarget` runs models of transformers, `LlamaCppTarget` GGUF files on
+llama.cpp's kernels. Another one implements the methods that raise NotImplementedError here, and passes
+``tests/model/test_back_ends.py``.
 
 A sequence with committed tokens ``t[0..S]`` keeps S of them in the cache; the last one, the root, is run with the next
 tree. Not safe for use from several threads at once.
@@ -6,125 +10,73 @@ tree. Not safe for use from several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence, Set
-from dataclasses import replace
-from typing import Any, Self
+from collections.abc import Sequence, Set
+from typing import Any, Self, cast
 
 import torch
-from torch import Tensor, nn
 
 from forerun.core.tree import TokenTree
-from forerun.devices import attention_kernels, send, send_ints
 from forerun.errors import ArgumentError
-from forerun.model import layers, masks, positions
-from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
-from forerun.model.kernels import accelerate
-from forerun.model.kernels.packing import packed_bytes
-from forerun.model.layers import LayerRange, capture_states, check_boundaries
-from forerun.model.load import LoadOptions
-from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
-from forerun.model.prepare import default_slots, prepare
-from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
-from forerun.model.states import RowStates, install, keep_outside, uses_cache
-from forerun.model.support import context_length, known_states, text_config
-from forerun.types import LAST_HIDDEN, Boundary
+from forerun.model.inputs import Nodes, Scored
+from forerun.model.padding import Buckets
+from forerun.model.recordings import Recordings
+from forerun.types import Boundary
 
-ALIGNED = 16  # On an accelerator a mask's width is a multiple of this many slots, or attention copies the mask
 PREFILL_CHUNK = 512  # Most prompt tokens of a row in one pass
-VERIFYING = 16  # Recordings of what rules ask that are kept
-SHORT = 16  # Most tokens of a row that are appended by a recorded pass: what a draft model lacks of a step, say
 
 
 class Target:
-    """A causal LM with a cache of `rows` x `slots` tokens."""
+    """A causal LM with a cache of `rows` sequences of at most `slots` tokens each."""
 
-    def __init__(self, model: Any, *, rows: int = 1, slots: int | None = None, buckets: Buckets | None = None) -> None:
-        """Wrap a loaded model unchecked; most callers want `load`. Raises UnsupportedModelError if
-        it cannot score trees.
-        """
-        if rows < 1 or (slots is not None and slots < 1):
+    name_or_path: str  # Directory, file or hub id that it was loaded from; empty if unknown
+    generation_config: Any = None  # transformers' `GenerationConfig` with the model's defaults, or None
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    max_length: int  # Most positions of a sequence
+    device: torch.device  # Device that token ids go to and logits come from
+    dtype: torch.dtype  # Dtype of logits and hidden states
+    buckets: Buckets  # Sizes that passes are padded to; may be replaced where `check_reproducible` allows it
+    verifying: Recordings  # For rules' questions about its logits
+    states: Any = None  # Recurrent states, if the model keeps any: a token that has run cannot be taken back then
+    cached_tokens_limit: int | None = None  # Most tokens that all rows together hold; None: all slots of all rows
+
+    def __init__(self, *, rows: int, slots: int) -> None:
+        if rows < 1 or slots < 1:
             raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-        states = known_states(model)
-        self.model = model
-        self.config = text_config(model)
-        self.generation_config = getattr(model, "generation_config", None)
-        self.name_or_path: str = str(model.name_or_path)
-        self.vocab_size: int = self.config.vocab_size
-        self.hidden_size: int = self.config.hidden_size
-        self.max_length: int = context_length(self.config)  # Most positions of a sequence
         self.rows = rows
-        self.slots = default_slots(self.max_length) if slots is None else slots
-        self.buckets = Buckets() if buckets is None else buckets  # Sizes that passes are padded to; may be replaced
+        self.slots = slots
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
-        self.writes: list[int] = [0] * rows  # Passes that have written to the row
-        self.head = layers.OutputHead(model)
-        self.dtype: torch.dtype = model.dtype  # Dtype of hidden states and masks
-        self._base = layers.base_of(model)
-        self._turn = layers.turn_of(self._base)
-        name, self._layers = layers.layers_of(self._base, self.config.num_hidden_layers)
-        self.num_layers = len(self._layers)
-        self._ranges = layers.LayerRanges(self._base, name, self._layers)
-        self._embedding: nn.Module = model.get_input_embeddings()
-        self.device = layers.device_of(self._embedding)  # Device that token ids go to
-        aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
-        self.cache = SlotCache(rows, aligned)
-        self.states = RowStates(rows) if states else None  # Of layers that keep more than keys and values
-        install(states)
-        self._counts = positions.install(model)  # Whether it would count positions itself, from the cache
-        # Told to use no cache, what keeps states in one of its own makes none.
-        handed = {layers.cache_argument(self._base): self.cache} if uses_cache(model) else {}
-        self._caching: dict[str, Any] = {**handed, "use_cache": not keep_outside(states)}
-        self._style = masks.MaskStyle.of(self.config)
-        records = recordable(self.config) and self.states is None
-        self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
-        self.verifying = Recordings.on(self.device)  # For rules' questions about its logits: each holds copies of them
-        self.verifying.most = VERIFYING
-        self._ran: dict[int, int] = {}
+        self.writes: list[int] = [0] * rows  # Rises whenever what stands in a row's slots changes
+        self._ran: dict[int, int] = {}  # Nodes that were run in this step, root included, by row
 
     @classmethod
-    def load(
-        cls,
-        model: Any,
-        *,
-        rows: int = 1,
-        slots: int | None = None,
-        reserve_bytes: int = 0,
-        reserve_bytes_per_slot: int = 0,
-        **loading: Any,
-    ) -> Self:
-        """Open a directory or hub id, or wrap a transformers model that is already loaded.
+    def load(cls, model: Any, **loading: Any) -> Self:
+        """Open a model on the back end that suits it; see the `load` of that one for what it takes."""
+        from forerun.model.transformers_target import TransformersTarget
 
-        Args:
-            model: a loaded model is left alone: nothing is moved or repacked unless `repack` is True.
-            rows: sequences that the cache holds.
-            slots: tokens of a row, drafted ones included; default: see `default_slots`.
-            reserve_bytes: memory to leave for a drafter in the plan that is checked before loading.
-            reserve_bytes_per_slot: the same for its own cache, for each slot of each row.
-            loading: fields of `LoadOptions`.
-
-        Raises:
-            CheckpointError: missing, corrupt, gated, or not what its configuration announces.
-            UnsupportedModelError: recurrent state, an encoder, or a failed self-check.
-            OutOfMemoryError: weights and cache do not fit; says how much was needed and what to lower.
-            ArgumentError: an argument is out of range or makes no sense for a loaded model.
-        """
-        return prepare(
-            cls,
-            model,
-            LoadOptions(**loading),
-            rows=rows,
-            slots=slots,
-            reserve=reserve_bytes,
-            reserve_per_slot=reserve_bytes_per_slot,
-        )
+        return cast(Self, TransformersTarget.load(model, **loading))
 
     @property
     def dtype_name(self) -> str:
-        """The number format by name, for example ``"bfloat16"``."""
+        """The number format of the weights by name, for example ``"bfloat16"``."""
         return str(self.dtype).removeprefix("torch.")
 
-    @torch.inference_mode()
+    @property
+    def records(self) -> bool:
+        """True if passes are recorded and replayed."""
+        return False
+
+    @property
+    def computes_padding(self) -> bool:
+        """True if every row of a scoring pass costs what its widest row costs; False if only real tokens run."""
+        return False
+
+    @property
+    def pads_prompts(self) -> bool:
+        """True if every row of a prefill costs what its longest chunk costs."""
+        return False
+
     def prefill(
         self,
         rows: Sequence[int],
@@ -138,38 +90,8 @@ class Target:
         longest chunk. Raises ArgumentError if a chunk is empty, or does not fit the row's slots or
         the context.
         """
-        counts = [len(chunk) for chunk in tokens]
-        self._check_room(rows, counts, counts)
-        if min(counts) < 1:
-            raise ArgumentError("every row of a prefill needs at least one token")
-        check_boundaries(boundaries, self.num_layers)
-        if self.records and max(counts) <= SHORT:
-            return self._append(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
-        wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
-        gathered: dict[Boundary, Tensor] = {}
-        last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
-        for start in range(0, max(counts), PREFILL_CHUNK):
-            active = [index for index, count in enumerate(counts) if count > start]
-            pieces = [list(tokens[index][start : start + PREFILL_CHUNK]) for index in active]
-            some, nodes = [rows[index] for index in active], Nodes.of_prompt(pieces)
-            with self._turn, attention_kernels(self.device):
-                flat = self._flat(nodes, padded=False)
-                states, caught = self._forward(some, nodes, wanted, flat, padded=False)
-            self._note_appended(some, [len(piece) for piece in pieces])
-            for boundary, value in caught.items():
-                if boundary not in gathered:
-                    gathered[boundary] = value.new_zeros(len(rows), max(counts), value.shape[-1])
-                gathered[boundary][send_ints(active, value.device), start : start + value.shape[1]] = value
-            index = send_ints(active, states.device)
-            ending = take_last(states, [len(piece) for piece in pieces])
-            last = ending if last is None else last.index_copy_(0, index, ending)
-        assert last is not None, "every row has a token"
-        return Scored(
-            logits=self.head(gathered[LAST_HIDDEN] if all_logits else last),
-            hidden_states={boundary: gathered[boundary] for boundary in boundaries},
-        )
+        raise NotImplementedError
 
-    @torch.inference_mode()
     def score(
         self,
         rows: Sequence[int],
@@ -183,83 +105,21 @@ class Target:
         or its `resume` does not fit it. With ``padded=False`` logits may be those of the real nodes alone
         (`Scored.flat`): over a large vocabulary padding takes as long as several nodes.
 
-        Node 0 is the root; node k stands in slot lengths + k. A tree of its root alone is plain decoding. What the
-        tree's `resume` has begun is completed: the logits are those of a whole pass. Of `Nodes`, packed already, those
-        from `Nodes.start` on are run.
+        Node 0 is the root. A tree of its root alone is plain decoding. What the tree's `resume` has begun is
+        completed: the logits are those of a whole pass. Of `Nodes`, packed already, those from `Nodes.start` on are
+        run; the others were run by the calls before, in this step.
         """
-        check_boundaries(boundaries, self.num_layers)
-        nodes = self._nodes(rows, trees)
-        begun = nodes.begun([self.writes[row] for row in rows], boundaries)
-        if begun is not None:
-            scored = self._complete(rows, nodes, begun, boundaries)
-        elif self.records:
-            scored = self._score_recorded(rows, nodes, boundaries)
-        else:
-            flat = self._flat(nodes, padded=True)
-            with self._turn, attention_kernels(self.device):
-                states, caught = self._forward(rows, nodes, boundaries, flat, padded=True)
-            kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
-            if flat is None or padded:
-                scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=kept)
-            else:
-                scored = Scored(logits=self.head(flat.flatten(states)), hidden_states=kept, flat=flat)
-        self._note_run(rows, nodes)
-        return scored
+        raise NotImplementedError
 
-    @torch.inference_mode()
-    def run(
-        self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes, plan: LayerRange, *, states: Tensor | None = None
-    ) -> Tensor:
-        """Run the nodes that `score` would run through the layers of `plan` only, in the same
-        slots: from `states` (B, N - start, H) at boundary ``plan.start``, needed unless that is 0,
-        to those at ``plan.stop``, before the final norm: `final_norm`, then `lm_head` give logits.
-        Skipped attention writes no keys; run these layers in full before committing. Raises
-        ArgumentError if the plan does not fit the model, or states are missing or misshapen.
-        """
-        plan.check(self.num_layers)
-        nodes = self._nodes(rows, trees)
-        if (states is None) != (plan.start == 0):
-            raise ArgumentError("states are needed to start above boundary 0, and only there")
-        expected = (len(rows), nodes.fresh, self.hidden_size)
-        if states is not None and tuple(states.shape) != expected:
-            raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
-        return self._part(rows, nodes, plan, states)[0]
-
-    @torch.inference_mode()
-    def draft(
-        self,
-        rows: Sequence[int],
-        nodes: Nodes,
-        plan: LayerRange,
-        head: Callable[[Tensor], Tensor] | None = None,
-        *,
-        tried: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Run layers as `run` does, from the embeddings on, and also return the raw logits (B, N -
-        start, V) that `head` computes from these states (None: the target's final norm and output
-        head). A plan that is only `tried` is not recorded.
-        """
-        plan.check(self.num_layers)
-        states, logits = self._part(rows, nodes, plan, None, head or self._exit, tried=tried)
-        return states, logits
-
-    def _exit(self, states: Tensor) -> Tensor:
-        return self.head(self.final_norm(states))
-
-    @torch.inference_mode()
     def commit(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        """Keep the root and the accepted path (node ids) of each row, gathered into place: lengths
-        grow by 1 + len(path). Raises ArgumentError if a path names a node that was not run in this
-        step, or does not rise.
+        """Keep the root and the accepted path (node ids) of each row: lengths grow by 1 + len(path). Raises
+        ArgumentError if a path names a node that was not run in this step, or does not rise.
         """
         for row, path in zip(rows, paths, strict=True):
             ran = self._ran.get(row, 0)
             if list(path) != sorted(set(path)) or (path and not 1 <= path[0] <= path[-1] < ran) or ran == 0:
                 raise ArgumentError(f"row {row}: cannot commit the path {path}: {ran} nodes were run in this step")
-        sources = [[self.lengths[row] + node for node in path] for row, path in zip(rows, paths, strict=True)]
-        self.cache.move(rows, sources, [self.lengths[row] + 1 for row in rows])
-        if self.states is not None:
-            self.states.commit(rows, [self.lengths[row] for row in rows], paths)
+        self._keep(rows, paths)
         for row, path in zip(rows, paths, strict=True):
             self.lengths[row] += 1 + len(path)
             del self._ran[row]
@@ -269,375 +129,69 @@ class Target:
         for row, length in zip(rows, lengths, strict=True):
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
-            if self.states is not None:
-                self.states.copy_row(row, row, self.lengths[row], length)
+            self._cut(row, length)
             self.lengths[row] = length
             self._ran.pop(row, None)
 
-    def reserve(self, other: Target) -> None:
-        """Allocate what another target of the same model had to allocate; see `SlotCache.reserve`."""
-        self.cache.reserve(other.cache)
-        if self.states is not None and other.states is not None:
-            self.states.reserve(other.states)
+    def copy_row(self, source: int, target: int, length: int) -> None:
+        """Make row `target` hold the first `length` tokens of row `source`."""
+        if not 0 <= length <= self.lengths[source]:
+            raise ArgumentError(f"row {source} holds {self.lengths[source]} tokens, {length} were asked for")
+        self._copy(source, target, length)
+        self.lengths[target] = length
+        self._ran.pop(target, None)
 
     def reusable(self, row: int, length: int) -> int:
         """Return how many of the first `length` tokens in a row's slots a sequence may begin with: all of them, or up
         to where the row's recurrent states were kept.
         """
-        return length if self.states is None else self.states.reusable(row, self.lengths[row], length)
+        return length
 
     def restore(self, row: int, length: int) -> None:
-        """Let a freed row hold again the first `length` tokens in its slots, which must be `reusable`."""
-        if self.states is not None:
-            self.states.copy_row(row, row, self.lengths[row], length)
+        """Let a freed row hold again the first `length` tokens in its slots, which must be `reusable`; its `writes`
+        have not changed since it held them.
+        """
+        self._cut(row, length)
         self.lengths[row] = length
 
     def clear(self, row: int) -> int:
-        """Zero the slots behind a row's committed tokens, and return how many were zeroed; see `SlotCache.clear`."""
-        return self.cache.clear(row, self.lengths[row])
+        """Make sure that nothing behind a row's committed tokens reaches others, were it NaN, and return how many
+        slots were cleared.
+        """
+        raise NotImplementedError
 
-    @torch.inference_mode()
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Make row `target` hold the first `length` tokens of row `source`."""
-        if not 0 <= length <= self.lengths[source]:
-            raise ArgumentError(f"row {source} holds {self.lengths[source]} tokens, {length} were asked for")
-        if self.states is not None:
-            self.states.copy_row(source, target, self.lengths[source], length)
-        self.cache.copy_row(source, target, length)
-        self.lengths[target] = length
-        self._ran.pop(target, None)
-
-    @torch.inference_mode()
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the embedding table's rows (.., H) of `tokens` (..)."""
-        return self._embedding(tokens.to(self.device))
-
-    @torch.inference_mode()
-    def final_norm(self, states: Tensor) -> Tensor:
-        """Apply the final norm: states at the last boundary (.., H) -> LAST_HIDDEN (.., H)."""
-        flat = states.reshape(1, -1, states.shape[-1])
-        size = flat.shape[1]
-        ids = torch.zeros(1, size, dtype=torch.int64, device=self.device)
-        mask = torch.zeros(1, 1, size, size, dtype=self.dtype, device=self.device)
-        inputs = {
-            "input_ids": ids,
-            "position_ids": ids,
-            "attention_mask": dict.fromkeys(self._style.types, mask) if len(self._style.types) > 1 else mask,
-            "use_cache": False,
-        }
-        this = Pass(positions=positions.Positions(ids, ids) if self._counts else None)
-        with running(this):
-            return self._ranges.finish(flat, inputs).view(states.shape)
-
-    @torch.inference_mode()
-    def lm_head(self, states: Tensor) -> Tensor:
-        """Return raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
-        return self.head(states)
-
-    @property
-    def computes_padding(self) -> bool:
-        """True if every row of a scoring pass costs what its widest row costs; False if only real tokens run."""
-        return bool(self.buckets.nodes) or not self._folds
-
-    @property
-    def pads_prompts(self) -> bool:
-        """True if every row of a prefill costs what its longest chunk costs."""
-        return not self._folds
-
-    @property
-    def _folds(self) -> bool:
-        """True if attention itself finds rows and real tokens."""
-        return self.device.type == "cpu" and accelerate.folds(self.model, self._base)
+    def announce(self, rows: Sequence[int], length: int) -> None:
+        """Let free rows hold `length` tokens, whichever, for passes that are only timed."""
+        raise NotImplementedError
 
     def memory_bytes(self) -> int:
         """Return the bytes of weights and cache."""
-        return int(self.model.get_memory_footprint()) + packed_bytes(self.model) + self.cache.nbytes()
+        raise NotImplementedError
 
-    # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
-    # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
-
-    def _complete(self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]) -> Scored:
-        """Return what one whole pass over `nodes` would give."""
-        size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
-        if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
-            expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
-            raise ArgumentError(f"a pass over {span} cannot resume states {shape[1:]} in a row; expected {expected}")
-        if not 1 <= begun.boundary <= self.num_layers:
-            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; there are 1..{self.num_layers}")
-        wanted, flat = sorted(boundaries), self._flat(nodes, padded=True)
-
-        def work(inputs: dict[str, Any], states: Tensor) -> list[Tensor]:
-            with capture_states(self._layers, boundaries) as caught:
-                final = self._ranges.finish(states, inputs, start=begun.boundary)
-            caught |= {begun.boundary: states, LAST_HIDDEN: final}
-            return [self._logits(final, flat), *(caught[one] for one in wanted)]
-
-        key = "complete", begun.boundary, tuple(wanted)
-        logits, *found = self._pass(key, work, rows, nodes, self._begin(rows, nodes, begun))
-        return Scored(logits=logits, hidden_states=dict(zip(wanted, found, strict=True)))
-
-    def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
-        """Return the states (B, N, H) of all nodes at the boundary; those that lack the first
-        layers run through them now.
+    def identity(self) -> dict[str, Any]:
+        """Return everything that a pass's cost depends on. The values of the weights do not matter, their number and
+        type do.
         """
-        size = nodes.ids.shape[1]
-        states = nn.functional.pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
-        lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
-        if not lacking.any():
-            return states
-        start = int(lacking.any(0).int().argmax())
-        # What nodes feed into recurrent states comes from one pass for all that stand behind `start`.
-        run = lacking if self.states is None else nodes.real & (torch.arange(size) >= start)
-        [early] = self._part(rows, replace(nodes, real=run, start=start), LayerRange(stop=begun.boundary), None)
-        [fresh] = send([lacking[:, start:].unsqueeze(2)], states.device)
-        return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
+        raise NotImplementedError
 
-    def _part(
-        self,
-        rows: Sequence[int],
-        nodes: Nodes,
-        plan: LayerRange,
-        states: Tensor | None,
-        head: Callable[[Tensor], Tensor] | None = None,
-        *,
-        tried: bool = False,
-    ) -> list[Tensor]:
-        """Return the nodes' states behind the layers of `plan`, from `states` on, and what `head`
-        computes from them.
-        """
+    def check_reproducible(self) -> None:
+        """Raise ArgumentError if plain and speculative passes cannot compute the same bits."""
+        raise NotImplementedError
 
-        def work(inputs: dict[str, Any], *given: Tensor) -> list[Tensor]:
-            found = self._ranges.run(plan, inputs, *given or [None])
-            return [found] if head is None else [found, head(found)]
+    def _keep(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
+        """Do what `commit` does, except for counting."""
+        raise NotImplementedError
 
-        found = self._pass(None if tried else ("part", plan, head), work, rows, nodes, states)
-        if plan.stop == self.num_layers:
-            self._note_run(rows, nodes)
-        return found
+    def _cut(self, row: int, length: int) -> None:
+        """Prepare a row that held ``self.lengths[row]`` tokens to hold the first `length` in its slots."""
+        raise NotImplementedError
 
-    def _pass(
-        self, what: Hashable | None, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
-    ) -> list[Tensor]:
-        """Run `work` (named `what`) on a pass's arguments and on `states` (B, N - start, H) of its
-        nodes, and return its results, (B, N - start, ..) each. It is recorded where passes are, if
-        it has a name and has come more than once.
-        """
-        given = [] if states is None else [states]
-        if self.records:
-            return self._replay(what, work, rows, nodes, given, after=MET_BEFORE)
-        inputs, this = self._place(rows, nodes, padded=True)
-        missing = inputs["input_ids"].shape[1] - nodes.fresh
-        with self._turn, running(this), attention_kernels(self.device):
-            found = work(inputs, *(nn.functional.pad(one, (0, 0, 0, missing)) for one in given))
-        return [values[:, : nodes.fresh] for values in found]
-
-    def _logits(self, states: Tensor, flat: Flat | None) -> Tensor:
-        """Return the logits of states (B, N, H) after the final norm; with `flat` those of the real
-        tokens alone are computed.
-        """
-        return self.head(states) if flat is None else flat.restore(self.head(flat.flatten(states)))
-
-    @property
-    def records(self) -> bool:
-        """True if passes are recorded and replayed."""
-        return self.recordings.active and not self.buckets.nodes
-
-    def _append(
-        self,
-        rows: Sequence[int],
-        nodes: Nodes,
-        counts: Sequence[int],
-        boundaries: Set[Boundary],
-        *,
-        all_logits: bool,
-    ) -> Scored:
-        """Run `prefill` of short chains as one recorded pass."""
-        scored = self._score_recorded(rows, nodes, boundaries)
-        self._note_appended(rows, counts)
-        return scored if all_logits else replace(scored, logits=take_last(scored.logits, counts))
-
-    def _score_recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
-        """Run `score` as a recorded pass."""
-        wanted = sorted(boundaries)
-
-        def work(inputs: dict[str, Any]) -> list[Tensor]:
-            with capture_states(self._layers, boundaries) as caught:
-                states: Tensor = self._base(**inputs).last_hidden_state
-            return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
-
-        logits, *states = self._replay(("whole", tuple(wanted)), work, rows, nodes, [])
-        return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
-
-    def _replay(
-        self,
-        what: Hashable | None,
-        work: Work,
-        rows: Sequence[int],
-        nodes: Nodes,
-        given: Sequence[Tensor],
-        *,
-        after: int = 0,
-    ) -> list[Tensor]:
-        """Run `work` as `_pass` does, by one recording for all passes of about this size, or as it
-        comes where recording failed.
-        """
-        packed, width = self._pack(rows, nodes)
-        batch, size = packed[-1].shape
-        index, missing = send_ints(rows, self.device), size - nodes.fresh
-        wider = [
-            one.new_zeros(batch, size, one.shape[2]).index_copy_(0, index, nn.functional.pad(one, (0, 0, 0, missing)))
-            for one in given
-        ]
-
-        def recorded(*tensors: Tensor) -> list[Tensor]:
-            (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
-            inputs = self._announce(masks.Block(*block), places, ids, width)
-            this = Pass(positions=self._positions(masks.Block(*block), width, None))
-            with running(this), attention_kernels(self.device):
-                found: list[Tensor] = work(inputs, *more)
-            return found
-
-        key = what, width, *(tensor.shape for tensor in packed)
-        with self._turn:
-            found = self.recordings.run(key if what is not None else None, recorded, *packed, *wider, after=after)
-        # Copies: what a recording returns lives until the next call.
-        return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
-
-    def _announce(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
-        """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
-        written to the slots `places` (B, N).
-        """
-        self.cache.begin(range(len(ids)), places, width, index=torch.arange(len(ids), device=ids.device))
-        return self._inputs(block, ids, width, None)
-
-    def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
-        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
-        if not 0 <= nodes.start < nodes.ids.shape[1]:
-            raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
-        self._check_room(rows, nodes.counts, nodes.reach)
-        return nodes
-
-    def _place(
-        self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
-    ) -> tuple[dict[str, Any], Pass]:
-        """Return the keyword arguments for the base model's forward and the properties that its
-        attention needs, and tell the cache where the tokens go. Padding nodes are written to the
-        dump slot and look at slot 0 alone. The width counts them: it is the same for plain and
-        speculative steps that are padded to the same N. With `flat` the model is handed the real
-        tokens alone.
-        """
-        committed = self._note_passes(rows, nodes)
-        size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
-        missing, used = size - nodes.fresh, max(committed) + nodes.start + size
-        width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
-        host = [
-            *nodes.structure(committed, missing=missing, unseen=0, dump=self.cache.dump, longest=self.max_length),
-            torch.tensor(rows, dtype=torch.int64),
-        ]
-        host += self._paths(nodes, missing) if padded else []
-        ids = pad_right(nodes.ids[:, nodes.start :], missing)
-        if ids.device.type == "cpu":
-            *there, ids = send([*host, ids], self.device)
-        else:
-            there = send(host, self.device)
-        block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
-        self.cache.begin(rows, places, width, index=index, real=flat, select=select)
-        this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
-        if self.states is not None:
-            this.states = self.states.begin(rows, committed, nodes, missing=missing, appends=not padded)
-        if paths:
-            this.paths = TreePaths(block.lengths, *paths)
-        this.positions = self._positions(block, width, flat)
-        return self._inputs(block, ids, width, flat), this
-
-    def _pack(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
-        """Return structure and ids of a pass on the device, and its width. Sizes are powers of two,
-        and every row stands at its own place in the cache, so one recording serves all rows and
-        texts of about these sizes, and nothing of the cache is copied. Other rows' places, and
-        nodes that are not there, are padding as in `_place`.
-        """
-        committed = self._note_passes(rows, nodes)
-        batch = min(self.cache.rows, bucket(max(rows) + 1))
-        size = round_tokens(nodes.fresh, batch)
-        width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
-        *others, slots = nodes.structure(
-            committed, missing=missing, unseen=missing, dump=self.cache.dump, longest=self.max_length
-        )
-        host = [
-            *(scatter_rows(part, rows, batch, 0) for part in others),
-            scatter_rows(slots, rows, batch, self.cache.dump),
-        ]
-        ids = pad_right(nodes.ids[:, nodes.start :], missing)
-        if ids.device.type == "cpu":
-            return send([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
-        *there, index = send([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
-        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
-
-    def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
-        """Return the paths (B, N, D) of a pass over `nodes` and `missing` ones of padding, or
-        nothing where slots do as well: on a CPU where all rows are chains. Elsewhere bits depend on
-        shapes, and chains take the way of trees or none does.
-        """
-        if self.device.type != "cpu" and not self.buckets.nodes:
-            return []
-        found = nodes.paths
-        if found is None and self.device.type == "cpu":
-            return []
-        paths = (nodes.chains() if found is None else found)[:, nodes.start :]
-        return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
-
-    def _positions(self, block: masks.Block, width: int, flat: Flat | None) -> positions.Positions | None:
-        """Return the positions of a pass, for a model that would count them itself."""
-        if not self._counts:
-            return None
-        queries = block.query_positions if flat is None else flat.flatten(block.query_positions)
-        return positions.Positions(queries, block.key_positions(width))
-
-    def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
-        positions = block.query_positions
-        return {
-            "input_ids": ids if flat is None else flat.flatten(ids),
-            "position_ids": positions if flat is None else flat.flatten(positions),
-            "attention_mask": masks.build(block, self._style, width, self.dtype),
-            **self._caching,
-        }
-
-    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
-        """Count a pass over the rows, and return their committed tokens."""
-        committed = [self.lengths[row] for row in rows]
-        for row in rows:
-            self.writes[row] += 1
-        self.cache.touch(rows, [length + nodes.ids.shape[1] for length in committed])
-        return committed
-
-    def _forward(
-        self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
-    ) -> tuple[Tensor, dict[Boundary, Tensor]]:
-        """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
-        inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
-        with capture_states(self._layers, boundaries) as caught, running(this):
-            states: Tensor = self._base(**inputs).last_hidden_state
-        if LAST_HIDDEN in boundaries:
-            caught[LAST_HIDDEN] = states
-        if flat is None:
-            return states, caught
-        return flat.restore(states), {boundary: flat.restore(value) for boundary, value in caught.items()}
-
-    def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
-        """Return which tokens of a pass run, or None for all, padding included."""
-        whole = (padded and self.buckets.nodes) or not self._folds or self.states is not None
-        return None if whole else Flat.of(nodes.real[:, nodes.start :])
-
-    def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
-        """Record that so many more tokens of the rows are in the cache."""
-        for row, count in zip(rows, counts, strict=True):
-            self.lengths[row] += count
-            self._ran.pop(row, None)
-
-    def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
-        self._ran.update(zip(rows, nodes.counts, strict=True))
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Do what `copy_row` does, except for counting."""
+        raise NotImplementedError
 
     def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
+        """Raise ArgumentError unless so many slots and positions (B,) more fit the rows."""
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
             raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
         for row, count, reach in zip(rows, slots, positions, strict=True):
@@ -650,3 +204,14 @@ class Target:
                 raise ArgumentError(
                     f"row {row} holds {held} tokens; {reach} more exceed the context of {self.max_length}"
                 )
+
+    def _nodes(self, rows: Sequence[int], trees: Sequence[TokenTree] | Nodes) -> Nodes:
+        """Return the trees packed, once they are known to fit."""
+        nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
+        if not 0 <= nodes.start < nodes.ids.shape[1]:
+            raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
+        self._check_room(rows, nodes.counts, nodes.reach)
+        return nodes
+
+    def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:
+        self._ran.update(zip(rows, nodes.counts, strict=True))

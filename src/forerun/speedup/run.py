@@ -24,6 +24,7 @@ from forerun.devices import processor_name
 from forerun.errors import ArgumentError, DataError, ForerunError, first_line
 from forerun.model.load import read_header, weight_files
 from forerun.model.support import text_config
+from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import EncodedPrompts, measure_drafter
 from forerun.plan.planner import plan as make_plan
 from forerun.speedup.answering import answer_prompts, prepare_answers
@@ -283,7 +284,7 @@ class SpeedupRun:
     # --- the stages -----------------------------------------------------------------------------------------------
 
     def _machine(self) -> dict[str, Any]:
-        target = self.llm.target
+        target = require_layers(self.llm.target, "forerun speedup")
         with self.console.busy("measuring passes") as tell:
             cost = load_or_measure(target, rows=(1,), force=True, tell=tell)  # the machine may be busier than it was
         text = text_config(target.model)

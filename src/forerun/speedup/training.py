@@ -17,6 +17,7 @@ from forerun.control.costs import CostModel, DraftCost
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.drafters.kinds import kind_named
+from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import measure_draft
 from forerun.speedup.choice import (
     FreeSpeed,
@@ -96,7 +97,9 @@ def _settings_of(kind: str) -> set[str]:
 def _head(llm: LLM, kind: str, vocab_size: int | None, device: str) -> Any:
     """Return a head with random weights."""
     known = kind_named(kind)
-    config = known.head.Config.for_target(known.name, llm.target.model, vocab_size, SETTINGS.head.options.get(kind, {}))
+    config = known.head.Config.for_target(
+        known.name, require_layers(llm.target, kind).model, vocab_size, SETTINGS.head.options.get(kind, {})
+    )
     with torch.device(device):
         return known.head(config)
 
@@ -120,7 +123,7 @@ def _probe(llm: LLM, asked: SpeedupRequest, folder: Path, data: PreparedData, sh
 
 def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
     target = llm.target
-    head = _head(llm, shape.kind, shape.vocab_size, "cpu").to(target.device, target.model.dtype).eval()
+    head = _head(llm, shape.kind, shape.vocab_size, "cpu").to(target.device, target.dtype).eval()
     setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
     depth = min(PROBE_DEPTH, head.config.max_depth or PROBE_DEPTH)
     options = {"model": head, "num_speculative_tokens": depth, "shape": (1,) * depth}

@@ -27,7 +27,7 @@ from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import TargetFacts
 from forerun.heads.start import SEEN_TOKENS
 from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Objective, TokenBatch
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
@@ -436,7 +436,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
         model = _load_tensor_parallel(path, dtype, parallel) if spread == "tp" else _load_sharded(path, dtype, parallel)
     tokenizer = load_tokenizer(path, None)
     if parallel.world == 1 or spread == "none":
-        parallel.on_first(lambda: refuse_unservable(Target, model, tokenizer))
+        parallel.on_first(lambda: refuse_unservable(TransformersTarget, model, tokenizer))
     return model.requires_grad_(False), tokenizer
 
 

@@ -29,7 +29,7 @@ from forerun.drafters.draft_models.draft_model import CHUNK, fit_vocabulary, loa
 from forerun.drafters.guarded import Guarded
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import NumericError, UnsupportedModelError
-from forerun.model import Scored, Target
+from forerun.model import Scored, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.types import Boundary, Budget, DraftKind, Drawn
 
@@ -296,7 +296,7 @@ class InnerRng(Rng):
         return token
 
 
-class DraftTarget(Target):
+class DraftTarget(TransformersTarget):
     """A draft model that is scored in the token ids of another model."""
 
     def speak(self, vocabulary: int) -> None:

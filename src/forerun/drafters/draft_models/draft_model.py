@@ -40,6 +40,7 @@ from forerun.model.masks import Block
 from forerun.model.padding import Pass, running
 from forerun.model.recordings import bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.model.target import Target
+from forerun.model.transformers_target import TransformersTarget, require_layers
 from forerun.types import Budget, DraftKind
 
 
@@ -58,7 +59,7 @@ NextLevel = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last le
 
 @torch.inference_mode()
 def unroll(
-    target: Target,
+    target: TransformersTarget,
     rows: Sequence[int],
     tokens: Sequence[Sequence[int]],
     parents: Sequence[int],
@@ -122,7 +123,7 @@ class _Course:
     each in its place.
     """
 
-    def __init__(self, target: Target, parents: tuple[int, ...], width: int) -> None:
+    def __init__(self, target: TransformersTarget, parents: tuple[int, ...], width: int) -> None:
         self.target, self.parents, self._width = target, parents, width
 
     @cached_property
@@ -329,7 +330,9 @@ class DraftModelDrafter(Drafter):
 
             return drawn(draws.with_tensors(numbers), self._fit(first), below)
 
-        grown = unroll(self.model, rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key)
+        grown = unroll(
+            require_layers(self.model, self.name), rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key
+        )
         for row, text in zip(rows, texts, strict=True):
             self._rows[row] = _DraftRow(cached=len(text) - bool(grown.run))
         return grown

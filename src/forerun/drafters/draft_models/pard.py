@@ -27,6 +27,7 @@ from forerun.drafters.vocabulary import spare_token
 from forerun.errors import ArgumentError
 from forerun.model.inputs import Nodes
 from forerun.model.support import text_config
+from forerun.model.transformers_target import require_layers
 from forerun.types import Budget, DraftKind
 
 KEY, TYPE_KEY = "pard_token", "spd_type"  # Keys in ``config.json``; the second one is "pard" and read by nobody
@@ -60,7 +61,7 @@ class PardDrafter(DraftModelDrafter):
         if config.shape is None and config.tree is None:
             self._best = DynamicTree(depth=config.num_speculative_tokens, top_k=config.nodes, nodes=config.nodes)
         super().__init__(config, setup)
-        self._mask = mask_token(self.model.model)
+        self._mask = mask_token(require_layers(self.model, "pard").model)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         best = self._likeliest(sampler)

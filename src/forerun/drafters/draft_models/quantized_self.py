@@ -21,6 +21,7 @@ from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, UnsupportedModelError, refuse
 from forerun.model.kernels.packing import PackedLinear
 from forerun.model.layers import base_name, base_of, layers_of, replace_module, shallow
+from forerun.model.transformers_target import require_layers
 
 BITS = (8, 4)
 GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
@@ -49,14 +50,16 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
         tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
-        super().__init__(DraftModelConfig(model=make_rounded_twin(setup.target.model, config.bits), **tree), setup)
+        target = require_layers(setup.target, self.name)
+        super().__init__(DraftModelConfig(model=make_rounded_twin(target.model, config.bits), **tree), setup)
 
     def memory_bytes(self) -> int:
         """Return the bytes of rounded weights, scales and the twin's cache; what it shares with the
         target is not counted.
         """
-        layers = (layer for layer in self.model.model.modules() if isinstance(layer, _Rounded))
-        return sum(layer.nbytes() for layer in layers) + self.model.cache.nbytes()
+        twin = require_layers(self.model, self.name)
+        layers = (layer for layer in twin.model.modules() if isinstance(layer, _Rounded))
+        return sum(layer.nbytes() for layer in layers) + twin.cache.nbytes()
 
 
 def make_rounded_twin(model: Any, bits: int = 8) -> Any:

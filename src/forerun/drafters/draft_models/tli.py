@@ -22,9 +22,10 @@ from forerun.drafters.draft_models.token_bytes import SpanEncoder, TokenBytes, o
 from forerun.drafters.drawing import DraftVocabulary
 from forerun.drafters.vocabulary import tokenizers
 from forerun.errors import ArgumentError, VocabularyMismatchError
+from forerun.model import TransformersTarget
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, packable
 from forerun.model.layers import OutputHead
-from forerun.model.target import Target
+from forerun.model.transformers_target import require_layers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +75,7 @@ class TliDrafter(DraftModelDrafter):
         self._shared = DraftVocabulary(token_ids=target_ids, size=setup.target.vocab_size)
         self._translated = torch.zeros(setup.target.vocab_size, dtype=torch.int64, device=device)
         self._translated[target_ids] = self._draft_ids
-        self._pruned = prune_head(self.model, self._draft_ids)
+        self._pruned = prune_head(require_layers(self.model, "tli"), self._draft_ids)
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         return self._alignments[row_id].follow(tokens)
@@ -194,7 +195,7 @@ class PrunedHead(OutputHead):
 
 
 @torch.inference_mode()
-def prune_head(target: Target, ids: Tensor) -> int | None:
+def prune_head(target: TransformersTarget, ids: Tensor) -> int | None:
     """Let `target` compute the logits of these token ids only, in their order; the model itself is
     not changed. Returns the bytes of the copied rows, or None, with nothing changed, if the head is
     no linear layer or the model does more with its logits than something to each of them alone.

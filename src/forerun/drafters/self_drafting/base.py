@@ -17,6 +17,7 @@ from forerun.drafters.drawing import Children
 from forerun.drafters.trees import FixedTree, NodeLimits, Submitted
 from forerun.model import Target
 from forerun.model.inputs import Nodes
+from forerun.model.transformers_target import require_layers
 from forerun.types import Budget, DraftKind
 
 
@@ -24,7 +25,7 @@ class SelfDrafter(Drafter):
     """The base of drafters that run a part of the target; a method provides `logits`."""
 
     def __init__(self, tree: FixedTree, target: Target) -> None:
-        self.target = target
+        self.target = require_layers(target, self.name)
         self._tree = tree
         self._drafted: dict[int, Submitted] = {}
 

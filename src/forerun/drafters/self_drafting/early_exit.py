@@ -25,7 +25,7 @@ from forerun.devices import send
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, CheckpointError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.layers import LayerRange, base_of, norm_after_layers
 from forerun.model.load import read_header
@@ -68,9 +68,9 @@ class EarlyExitDrafter(SelfDrafter):
                 f"early_exit: exit_layer must be in 1..{layers - 1} for a target of {layers} layers, got "
                 f"{config.exit_layer}"
             )
-        prove(setup.target, config.exit_layer)
+        prove(self.target, config.exit_layer)
         self.config = config
-        self._head = None if config.head is None else ExitHead(Path(config.head), setup.target)
+        self._head = None if config.head is None else ExitHead(Path(config.head), self.target)
         self._rows: Sequence[int] = ()
         self._states: list[Tensor] = []  # Of this proposal: (A, F, H) at the exit by level, for the rows `_rows`
 
@@ -96,7 +96,9 @@ class EarlyExitDrafter(SelfDrafter):
         return trees
 
 
-def leave(target: Target, boundary: int, drafts: Sequence[tuple[int, TokenTree, Proposal]], states: Tensor) -> None:
+def leave(
+    target: TransformersTarget, boundary: int, drafts: Sequence[tuple[int, TokenTree, Proposal]], states: Tensor
+) -> None:
     """Attach to each row's tree the states of the submitted nodes that were run, numbered as they
     were submitted, so that scoring runs only the other layers.
 
@@ -120,7 +122,7 @@ class ExitHead:
     matrix.
     """
 
-    def __init__(self, path: Path, target: Target) -> None:
+    def __init__(self, path: Path, target: TransformersTarget) -> None:
         """Read the file. Raises CheckpointError if it is missing, broken, or holds other tensors
         than it should.
         """

@@ -31,7 +31,7 @@ from forerun.decode.scores import Scores
 from forerun.drafters.self_drafting.base import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, DataError, nearest, refuse
-from forerun.model import LayerRange, Target
+from forerun.model import LayerRange, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
 from forerun.writing import read_object, write_file
@@ -238,7 +238,7 @@ class SkipFile:
             raise DataError(f"{path} cannot be written: {error}. Choose another --output.") from error
 
     @classmethod
-    def read(cls, path: Path, target: Target) -> SkipFile:
+    def read(cls, path: Path, target: TransformersTarget) -> SkipFile:
         """Read the file at `path`. Raises DataError if it is missing, or not what the tuner writes;
         ArgumentError if it was tuned on another kind of model than `target`.
         """
@@ -265,7 +265,7 @@ class SkipFile:
         return found
 
 
-def structure_hash(target: Target) -> str:
+def structure_hash(target: TransformersTarget) -> str:
     """Return a hash of the kind of model: of family and sizes, not of the weights."""
     facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -327,7 +327,7 @@ class SkipLayersDrafter(SelfDrafter):
             self.search = OnlineSearch(layers, config)
             self.skip = self.search.best
         elif isinstance(config.skip, str | Path):
-            self.skip = SkipFile.read(Path(config.skip), setup.target).skip
+            self.skip = SkipFile.read(Path(config.skip), self.target).skip
         else:
             self.skip = parse(config.skip or (), layers)
         self._thresholds: dict[int, Threshold] = {}

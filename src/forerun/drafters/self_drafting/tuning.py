@@ -34,7 +34,7 @@ from forerun.drafters.self_drafting.skip_layers import (
     names,
 )
 from forerun.errors import ForerunError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams, mean_acceptance_length
 
@@ -153,7 +153,13 @@ class Probe:
     """
 
     def __init__(
-        self, target: Target, prompts: Sequence[Sequence[int]], *, length: int, tokens: int, params: SamplingParams
+        self,
+        target: TransformersTarget,
+        prompts: Sequence[Sequence[int]],
+        *,
+        length: int,
+        tokens: int,
+        params: SamplingParams,
     ) -> None:
         self._target, self._length, self._tokens, self._params = target, length, tokens, params
         self._ids = list(range(len(prompts)))
