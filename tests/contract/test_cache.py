@@ -12,7 +12,7 @@ from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.drafters import drafter_class
 from forerun.drafters.draft_models.slem import SlemDrafter
 from forerun.drafters.draft_models.tli import TliDrafter
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.layers import cache_argument
 
 ROWS = 3
@@ -20,7 +20,7 @@ STEPS = 6
 TOLERANCE = 1e-4
 
 
-def largest_difference(target: Target, row: int, tokens: Sequence[int]) -> float:
+def largest_difference(target: TransformersTarget, row: int, tokens: Sequence[int]) -> float:
     """Between the row's keys and values and those of transformers' own forward over `tokens`."""
     fresh = target.model(torch.tensor([list(tokens)]), use_cache=True)[cache_argument(target.model)]
     worst = 0.0
@@ -62,7 +62,11 @@ def run(engine: LLM, drafter: Drafter, params: SamplingParams) -> float:
     for _ in range(STEPS):
         for chunk in engine.engine.step():
             texts[chunk.request_id] += [token.id for token in chunk.tokens]
-        drafters = [part for part in vars(drafter).values() if isinstance(part, Target) and part is not engine.target]
+        drafters = [
+            part
+            for part in vars(drafter).values()
+            if isinstance(part, TransformersTarget) and part is not engine.target
+        ]
         rows = {answer.request.id: answer.row.cache_row for answer in engine.engine._running}
         for target in (engine.target, *drafters):
             for request, tokens in texts.items():

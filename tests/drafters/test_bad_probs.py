@@ -21,7 +21,7 @@ from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row
 from forerun.decode.step import Emitted, Group, first_tokens, step
 from forerun.drafters.guarded import Guarded
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import Budget, DraftKind, Drawn, SamplingParams
 
 __all__ = ["checkpoint"]
@@ -61,11 +61,11 @@ class Guessing(Drafter):
 
 
 @pytest.fixture(scope="module")
-def target(checkpoint: Path) -> Target:
-    return Target.load(str(checkpoint), rows=3, slots=64, dtype="float32", self_check=False)
+def target(checkpoint: Path) -> TransformersTarget:
+    return TransformersTarget.load(str(checkpoint), rows=3, slots=64, dtype="float32", self_check=False)
 
 
-def stepped(target: Target, drafter: Drafter | None, seed: int = 0) -> tuple[list[Row], list[Emitted]]:
+def stepped(target: TransformersTarget, drafter: Drafter | None, seed: int = 0) -> tuple[list[Row], list[Emitted]]:
     """Three rows after one step behind their first tokens."""
     rows = [
         Row(
@@ -89,7 +89,7 @@ def stepped(target: Target, drafter: Drafter | None, seed: int = 0) -> tuple[lis
 
 
 @pytest.mark.parametrize(("wrong", "place"), [("NaN", 0), *((wrong, 1) for wrong in WRONG), ("NaN", 2)])
-def test_what_was_drawn_from_it_is_lost(target: Target, wrong: str, place: int) -> None:
+def test_what_was_drawn_from_it_is_lost(target: TransformersTarget, wrong: str, place: int) -> None:
     for seed in range(3):
         sound, expected = stepped(target, Guessing(WRONG[wrong], [3, 3, 3]), seed)
         rows, emitted = stepped(target, Guessing(WRONG[wrong], [3, place, 3]), seed)
@@ -100,7 +100,7 @@ def test_what_was_drawn_from_it_is_lost(target: Target, wrong: str, place: int) 
 
 
 @pytest.mark.parametrize("wrong", ["one NaN", "too much", "nothing"])
-def test_the_row_goes_on_as_without_a_draft(target: Target, wrong: str) -> None:
+def test_the_row_goes_on_as_without_a_draft(target: TransformersTarget, wrong: str) -> None:
     """Token by token what plain decoding draws, over 60 seeds: not token 0, nor any other of the drafter's making."""
     found = [stepped(target, Guessing(WRONG[wrong], [0, 0, 0]), 3 * seed)[0] for seed in range(20)]
     plain = [stepped(target, None, 3 * seed)[0] for seed in range(20)]

@@ -15,7 +15,7 @@ from drafters.asking import trees_of as propose
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import VocabularyMismatchError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import Budget
 from llamas import tiny_llama
 
@@ -44,7 +44,7 @@ def drafter(
     draft: Any, *, target: LlamaForCausalLM | None = None, words: Any = None, rows: int = 1, **options: Any
 ) -> DraftModelDrafter:
     setup = DrafterSetup(
-        target=Target.load(target or model(), rows=rows, slots=96), tokenizer=words, rows=rows, slots=96
+        target=TransformersTarget.load(target or model(), rows=rows, slots=96), tokenizer=words, rows=rows, slots=96
     )
     return DraftModelDrafter(DraftModelConfig(model=draft, **options), setup)
 

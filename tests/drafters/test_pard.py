@@ -10,7 +10,7 @@ from drafters.asking import trees_of as propose
 from drafters.test_draft_model import PROMPT, WORDS, model
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import Drawn, SamplingParams
 
 MASK = WORDS - 1
@@ -19,7 +19,9 @@ MASK = WORDS - 1
 def drafter(rows: int = 1, slots: int = 96, **options: Any) -> PardDrafter:
     draft = model(seed=3)
     draft.config.pard_token = MASK
-    setup = DrafterSetup(target=Target.load(model(), rows=rows, slots=slots), tokenizer=None, rows=rows, slots=slots)
+    setup = DrafterSetup(
+        target=TransformersTarget.load(model(), rows=rows, slots=slots), tokenizer=None, rows=rows, slots=slots
+    )
     return PardDrafter(PardConfig(model=draft, **options), setup)
 
 
@@ -82,7 +84,7 @@ def test_masks_leave_nothing_behind() -> None:
         made.extend(contexts([text], len(new)))
         propose(made, [text])
         assert made.model.lengths == [len(text)]
-    plain = Target.load(model(seed=3), rows=1, slots=96)
+    plain = TransformersTarget.load(model(seed=3), rows=1, slots=96)
     plain.prefill([0], [text])
     for one, other in zip(made.model.cache.read(0, 0, len(text)), plain.cache.read(0, 0, len(text)), strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -19,7 +19,7 @@ from forerun.drafters.draft_models.quantized_self import (
     make_rounded_twin,
 )
 from forerun.errors import UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 
 TOKENS = torch.tensor([PROMPT])
 
@@ -64,7 +64,7 @@ def test_what_is_not_a_decoder_linear_is_shared() -> None:
 
 
 def test_memory_is_that_of_the_int8_weights_and_the_cache() -> None:
-    target = Target.load(model(), rows=1, slots=32)
+    target = TransformersTarget.load(model(), rows=1, slots=32)
     made = QuantizedSelfDrafter(
         QuantizedSelfConfig(num_speculative_tokens=3), DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
     )
@@ -126,7 +126,7 @@ def test_transposed_linears_and_packed_ones_are_known() -> None:
     found, wanted = make_rounded_twin(gpt2)(TOKENS).logits, gpt2(TOKENS).logits
     assert 0 < float((found - wanted).abs().max()) < 0.05
     plain = copy.deepcopy(model()).to(torch.bfloat16)
-    packed = Target.load(copy.deepcopy(plain), slots=32, repack=True)
+    packed = TransformersTarget.load(copy.deepcopy(plain), slots=32, repack=True)
     left, right = (make_rounded_twin(each).model.layers[0].self_attn.q_proj for each in (plain, packed.model))
     assert isinstance(right, Int8Linear) and torch.equal(left.rounded, right.rounded)
 
@@ -141,7 +141,7 @@ def test_a_model_without_plain_linears_is_refused() -> None:
 
 
 def test_any_tree_is_drafted() -> None:
-    target = Target.load(model(), rows=1, slots=32)
+    target = TransformersTarget.load(model(), rows=1, slots=32)
     setup = DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
     made = QuantizedSelfDrafter(QuantizedSelfConfig(tree=[0, 0, 1]), setup)
     assert made._tree.shape.parents == (-1, 0, 0, 1)

@@ -43,7 +43,7 @@ from forerun.drafters.self_drafting.skip_layers import (
 )
 from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
 from forerun.errors import ArgumentError, DataError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.layers import cache_argument
 from llamas import tiny_llama
 
@@ -58,7 +58,7 @@ def deep(seed: int = 0) -> LlamaForCausalLM:
 
 
 def drafter(weights: LlamaForCausalLM | None = None, *, rows: int = 1, **options: Any) -> SkipLayersDrafter:
-    target = Target.load(weights or deep(), rows=rows, slots=96)
+    target = TransformersTarget.load(weights or deep(), rows=rows, slots=96)
     setup = DrafterSetup(target=target, tokenizer=None, rows=rows, slots=96)
     return SkipLayersDrafter(SkipLayersConfig(**{"skip": SKIP, **options}), setup)
 
@@ -231,7 +231,7 @@ def test_whatever_swift_tries_the_text_is_that_of_plain_decoding(temperature: fl
 
 def written(path: Path, **changes: Any) -> Path:
     """A file as the tuner writes it, for `deep()`."""
-    target = Target.load(deep(), slots=32)
+    target = TransformersTarget.load(deep(), slots=32)
     SkipFile(
         model="deep",
         num_layers=LAYERS,
@@ -432,7 +432,7 @@ def test_what_a_set_is_worth_written_out() -> None:
 
 
 def probe(weights: LlamaForCausalLM, temperature: float = 0.0, tokens: int = 20) -> Probe:
-    target = Target.load(weights, rows=2, slots=96)
+    target = TransformersTarget.load(weights, rows=2, slots=96)
     params = SamplingParams(temperature=temperature, top_k=0)
     return Probe(target, [TEXT, [4, 9] * 3], length=3, tokens=tokens, params=params)
 

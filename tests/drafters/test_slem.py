@@ -18,7 +18,7 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.slem import SlemConfig, SlemDrafter
 from forerun.drafters.draft_models.token_bytes import TokenBytes
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from llamas import tiny_llama
 
 ROUND = "abcdefghijklmnopqrstuvwx"
@@ -75,7 +75,7 @@ def drafter(
     kind: type[SlemDrafter] = SlemDrafter,
     **options: Any,
 ) -> Any:
-    held = Target.load(target[0], rows=rows, slots=96, self_check=False)
+    held = TransformersTarget.load(target[0], rows=rows, slots=96, self_check=False)
     setup = DrafterSetup(target=held, tokenizer=target[1], rows=rows, slots=96)
     return kind(SlemConfig(model=draft[0], tokenizer=draft[1], **options), setup)
 

@@ -23,7 +23,7 @@ from forerun.drafters.draft_models import tli
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.drafters.draft_models.tli import TliConfig, TliDrafter
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.types import Budget
 from forerun.types import SamplingParams as Params
 
@@ -34,7 +34,7 @@ TEXT = [0, 3, 11, 10, 1]
 
 
 def setup(words: Any = None, rows: int = 2) -> DrafterSetup:
-    target = Target.load(model(), rows=rows, slots=96, self_check=False)
+    target = TransformersTarget.load(model(), rows=rows, slots=96, self_check=False)
     return DrafterSetup(target=target, tokenizer=words, rows=rows, slots=96)
 
 

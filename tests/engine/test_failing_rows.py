@@ -14,7 +14,7 @@ from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.engine import scheduling
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from selection import one_in
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -65,16 +65,16 @@ async def test_a_model_that_fails_for_one_row(
     checkpoint: Path, speculative: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With its draft and without."""
-    score, before = Target.score, [0]
+    score, before = TransformersTarget.score, [0]
 
-    def broken(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
+    def broken(self: TransformersTarget, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
         scored = score(self, rows, *args, **keywords)
         before.append(len(rows))
         if before[-1] == 3 or before[-2:] == [3, 1]:
             scored.logits[len(rows) // 2, 0] = torch.nan
         return scored
 
-    monkeypatch.setattr(Target, "score", broken)
+    monkeypatch.setattr(TransformersTarget, "score", broken)
     found = await together(checkpoint, GREEDY, speculative)
     assert isinstance(found[1], NumericError)
     assert [len(found[i][0].outputs[0].token_ids) for i in (0, 2, 3)] == [20, 20, 20]
@@ -134,10 +134,10 @@ def test_a_draft_model_that_fails_for_one_row(
     good = SamplingParams(temperature=temperature, max_tokens=14, ignore_eos=True, seed=5)
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3, speculative_config=speculative)
     expected = [output.outputs[0] for output in llm.generate(PROMPTS, good)]
-    score, prefill = Target.score, Target.prefill
+    score, prefill = TransformersTarget.score, TransformersTarget.prefill
 
     def broken(whole: Any) -> Any:
-        def run(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
+        def run(self: TransformersTarget, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
             scored = whole(self, rows, *args, **keywords)
             if self is not llm.target and 1 in rows:
                 scored.logits[list(rows).index(1)] = torch.nan
@@ -146,8 +146,8 @@ def test_a_draft_model_that_fails_for_one_row(
         return run
 
     llm = LLM(str(checkpoint), dtype="float32", max_num_seqs=3, speculative_config=speculative)
-    monkeypatch.setattr(Target, "score", broken(score))
-    monkeypatch.setattr(Target, "prefill", broken(prefill))
+    monkeypatch.setattr(TransformersTarget, "score", broken(score))
+    monkeypatch.setattr(TransformersTarget, "prefill", broken(prefill))
     found = [output.outputs[0] for output in llm.generate(PROMPTS, good)]
     for i in (0, 2):
         assert found[i].token_ids == expected[i].token_ids
@@ -176,16 +176,16 @@ async def test_a_step_that_fails_is_told_to_all(
     checkpoint: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever, and the engine answers the next."""
-    score = Target.score
+    score = TransformersTarget.score
 
-    def failing(self: Target, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
+    def failing(self: TransformersTarget, rows: Sequence[int], *args: Any, **keywords: Any) -> Any:
         if len(rows) < 3:
             return score(self, rows, *args, **keywords)
         monkeypatch.undo()
         raise error
 
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3) as llm:
-        monkeypatch.setattr(Target, "score", failing)
+        monkeypatch.setattr(TransformersTarget, "score", failing)
         found = await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in PROMPTS), return_exceptions=True)
         assert [type(one) for one in found] == [EngineError] * 3 and found[0].__cause__ is error
         assert len((await llm.generate(PROMPTS[0], GREEDY))[0].outputs[0].token_ids) == 20

@@ -12,7 +12,7 @@ from engine.test_scheduling import Clock, passes
 from forerun import LLM
 from forerun.engine import core
 from forerun.engine.scheduling import CUT, MAX_GAP, PassTimes, Prefill, PrefillQueue, Scheduling
-from forerun.model import Target
+from forerun.model import TransformersTarget
 
 BUDGET = 16
 
@@ -37,7 +37,7 @@ def first_token(llm: LLM, request_id: str) -> int:
 def test_a_short_prompt_waits_for_at_most_two_chunks(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, long: int, clients: Any, scored: bool, padded: bool
 ) -> None:
-    monkeypatch.setattr(Target, "pads_prompts", property(lambda _: padded))
+    monkeypatch.setattr(TransformersTarget, "pads_prompts", property(lambda _: padded))
     llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
     stream = llm.submit("the dog", greedy(100), client=clients[0])
     first_token(llm, stream)

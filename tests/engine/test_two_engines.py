@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.heads.eagle import EagleHead
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from llamas import tiny_eagle, tiny_llama
 from selection import slow
 
@@ -200,6 +200,8 @@ def test_models_are_loaded_one_after_the_other(checkpoint: Path, monkeypatch: py
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", late)
     with ThreadPoolExecutor(3) as threads:
         dtypes = ("bfloat16", "float32", "bfloat16")
-        targets = list(threads.map(lambda dtype: Target.load(str(checkpoint), dtype=dtype, self_check=False), dtypes))
+        targets = list(
+            threads.map(lambda dtype: TransformersTarget.load(str(checkpoint), dtype=dtype, self_check=False), dtypes)
+        )
     assert most == 1 and torch.get_default_dtype() == torch.float32
     assert [str(target.dtype) for target in targets] == [f"torch.{dtype}" for dtype in dtypes]

@@ -6,12 +6,12 @@ import sys
 from torch import distributed
 
 from forerun.cli import leave
-from forerun.model import LayerRange, Target
+from forerun.model import LayerRange, TransformersTarget
 from model.families import make
 from model.test_placement import error, tree
 
 if __name__ == "__main__":
-    target = Target.load(sys.argv[1], slots=64, tp_plan="auto")
+    target = TransformersTarget.load(sys.argv[1], slots=64, tp_plan="auto")
     assert error(target, make("llama")) <= 2e-5
     assert target.cache.read(0, 0, 1)[0].shape == (1, 1, 16), "each process holds one head"
     early = target.run([0], [tree()], LayerRange(stop=2))

@@ -7,7 +7,7 @@ import torch
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, OutOfMemoryError
-from forerun.model import Buckets, Target
+from forerun.model import Buckets, TransformersTarget
 from forerun.model import cache as cache_module
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
@@ -24,15 +24,15 @@ def chain(root: int, *tokens: int) -> list[TokenTree]:
 
 
 @pytest.fixture
-def target() -> Target:
-    return Target.load(make("llama"), rows=3, slots=40, self_check=False)
+def target() -> TransformersTarget:
+    return TransformersTarget.load(make("llama"), rows=3, slots=40, self_check=False)
 
 
-def next_logits(target: Target, row: int, root: int) -> torch.Tensor:
+def next_logits(target: TransformersTarget, row: int, root: int) -> torch.Tensor:
     return target.score([row], chain(root)).logits[0, 0]
 
 
-def test_a_reused_prefix_is_the_same_as_a_prefill(target: Target) -> None:
+def test_a_reused_prefix_is_the_same_as_a_prefill(target: TransformersTarget) -> None:
     tokens = random_tokens(20, 0)
     target.prefill([0], [tokens])
     target.copy_row(0, 2, 11)
@@ -42,7 +42,7 @@ def test_a_reused_prefix_is_the_same_as_a_prefill(target: Target) -> None:
         target.copy_row(0, 1, 21)
 
 
-def test_truncated_tokens_leave_no_trace(target: Target) -> None:
+def test_truncated_tokens_leave_no_trace(target: TransformersTarget) -> None:
     tokens = random_tokens(30, 0)
     target.prefill([1], [tokens])
     target.truncate([1], [4])
@@ -54,7 +54,7 @@ def test_truncated_tokens_leave_no_trace(target: Target) -> None:
         target.truncate([1], [9])
 
 
-def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) -> None:
+def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: TransformersTarget) -> None:
     """How a draft model grows its tree: the root goes in with the prompt, then level by level."""
     tokens = random_tokens(9, 0)
     target.prefill([0], [tokens])
@@ -65,7 +65,9 @@ def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: Target) 
 
 
 @pytest.mark.parametrize("counts", [(3, 25, 14), (25, 14, 9), (25,)], ids=str)
-def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Target, counts: tuple[int, ...]) -> None:
+def test_long_prompts_go_in_pieces(
+    monkeypatch: pytest.MonkeyPatch, target: TransformersTarget, counts: tuple[int, ...]
+) -> None:
     """Also where no row ends in the first."""
     monkeypatch.setattr("forerun.model.transformers_target.PREFILL_CHUNK", 7)
     rows, chunks = [2, 0, 1][: len(counts)], [random_tokens(count, count) for count in counts]
@@ -82,7 +84,7 @@ def test_long_prompts_go_in_pieces(monkeypatch: pytest.MonkeyPatch, target: Targ
         assert torch.allclose(last[index, 0], scored.logits[index, len(tokens) - 1], atol=2e-5)
 
 
-def test_a_prompt_may_arrive_in_chunks(target: Target) -> None:
+def test_a_prompt_may_arrive_in_chunks(target: TransformersTarget) -> None:
     tokens = random_tokens(30, 3)
     target.prefill([0, 1], [tokens[:4], tokens[:20]])
     logits = target.prefill([1, 0], [tokens[20:], tokens[4:]]).logits
@@ -99,17 +101,17 @@ def test_a_prompt_may_arrive_in_chunks(target: Target) -> None:
         ([0], 0, "least one"),
     ],
 )
-def test_prefills_that_do_not_fit(target: Target, rows: list[int], count: int, message: str) -> None:
+def test_prefills_that_do_not_fit(target: TransformersTarget, rows: list[int], count: int, message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         target.prefill(rows, [[5] * count for _ in rows])
 
 
-def test_a_tree_must_fit_the_slots_and_the_context(target: Target) -> None:
+def test_a_tree_must_fit_the_slots_and_the_context(target: TransformersTarget) -> None:
     target.prefill([0], [random_tokens(38, 0)])
     target.score([0], chain(3, 4))
     with pytest.raises(ArgumentError, match="raise slots"):
         target.score([0], chain(3, 4, 5))
-    short = Target.load(make("gpt2", n_positions=16), slots=64, self_check=False)
+    short = TransformersTarget.load(make("gpt2", n_positions=16), slots=64, self_check=False)
     short.prefill([0], [random_tokens(14, 0)])
     short.score([0], chain(3, 4))
     with pytest.raises(ArgumentError, match="context of 16"):
@@ -117,7 +119,7 @@ def test_a_tree_must_fit_the_slots_and_the_context(target: Target) -> None:
 
 
 def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count() -> None:
-    target = Target.load(make("gpt2", n_positions=16), rows=3, slots=64, self_check=False)
+    target = TransformersTarget.load(make("gpt2", n_positions=16), rows=3, slots=64, self_check=False)
     target.prefill([0, 1, 2], [random_tokens(count, 0) for count in (13, 11, 11)])
     target.buckets = Buckets(nodes=(16,))
     shapes = ([0, 0, 0, 1, 1, 1], [0, 1, 2, 1, 1, 1, 1, 1], [0, 1, 2])
@@ -126,7 +128,7 @@ def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count(
 
 
 @pytest.mark.parametrize("path", [(3,), (2, 1), (1, 1), (0,), (-1,)])
-def test_paths_that_were_not_run_cannot_be_committed(target: Target, path: tuple[int, ...]) -> None:
+def test_paths_that_were_not_run_cannot_be_committed(target: TransformersTarget, path: tuple[int, ...]) -> None:
     target.prefill([0], [[5, 6]])
     target.score([0], chain(7, 8, 9))
     with pytest.raises(ArgumentError, match="cannot commit"):
@@ -136,7 +138,7 @@ def test_paths_that_were_not_run_cannot_be_committed(target: Target, path: tuple
         target.commit([0], [()])
 
 
-def test_unknown_boundaries(target: Target) -> None:
+def test_unknown_boundaries(target: TransformersTarget) -> None:
     for boundary in (5, -2):
         with pytest.raises(ArgumentError, match=r"0\.\.4"):
             target.prefill([0], [[5]], boundaries=frozenset({boundary}))
@@ -144,7 +146,7 @@ def test_unknown_boundaries(target: Target) -> None:
         target.score([0], Nodes.of_trees(chain(5, 6, 7), start=3))
 
 
-def test_neighbours_are_not_touched(target: Target) -> None:
+def test_neighbours_are_not_touched(target: TransformersTarget) -> None:
     """What happens in one row leaves the bytes of another as they were, padding included."""
     target.prefill([0, 1, 2], [random_tokens(20, row) for row in range(3)])
     before = [target.cache.read(layer, 1, 20)[0].clone() for layer in range(target.num_layers)]
@@ -194,7 +196,7 @@ def test_buckets() -> None:
             Buckets(**wrong)
 
 
-def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch, target: TransformersTarget) -> None:
     """Plain and speculative steps of the reproducible mode see equally many slots, also where a bucket ends."""
     widths: dict[int, set[int]] = {}
     begin = SlotCache.begin
@@ -216,7 +218,7 @@ def test_width_is_a_function_of_committed_length(monkeypatch: pytest.MonkeyPatch
 def test_padded_plain_and_speculative_steps_have_the_same_bits() -> None:
     """The reproducible mode: with one node bucket a chain's logits equal those of plain decoding, bit for bit."""
     model = make("llama", dtype=torch.bfloat16)
-    target = Target.load(model, rows=1, slots=256, self_check=False)
+    target = TransformersTarget.load(model, rows=1, slots=256, self_check=False)
     target.buckets = Buckets(nodes=(8,), width=256)
     tokens = random_tokens(60, 4)
     target.prefill([0], [tokens[:20]])

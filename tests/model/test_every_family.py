@@ -12,7 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from forerun.core.tree import TokenTree
 from forerun.errors import UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from model.families import random_tokens
 from model.tiny import build
 from selection import one_in
@@ -54,10 +54,10 @@ REFUSED = [kind for kind in BUILT if kind not in SERVED.split()]
 def test_family(kind: str) -> None:
     model = build(kind)
     if kind in SERVED.split():
-        compare(Target.load(model, rows=2, slots=96), model)
+        compare(TransformersTarget.load(model, rows=2, slots=96), model)
         return
     with pytest.raises(UnsupportedModelError) as caught:
-        Target.load(model, rows=2, slots=96)
+        TransformersTarget.load(model, rows=2, slots=96)
     assert len(str(caught.value)) > 60
     assert not TECHNICAL.search(str(caught.value)), caught.value
 
@@ -65,7 +65,7 @@ def test_family(kind: str) -> None:
 @pytest.mark.parametrize("kind", one_in(3, AS_DECODERS))
 def test_an_encoder_that_was_made_a_decoder(kind: str) -> None:
     model = build(kind, is_decoder=True)
-    compare(Target.load(model, rows=2, slots=96), model)
+    compare(TransformersTarget.load(model, rows=2, slots=96), model)
 
 
 @pytest.mark.parametrize("kind", WITH_IMAGES)
@@ -73,10 +73,10 @@ def test_a_model_for_images_and_texts_answers_texts(kind: str, tmp_path: Path) -
     """It is opened by its name, though transformers has no causal LM of that family."""
     model = build(kind)
     model.save_pretrained(tmp_path)
-    compare(Target.load(tmp_path, rows=2, slots=96), model)
+    compare(TransformersTarget.load(tmp_path, rows=2, slots=96), model)
 
 
-def compare(target: Target, model: Any, lengths: tuple[int, int] = (5, 21), new: int = 10) -> None:
+def compare(target: TransformersTarget, model: Any, lengths: tuple[int, int] = (5, 21), new: int = 10) -> None:
     """Greedy decoding with trees, of two rows at once, gives what transformers' own generate gives for each alone."""
     vocabulary = target.vocab_size
     prompts = [[3 + token % (vocabulary - 3) for token in random_tokens(length, length)] for length in lengths]

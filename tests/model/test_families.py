@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from forerun.core.tree import TokenTree
-from forerun.model import Buckets, Target
+from forerun.model import Buckets, TransformersTarget
 from forerun.types import LAST_HIDDEN, Drawn
 from model.families import FAMILIES, make, plain, random_tokens
 
@@ -45,7 +45,7 @@ def node_error(model: Any, committed: list[int], tree: TokenTree, logits: torch.
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_node_equals_a_plain_forward_of_its_path(name: str) -> None:
     model = make(name)
-    target = Target.load(model, rows=4, slots=64, self_check=False)
+    target = TransformersTarget.load(model, rows=4, slots=64, self_check=False)
     rows = [0, 1, 3]
     sequences = [random_tokens(count, row) for row, count in enumerate((6, 20, 34))]
     prefilled = target.prefill(rows, [tokens[:-1] for tokens in sequences], all_logits=True)
@@ -63,9 +63,9 @@ def test_every_node_equals_a_plain_forward_of_its_path(name: str) -> None:
     compare_cache(target, rows, sequences)
 
 
-def compare_cache(target: Target, rows: list[int], sequences: list[list[int]]) -> None:
+def compare_cache(target: TransformersTarget, rows: list[int], sequences: list[list[int]]) -> None:
     """What the rounds left in the slots is what a prefill of the same tokens writes."""
-    fresh = Target.load(target.model, rows=len(rows), slots=64, self_check=False)
+    fresh = TransformersTarget.load(target.model, rows=len(rows), slots=64, self_check=False)
     fresh.prefill(range(len(rows)), [tokens[:-1] for tokens in sequences])
     assert fresh.cache._stores.keys() == target.cache._stores.keys()
     for layer in fresh.cache._stores:
@@ -79,7 +79,7 @@ def compare_cache(target: Target, rows: list[int], sequences: list[list[int]]) -
 def test_a_chain_mask_is_caught(name: str) -> None:
     """The negative control: the same tokens as a chain give other logits, so the comparison above can fail."""
     model = make(name)
-    target = Target.load(model, rows=1, slots=64, self_check=False)
+    target = TransformersTarget.load(model, rows=1, slots=64, self_check=False)
     tokens = random_tokens(20, 1)
     target.prefill([0], [tokens[:-1]])
     tree = trees(0, [tokens[-1]])[0]
@@ -92,7 +92,7 @@ def test_a_chain_mask_is_caught(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_boundaries_are_the_models_hidden_states(name: str) -> None:
     model = make(name)
-    target = Target.load(model, rows=2, slots=64, self_check=False)
+    target = TransformersTarget.load(model, rows=2, slots=64, self_check=False)
     wanted = frozenset({0, 1, 3, LAST_HIDDEN})
     tokens = [random_tokens(13, 1), random_tokens(5, 2)]
     caught = target.prefill([0, 1], tokens, boundaries=wanted).hidden_states
@@ -111,8 +111,8 @@ def test_boundaries_are_the_models_hidden_states(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "deepseek_v3"])
 def test_padding_to_buckets_changes_nothing(name: str) -> None:
     model = make(name)
-    exact = Target.load(model, rows=3, slots=256, self_check=False)
-    padded = Target.load(model, rows=3, slots=256, self_check=False)
+    exact = TransformersTarget.load(model, rows=3, slots=256, self_check=False)
+    padded = TransformersTarget.load(model, rows=3, slots=256, self_check=False)
     padded.buckets = Buckets(nodes=(4, 16), width=128)
     tokens = [random_tokens(count, count) for count in (3, 9, 17)]
     results = []

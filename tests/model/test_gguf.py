@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeli
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.gguf import CACHE, _Names
 from forerun.model.names import load_tokenizer, resolve
 from model.ggufs import CHAT, SPECIAL, TOKENS, tiny, write_tiny
@@ -76,7 +76,7 @@ def test_auto_is_the_files_own_dtype(tmp_path: Path, stored: Type, dtype: str) -
 
 def test_it_is_a_target_with_the_logits_of_transformers(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
-    target = Target.load(file, dtype="float32", device="cpu")
+    target = TransformersTarget.load(file, dtype="float32", device="cpu")
     ids = list(range(3, 40))
     with torch.inference_mode():
         expected = opened(tmp_path, gguf_file=file.name, dtype=torch.float32)(torch.tensor([ids])).logits[0, -1]
@@ -355,7 +355,7 @@ def refusals(folder: Path) -> dict[str, Path]:
 def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, kept: Path) -> None:
     for words, path in refusals(tmp_path).items():
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
-            Target.load(str(path), dtype="float32", device="cpu")
+            TransformersTarget.load(str(path), dtype="float32", device="cpu")
         assert words in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
     assert not kept.exists() or not list(kept.iterdir())
 

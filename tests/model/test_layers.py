@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import LayerRange, Target
+from forerun.model import LayerRange, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.model.layers import base_of, layers_of
 from forerun.model.partial import prove
@@ -35,7 +35,7 @@ def test_two_ranges_are_the_whole_bit_for_bit(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "changes"), [("opt", {}), ("electra", {"is_decoder": True}), ("gemma3", {})])
 def test_layers_further_down_in_the_base_model(kind: str, changes: dict[str, bool]) -> None:
-    target = Target.load(build(kind, **changes), rows=3, slots=64)
+    target = TransformersTarget.load(build(kind, **changes), rows=3, slots=64)
     assert "." in layers_of(base_of(target.model), 4)[0]
     target.prefill(ROWS, [random_tokens(count, count) for count in (3, 9, 17)])
     prove(target, 2)
@@ -72,7 +72,7 @@ def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:
 
 def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:
     model = AutoModelForCausalLM.from_config(Gemma4TextConfig(**SHARING)).eval()
-    target = Target.load(model, rows=3, slots=64)
+    target = TransformersTarget.load(model, rows=3, slots=64)
     target.prefill([0], [[4, 5]])
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 65
     for refused in (lambda: target.run(ROWS, TREES, LayerRange(stop=2)), lambda: prove(target, 2)):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.checks import explain_load_error
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, save_model, stored_bytes
 from model.families import make, plain, random_tokens
@@ -36,7 +36,7 @@ def edit(checkpoint: Path, **changes: torch.Tensor | None) -> None:
 
 @pytest.mark.parametrize("as_text", [True, False])
 def test_a_directory_loads_and_decodes(checkpoint: Path, as_text: bool) -> None:
-    target = Target.load(str(checkpoint) if as_text else checkpoint, rows=2, slots=64, device="cpu")
+    target = TransformersTarget.load(str(checkpoint) if as_text else checkpoint, rows=2, slots=64, device="cpu")
     assert (target.vocab_size, target.hidden_size, target.num_layers, target.max_length) == (99, 64, 4, 512)
     assert (target.rows, target.slots, target.dtype, target.device) == (2, 64, torch.float32, torch.device("cpu"))
     assert target.generation_config.eos_token_id == 2
@@ -51,13 +51,13 @@ def test_loading_and_saving_are_silent_and_everybody_may_read(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
-    Target.load(checkpoint, slots=64, device="cpu")
+    TransformersTarget.load(checkpoint, slots=64, device="cpu")
     save_model(make("llama"), None, tmp_path / "saved")
     assert capfd.readouterr() == ("", ""), "transformers shows a bar"
     assert {file.stat().st_mode & 0o777 for file in (tmp_path / "saved").iterdir()} == {0o644}
     edit(checkpoint, model__extra=torch.zeros(2))
     with pytest.raises(CheckpointError):
-        Target.load(checkpoint, device="cpu")
+        TransformersTarget.load(checkpoint, device="cpu")
     assert capfd.readouterr() == ("", ""), "what transformers warns of is in the error"
 
 
@@ -75,7 +75,7 @@ def test_auto_takes_float32_where_a_cpu_only_emulates_the_checkpoints_dtype(
     model = open_model(tmp_path, options, config)
     assert {weight.dtype for weight in model.parameters()} == {wanted}
     assert stored_bytes(tmp_path, options, config) == wanted.itemsize * sum(w.numel() for w in model.parameters())
-    assert Target.load(tmp_path, slots=64, device="cpu", dtype=dtype, repack=False).dtype is wanted
+    assert TransformersTarget.load(tmp_path, slots=64, device="cpu", dtype=dtype, repack=False).dtype is wanted
 
 
 def test_decoding_and_training_have_their_own_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def test_a_model_that_is_handed_in_is_left_alone() -> None:
     before = {name: id(module) for name, module in model.named_modules()}
     weights = {name: weight.data_ptr() for name, weight in model.named_parameters()}
     hooks = [dict(module._forward_pre_hooks) for module in model.modules()]
-    Target.load(model, rows=2, slots=64).prefill([0], [[3, 4]], boundaries=frozenset({1, 4}))
+    TransformersTarget.load(model, rows=2, slots=64).prefill([0], [[3, 4]], boundaries=frozenset({1, 4}))
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert {name: weight.data_ptr() for name, weight in model.named_parameters()} == weights
     assert [dict(module._forward_pre_hooks) for module in model.modules()] == hooks
@@ -101,27 +101,27 @@ def test_a_model_that_is_handed_in_is_left_alone() -> None:
 
 def test_options_of_loading_make_no_sense_for_a_loaded_model() -> None:
     with pytest.raises(ArgumentError, match="loaded already"):
-        Target.load(make("llama"), device_map="auto")
+        TransformersTarget.load(make("llama"), device_map="auto")
     for option in ({"dtype": "bfloat16"}, {"device": "cuda"}, {"device": "meta"}):
         with pytest.raises(ArgumentError, match=r"in torch\.float32 on cpu, and is left as it is"):
-            Target.load(make("llama"), **option)
-    Target.load(make("llama"), slots=64, dtype="float32", device="cpu")
+            TransformersTarget.load(make("llama"), **option)
+    TransformersTarget.load(make("llama"), slots=64, dtype="float32", device="cpu")
     with pytest.raises(ArgumentError, match="'float7' is no dtype"):
-        Target.load(make("llama"), dtype="float7")
+        TransformersTarget.load(make("llama"), dtype="float7")
     with pytest.raises(ArgumentError, match="a target is a directory"):
-        Target.load(42)
+        TransformersTarget.load(42)
 
 
 @pytest.mark.parametrize("sizes", [{"rows": 0}, {"slots": 0}, {"rows": -1}])
 def test_sizes_out_of_range(sizes: dict[str, int]) -> None:
     with pytest.raises(ArgumentError, match="at least 1"):
-        Target.load(make("llama"), **sizes)
+        TransformersTarget.load(make("llama"), **sizes)
 
 
 @pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c", Path("nowhere")])
 def test_no_such_directory(name: Any) -> None:
     with pytest.raises(CheckpointError, match="there is no directory"):
-        Target.load(name)
+        TransformersTarget.load(name)
 
 
 def cut(size: int) -> Callable[[Path], object]:
@@ -139,7 +139,7 @@ def configured(**values: Any) -> Callable[[Path], object]:
 def without_a_shard(path: Path) -> None:
     make("llama").save_pretrained(path, max_shard_size="100KB")
     (path / WEIGHTS).unlink(missing_ok=True)
-    Target.load(path, slots=64, device="cpu")
+    TransformersTarget.load(path, slots=64, device="cpu")
     next(path.glob("model-00002*")).unlink()
 
 
@@ -182,7 +182,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(checkpoint: Path, name: str) -
     damage, kind, complaint = BROKEN[name]
     damage(checkpoint)
     with pytest.raises(kind, match=complaint):
-        Target.load(checkpoint, device="cpu")
+        TransformersTarget.load(checkpoint, device="cpu")
 
 
 SIZES: dict[str, dict[str, int]] = {
@@ -207,12 +207,12 @@ def tiny(kind: str) -> Any:
 def test_what_cannot_be_verified_is_refused_before_any_weight_is_read(tmp_path: Path, kind: str, reason: str) -> None:
     tiny(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
-        Target.load(tmp_path)
+        TransformersTarget.load(tmp_path)
 
 
 def test_longrope_ends_where_it_would_switch(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="forerun"):
-        target = Target.load(make("phi3_longrope"), slots=200)
+        target = TransformersTarget.load(make("phi3_longrope"), slots=200)
     assert target.max_length == 64
     assert "limited to 64 of 512" in caplog.text
     with pytest.raises(ArgumentError, match="exceed the context of 64"):

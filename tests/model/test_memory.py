@@ -15,7 +15,7 @@ import torch
 
 from forerun.control.config import SpeculativeConfig, drafter_bytes
 from forerun.errors import OutOfMemoryError
-from forerun.model import Target, prepare
+from forerun.model import TransformersTarget, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
 from forerun.model.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from model.families import FAMILIES, make, random_tokens
@@ -23,7 +23,7 @@ from model.families import FAMILIES, make, random_tokens
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_cache_takes_what_the_plan_says(name: str) -> None:
-    target = Target.load(make(name), rows=3, slots=21, self_check=False)
+    target = TransformersTarget.load(make(name), rows=3, slots=21, self_check=False)
     target.prefill([0], [random_tokens(5, 0)])
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, 4) * 3 * 22
 
@@ -32,11 +32,11 @@ def test_memory_follows_use() -> None:
     """Of a cache of gigabytes what sequences reach is in memory, whoever wrote, moved, copied or cleared it."""
     script = """
         import psutil, torch
-        from forerun.model import Target
+        from forerun.model import TransformersTarget
         from model.families import make, random_tokens
         own = psutil.Process()
         used = lambda: own.memory_info().rss / 2**20
-        target = Target.load(make("llama"), rows=64, slots=2**17)  # the trial reserves the layers
+        target = TransformersTarget.load(make("llama"), rows=64, slots=2**17)  # the trial reserves the layers
         target.prefill([3], [random_tokens(8, 0)])  # what a first pass takes besides
         whole, before = target.cache.nbytes() / 2**20, used()
         seen = lambda: round(used() - before)
@@ -65,7 +65,7 @@ def test_what_caches_may_still_take_is_not_free(monkeypatch: pytest.MonkeyPatch)
     free = SimpleNamespace(available=2**40)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     monkeypatch.setattr(prepare, "_container_room", lambda: 2**62)
-    target = Target.load(make("llama"), rows=4, slots=1023)
+    target = TransformersTarget.load(make("llama"), rows=4, slots=1023)
     before, whole = available_bytes(torch.device("cpu")), target.cache.nbytes()
     target.prefill([1], [random_tokens(512, 0)])
     assert available_bytes(torch.device("cpu")) - before == pytest.approx(whole / 8, rel=0.01), "these are taken now"
@@ -129,24 +129,27 @@ def test_nothing_is_loaded_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(prepare, "available_bytes", lambda _device: 100_000)
     monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(OutOfMemoryError, match=r"are needed on cpu.*2 rows x 64 slots"):
-        Target.load(tmp_path, rows=2, slots=64, device="cpu")
+        TransformersTarget.load(tmp_path, rows=2, slots=64, device="cpu")
 
 
 def test_the_drafters_share_is_kept_free(tmp_path: Path) -> None:
     make("llama").save_pretrained(tmp_path)
     with pytest.raises(OutOfMemoryError, match=r"drafter 1048576\.00"):
-        Target.load(tmp_path, slots=64, device="cpu", reserve_bytes=2**50)
+        TransformersTarget.load(tmp_path, slots=64, device="cpu", reserve_bytes=2**50)
 
 
 def test_slots_that_nobody_asked_for_shrink_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama", max_position_embeddings=4000)
-    assert Target.load(model, self_check=False).slots == 4000 + prepare.HEADROOM
-    assert Target.load(make("llama", max_position_embeddings=10**6), self_check=False).slots == 8192 + prepare.HEADROOM
+    assert TransformersTarget.load(model, self_check=False).slots == 4000 + prepare.HEADROOM
+    assert (
+        TransformersTarget.load(make("llama", max_position_embeddings=10**6), self_check=False).slots
+        == 8192 + prepare.HEADROOM
+    )
     monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**20)
-    target = Target.load(model, self_check=False)
+    target = TransformersTarget.load(model, self_check=False)
     assert 512 <= target.slots < 4000
     with pytest.raises(OutOfMemoryError, match="Lower slots"):
-        Target.load(model, slots=4000, self_check=False)
+        TransformersTarget.load(model, slots=4000, self_check=False)
 
 
 def test_a_container_is_a_limit(tmp_path: Path) -> None:
@@ -171,8 +174,8 @@ def test_the_drafters_cache_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.M
     least = replace(least, probs=prepare.SCORED_NODES * model.config.vocab_size * 8)
     monkeypatch.setattr(prepare, "available_bytes", lambda _device: least.total + 31 * (own + its))
     monkeypatch.setattr(prepare, "LEAST_SLOTS", 8)
-    assert Target.load(tmp_path / "target", device="cpu", reserve_bytes_per_slot=its).cache.slots == 30
-    assert Target.load(tmp_path / "target", device="cpu").cache.slots > 30
+    assert TransformersTarget.load(tmp_path / "target", device="cpu", reserve_bytes_per_slot=its).cache.slots == 30
+    assert TransformersTarget.load(tmp_path / "target", device="cpu").cache.slots > 30
 
 
 @pytest.mark.parametrize("name", ["demo-draft", "demo-eagle3"])

@@ -17,7 +17,7 @@ from accelerate import cpu_offload
 
 from forerun.core.tree import TokenTree
 from forerun.errors import CheckpointError, UnsupportedModelError
-from forerun.model import LayerRange, Target
+from forerun.model import LayerRange, TransformersTarget
 from model.families import make, plain, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
@@ -31,7 +31,7 @@ def tree() -> TokenTree:
     return TokenTree.of(TOKENS[-1], [5, 6, 7], [0, 0, 1])
 
 
-def error(target: Target, model: Any) -> float:
+def error(target: TransformersTarget, model: Any) -> float:
     """Largest difference of a tree's logits from the plain forwards of `model`."""
     target.prefill([0], [TOKENS[:-1]], boundaries=frozenset({0, 2, 4}))
     logits = target.score([0], [tree()]).logits[0]
@@ -51,7 +51,7 @@ def offload_map(name: str, model: Any) -> dict[str, str]:
 def test_disk_offload(tmp_path: Path, name: str) -> None:
     model = make(name)
     model.save_pretrained(tmp_path)
-    target = Target.load(tmp_path, slots=64, device_map=offload_map(name, model))
+    target = TransformersTarget.load(tmp_path, slots=64, device_map=offload_map(name, model))
     assert {weight.device.type for weight in target.model.parameters()} == {"cpu", "meta"}
     assert error(target, model) <= 2e-5
     whole = target.score([0], [tree()])
@@ -63,7 +63,7 @@ def test_disk_offload(tmp_path: Path, name: str) -> None:
 
 def test_device_map_auto(tmp_path: Path) -> None:
     make("qwen3").save_pretrained(tmp_path)
-    assert error(Target.load(tmp_path, slots=64, device_map="auto"), make("qwen3")) <= 2e-5
+    assert error(TransformersTarget.load(tmp_path, slots=64, device_map="auto"), make("qwen3")) <= 2e-5
 
 
 def test_a_model_that_the_caller_offloaded() -> None:
@@ -71,7 +71,7 @@ def test_a_model_that_the_caller_offloaded() -> None:
     model = make("llama")
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert {weight.device.type for weight in model.parameters()} == {"meta"}
-    target = Target.load(model, slots=64)
+    target = TransformersTarget.load(model, slots=64)
     assert target.device == torch.device("cpu")
     assert error(target, make("llama")) <= 2e-5
 
@@ -103,28 +103,28 @@ def adapted(adapter: Path) -> Any:
 
 
 def test_an_adapter(adapter: Path) -> None:
-    target = Target.load(adapter.parent / "base", adapter=adapter, slots=64, device="cpu")
+    target = TransformersTarget.load(adapter.parent / "base", adapter=adapter, slots=64, device="cpu")
     assert error(target, adapted(adapter)) <= 2e-5
-    assert error(Target.load(make("llama"), slots=64), adapted(adapter)) > 0.1, "the adapter must matter"
-    wrapped = Target.load(adapted(adapter), slots=64)
+    assert error(TransformersTarget.load(make("llama"), slots=64), adapted(adapter)) > 0.1, "the adapter must matter"
+    wrapped = TransformersTarget.load(adapted(adapter), slots=64)
     assert error(wrapped, adapted(adapter)) <= 2e-5
 
 
 def test_an_adapter_that_does_not_fit(adapter: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be attached"):
-        Target.load(adapter.parent / "base", adapter=tmp_path / "nowhere", device="cpu")
+        TransformersTarget.load(adapter.parent / "base", adapter=tmp_path / "nowhere", device="cpu")
     make("llama", hidden_size=32).save_pretrained(tmp_path / "other")
     with pytest.raises(CheckpointError, match="cannot be attached"):
-        Target.load(tmp_path / "other", adapter=adapter, device="cpu")
+        TransformersTarget.load(tmp_path / "other", adapter=adapter, device="cpu")
     make("llama", num_hidden_layers=6).save_pretrained(tmp_path / "deeper")
     with pytest.raises(CheckpointError, match="does not fit"):
-        Target.load(tmp_path / "deeper", adapter=adapter, device="cpu")
+        TransformersTarget.load(tmp_path / "deeper", adapter=adapter, device="cpu")
 
 
 def test_an_adapter_of_virtual_tokens_is_refused(tmp_path: Path) -> None:
     config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     with pytest.raises(UnsupportedModelError, match="virtual tokens"):
-        Target.load(peft.get_peft_model(make("llama"), config))
+        TransformersTarget.load(peft.get_peft_model(make("llama"), config))
 
 
 def test_int8_layers_of_torch(caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +133,7 @@ def test_int8_layers_of_torch(caplog: pytest.LogCaptureFixture) -> None:
         warnings.simplefilter("ignore")
         model = torch.ao.quantization.quantize_dynamic(make("llama"), {torch.nn.Linear}, dtype=torch.qint8)
     with caplog.at_level(logging.WARNING, logger="forerun"):
-        target = Target.load(model, slots=64)
+        target = TransformersTarget.load(model, slots=64)
     assert "quantised together" in caplog.text
     assert 0 < error(target, model) <= 0.5 * plain(model, TOKENS).std().item()
 
@@ -145,6 +145,6 @@ def test_int8_layers_of_bitsandbytes(tmp_path: Path) -> None:
         tmp_path / "plain", quantization_config=transformers.BitsAndBytesConfig(load_in_8bit=True), device_map="cpu"
     )
     model.save_pretrained(tmp_path / "quantised")
-    target = Target.load(tmp_path / "quantised", slots=64, device="cpu")
+    target = TransformersTarget.load(tmp_path / "quantised", slots=64, device="cpu")
     assert type(target.model.model.layers[0].mlp.up_proj).__name__ == "Linear8bitLt"
     assert error(target, model) <= 0.5 * plain(model, TOKENS).float().std().item()

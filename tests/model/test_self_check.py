@@ -11,7 +11,7 @@ import transformers
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, NumericError, UnsupportedModelError
-from forerun.model import Target, prepare, self_check, support
+from forerun.model import TransformersTarget, prepare, self_check, support
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import accelerate
 from forerun.model.masks import MaskStyle
@@ -42,8 +42,8 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-def load(path: Path, **options: Any) -> Target:
-    return Target.load(path, rows=1, slots=32, device="cpu", **options)
+def load(path: Path, **options: Any) -> TransformersTarget:
+    return TransformersTarget.load(path, rows=1, slots=32, device="cpu", **options)
 
 
 def test_a_second_start_compares_nothing(saved: Path, checks: list[Any]) -> None:
@@ -99,10 +99,10 @@ def test_what_helps_is_tried_before_it_is_said(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(SlotCache, "write", rough)
     with pytest.raises(UnsupportedModelError, match=r"times its own noise.*In float32 it passes: load it with dtype="):
-        Target.load(model)
+        TransformersTarget.load(model)
     monkeypatch.setattr(prepare, "_copy", lambda *_: None)
     with pytest.raises(UnsupportedModelError, match="No option of forerun changes that"):
-        Target.load(model)
+        TransformersTarget.load(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -113,13 +113,13 @@ def test_nan_in_one_weight(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(
         NumericError, match=r"(model\.layers\.2|token 77|lm_head).* is not finite. The checkpoint is bro"
     ):
-        Target.load(model)
+        TransformersTarget.load(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_passes(name: str, dtype: torch.dtype) -> None:
-    target = Target.load(make(name, dtype=dtype), rows=1, slots=32)
+    target = TransformersTarget.load(make(name, dtype=dtype), rows=1, slots=32)
     assert target.lengths == [0]
     assert (target.rows, target.slots, target.cache.rows) == (1, 32, 1)
     assert target.cache.nbytes() == cache_bytes_per_token(target.config, dtype.itemsize) * 33, "reserved at load"
@@ -127,7 +127,7 @@ def test_passes(name: str, dtype: torch.dtype) -> None:
 
 def refused(model: Any, match: str, **options: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=match):
-        Target.load(model, **options)
+        TransformersTarget.load(model, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -170,7 +170,7 @@ def test_a_window_or_chunk_that_is_one_too_wide(
 ) -> None:
     """Also where it is far longer than what the check runs."""
     model = make(name, **{option: size})
-    Target.load(model, slots=32)
+    TransformersTarget.load(model, slots=32)
     assert getattr(model.config, option) == size
     types = MaskStyle.of(model.config).types
 
@@ -194,14 +194,14 @@ def test_repacking_that_breaks_the_model(monkeypatch: pytest.MonkeyPatch) -> Non
         return "broken"
 
     monkeypatch.setattr(accelerate, "accelerate", broken)
-    Target.load(make("llama"))
+    TransformersTarget.load(make("llama"))
     refused(make("llama"), "failed the self-check", repack=True)
 
 
 def test_attention_that_changes_behind_the_check_ends_the_context(caplog: pytest.LogCaptureFixture) -> None:
     """Doge's layers choose `keep_window_size` tokens by themselves, later ones included; below it they take all."""
     model = build("doge", keep_window_size=100)
-    target = Target.load(model, slots=200)
+    target = TransformersTarget.load(model, slots=200)
     assert target.max_length == 100
     assert "limited to 100 of 512 tokens" in caplog.text and "past keep_window_size = 100" in caplog.text
     tokens = random_tokens(100, 0)
@@ -210,9 +210,13 @@ def test_attention_that_changes_behind_the_check_ends_the_context(caplog: pytest
     with pytest.raises(ArgumentError, match="exceed the context of 100"):
         target.prefill([0], [tokens[:2]])
     refused(build("doge", keep_window_size=16), "self-check past keep_window_size = 16")
-    assert Target.load(build("doge", keep_window_size=508), slots=32).max_length == 508, "the check has no room behind"
+    assert TransformersTarget.load(build("doge", keep_window_size=508), slots=32).max_length == 508, (
+        "the check has no room behind"
+    )
     caplog.clear()
-    assert Target.load(build("doge", keep_window_size=512), slots=32).max_length == 512, "it is never reached"
+    assert TransformersTarget.load(build("doge", keep_window_size=512), slots=32).max_length == 512, (
+        "it is never reached"
+    )
     assert not caplog.text
 
 
@@ -221,10 +225,10 @@ def test_sizes_that_change_nothing_limit_nothing(
 ) -> None:
     model = make("llama")
     model.config.sparse = {"block_size": 50, "windows": [70, 100]}
-    assert Target.load(model, slots=32).max_length == 512
+    assert TransformersTarget.load(model, slots=32).max_length == 512
     assert not caplog.text
     monkeypatch.setattr(self_check, "_CPU_WORK", 80 * model.num_parameters())
-    assert Target.load(model, slots=32).max_length == 100, "past 70, which is cheap, it was found right"
+    assert TransformersTarget.load(model, slots=32).max_length == 100, "past 70, which is cheap, it was found right"
     assert "was not checked past sparse.windows = 100" in caplog.text
 
 
@@ -259,9 +263,12 @@ def test_positions_that_are_counted_in_the_cache(
 ) -> None:
     """Llama 4 scales queries by ``get_seq_length``, in steps of `floor_scale`; below the first all is well."""
     model = make("llama4", floor_scale=90)
-    assert Target.load(model, slots=32).max_length == 89
+    assert TransformersTarget.load(model, slots=32).max_length == 89
     assert "limited to 89 of 512" in caplog.text
-    assert Target.load(make("llama4", floor_scale=90, attn_temperature_tuning=False), slots=32).max_length == 512
+    assert (
+        TransformersTarget.load(make("llama4", floor_scale=90, attn_temperature_tuning=False), slots=32).max_length
+        == 512
+    )
     monkeypatch.setattr(support, "_switch_points", lambda *_: [])
     refused(model, "a step after a gathered path")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.masks import Block
@@ -72,7 +72,7 @@ def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
 @pytest.mark.parametrize("kind", ["xlstm", "minimax"])
 def test_answers_where_a_chunk_of_the_prompt_ends_within_it(kind: str) -> None:
     model = model_of(kind)
-    compare(Target.load(model, rows=2, slots=200), model, lengths=(90, 150))
+    compare(TransformersTarget.load(model, rows=2, slots=200), model, lengths=(90, 150))
 
 
 def test_a_preempted_answer_goes_on_as_before() -> None:
@@ -91,7 +91,7 @@ def test_a_preempted_answer_goes_on_as_before() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tree_that_grows_by_levels(kind: str) -> None:
     """Passes that run some nodes of a tree after others give the logits of one pass over all, and commit the same."""
-    target = Target.load(model_of(kind), rows=2, slots=96, self_check=False)
+    target = TransformersTarget.load(model_of(kind), rows=2, slots=96, self_check=False)
     tree = TokenTree(5)
     for token, parent in ((7, 0), (8, 0), (9, 1), (10, 2), (11, 3), (12, 4)):
         tree.add(token, parent)
@@ -108,7 +108,7 @@ def test_a_tree_that_grows_by_levels(kind: str) -> None:
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
 
 
-def scored(target: Target, tree: TokenTree, start: int, stop: int) -> Tensor:
+def scored(target: TransformersTarget, tree: TokenTree, start: int, stop: int) -> Tensor:
     """The logits of the nodes from `start` to before `stop`, whose ancestors were run."""
     part = TokenTree(tree.tokens[0])
     for token, parent in zip(tree.tokens[1:stop], tree.parents[1:stop], strict=True):
@@ -120,7 +120,7 @@ def scored(target: Target, tree: TokenTree, start: int, stop: int) -> Tensor:
 @pytest.mark.parametrize("kind", ["qwen3_next", "kimi_linear", "lfm2"])
 def test_a_pass_that_the_first_layers_have_begun(kind: str, counts: tuple[int, int, int]) -> None:
     """Nodes of rows that were begun to unequal depths: the logits of whole passes, and the same states behind them."""
-    target = Target.load(model_of(kind), rows=3, slots=96, self_check=False)
+    target = TransformersTarget.load(model_of(kind), rows=3, slots=96, self_check=False)
     found = []
     for resumes in (False, True):
         target.truncate(ROWS, [0, 0, 0])
@@ -138,7 +138,9 @@ def path_to(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 
 def test_states_are_kept_where_a_prefix_may_end() -> None:
-    target = Target.load(build("qwen3_next", max_position_embeddings=1024), rows=2, slots=1024, self_check=False)
+    target = TransformersTarget.load(
+        build("qwen3_next", max_position_embeddings=1024), rows=2, slots=1024, self_check=False
+    )
     text = [3 + token % 90 for token in random_tokens(980, 3)]
     target.prefill([0], [text[:200]])
     for token in text[200:260]:
@@ -161,7 +163,7 @@ def test_states_are_kept_where_a_prefix_may_end() -> None:
 
 def test_states_of_a_model_in_bfloat16_are_kept_in_float32() -> None:
     """As transformers keeps them; a convolution's last inputs stay what they were."""
-    target = Target.load(build("qwen3_next").bfloat16(), rows=1, slots=96)
+    target = TransformersTarget.load(build("qwen3_next").bfloat16(), rows=1, slots=96)
     target.prefill([0], [[5, 6, 7]])
     assert target.states is not None
     found = {(key[0].__name__, state.dtype) for key, state in target.states._states.items()}
@@ -259,10 +261,10 @@ def test_a_planted_fault_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     kind, plant = FAULTS[name]
     plant(monkeypatch)
     with pytest.raises(UnsupportedModelError, match="failed the self-check"):
-        Target.load(model_of(kind), rows=2, slots=96)
+        TransformersTarget.load(model_of(kind), rows=2, slots=96)
     if name not in UNCHANGED:
         with pytest.raises(AssertionError):
-            compare(Target.load(model_of(kind), rows=2, slots=96, self_check=False), model_of(kind))
+            compare(TransformersTarget.load(model_of(kind), rows=2, slots=96, self_check=False), model_of(kind))
 
 
 def pretend_that_any_prefix_has_states(patch: pytest.MonkeyPatch) -> None:
@@ -313,4 +315,4 @@ def test_what_states_rule_out() -> None:
 def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "KINDS", ())
     with pytest.raises(UnsupportedModelError, match="Lfm2ShortConv keep a state in the cache by code of their own"):
-        Target.load(model_of("lfm2"))
+        TransformersTarget.load(model_of("lfm2"))

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.self_check import FAULTS, Fault, planted
 from forerun.errors import UnsupportedModelError
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.load import LoadOptions, open_model, read_config
 
 
@@ -15,9 +15,9 @@ from forerun.model.load import LoadOptions, open_model, read_config
 def test_a_planted_fault_is_seen(path: Path, dtype: str) -> None:
     options = LoadOptions(dtype=dtype, device="cpu")
     model = open_model(path, options, read_config(path, options), quiet=True)
-    Target.load(model, rows=1, slots=64)
+    TransformersTarget.load(model, rows=1, slots=64)
     own: list[Fault] = [fault for fault in FAULTS if fault.suits(model) and not fault.in_model]
     assert len(own) == 8
     for fault in own:
         with planted(fault, model), pytest.raises(UnsupportedModelError, match="failed the self-check"):
-            Target.load(model, rows=1, slots=64)
+            TransformersTarget.load(model, rows=1, slots=64)

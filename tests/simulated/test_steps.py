@@ -14,7 +14,7 @@ from drafters.tied import SPEED
 from engine.conftest import checkpoint, draft_checkpoint
 from forerun import LLM, SamplingParams, devices
 from forerun.drafters import DRAFTERS
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.recordings import MET_BEFORE
 from selection import slow
 from simulated.device import NAME, Kind, SimulatedDevice, moved
@@ -111,14 +111,14 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
     method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # in the thread in which the device is open
-    made: list[Target] = []
-    wrapped = Target.__init__
+    made: list[TransformersTarget] = []
+    wrapped = TransformersTarget.__init__
 
-    def noted(self: Target, *args: Any, **keywords: Any) -> None:
+    def noted(self: TransformersTarget, *args: Any, **keywords: Any) -> None:
         wrapped(self, *args, **keywords)
         made.append(self)
 
-    monkeypatch.setattr(Target, "__init__", noted)
+    monkeypatch.setattr(TransformersTarget, "__init__", noted)
     config = {"adaptive": method == "auto"} | named(str(draft_checkpoint))[method]
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -180,13 +180,13 @@ def test_the_targets_passes_are_few_recordings_and_the_text_is_that_of_the_cpu(
 def test_sub_layers_that_are_only_tried_are_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """SWIFT judges a candidate in a few steps: what is recorded of it would hardly be replayed."""
     candidates, kept = set[Any](), set[Any]()
-    draft = Target.draft
+    draft = TransformersTarget.draft
 
-    def noted(self: Target, rows: Any, nodes: Any, plan: Any, *head: Any, tried: bool = False) -> Any:
+    def noted(self: TransformersTarget, rows: Any, nodes: Any, plan: Any, *head: Any, tried: bool = False) -> Any:
         (candidates if tried else kept).add(plan)
         return draft(self, rows, nodes, plan, *head, tried=tried)
 
-    monkeypatch.setattr(Target, "draft", noted)
+    monkeypatch.setattr(TransformersTarget, "draft", noted)
     config = {
         "method": "skip_layers",
         "search": "swift",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from forerun.model import Target
+from forerun.model import TransformersTarget
 from forerun.model.inputs import Scored
 from selection import slow
 from simulated import waits
@@ -62,15 +62,15 @@ def test_the_last_line_is_what_the_table_says(
 
 def test_a_hidden_read_and_a_hidden_write_in_each_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = waits.measured("ngram", 1)[0]
-    score = Target.score
+    score = TransformersTarget.score
 
-    def hiding(self: Target, *args: Any, **keywords: Any) -> Scored:
+    def hiding(self: TransformersTarget, *args: Any, **keywords: Any) -> Scored:
         scored = score(self, *args, **keywords)
         if scored.logits[0, 0, 0] > torch.tensor([1e30], device=self.device):
             raise AssertionError
         return scored
 
-    monkeypatch.setattr(Target, "score", hiding)
+    monkeypatch.setattr(TransformersTarget, "score", hiding)
     after = waits.measured("ngram", 1)[0]
     assert after.per_step(Kind.READ) == pytest.approx(before.per_step(Kind.READ) + 1)
     assert after.per_step(Kind.BLOCKING_WRITE) == pytest.approx(before.per_step(Kind.BLOCKING_WRITE) + 1)

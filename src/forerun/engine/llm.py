@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -34,7 +35,8 @@ from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import ArgumentError, about, nearest
-from forerun.model import Buckets, Target
+from forerun.model import Buckets
+from forerun.model.back_ends import load_target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
 from forerun.model.target import PREFILL_CHUNK
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
@@ -52,6 +54,7 @@ own.
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
 _LOADING = (
+    "backend",
     "device_map",
     "tp_plan",
     "adapter",
@@ -86,8 +89,8 @@ class LLM:
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
         check: verify the step's invariants while running (slow).
-        loading: passed to `Target.load`: device_map, tp_plan, adapter, revision, trust_remote_code, token, self_check,
-            repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
+        loading: passed to `load_target`: backend, device_map, tp_plan, adapter, revision, trust_remote_code, token,
+            self_check, repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
             ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` are understood too.
 
     Raises:
@@ -130,7 +133,7 @@ class LLM:
         headroom = MAX_SPECULATIVE_TOKENS + 1
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
-        self.target = Target.load(
+        self.target = load_target(
             model,
             rows=max_num_seqs,
             slots=None if max_model_len is None else max_model_len + headroom,
@@ -138,9 +141,13 @@ class LLM:
             device=device,
             reserve_bytes=weights,
             reserve_bytes_per_slot=cached,
+            tokens=None if kv_cache_tokens is None else kv_cache_tokens + max_num_seqs * headroom,
             tokenizer=own_tokenizer,
             **loading,
         )
+        if (limit := self.target.cached_tokens_limit) is not None:
+            kv_cache_tokens = min(limit, kv_cache_tokens or limit)
+            scheduling = replace(scheduling, kv_cache_tokens=kv_cache_tokens)
         most = self.target.max_length
         self.max_model_len = min(most, self.target.slots - headroom, kv_cache_tokens or most)
         if max_model_len is not None and max_model_len > most:

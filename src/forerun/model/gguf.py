@@ -86,6 +86,39 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
         CheckpointError: no GGUF file, cut short, no language model, a part is missing, or there is no room.
         UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
     """
+    states, kept = _kept(path)
+    found = [folder for folder in kept if folder.is_dir()]
+    if dtype is None and found:
+        return found[0]
+    header = join_parts([header_once(*state) for state in states])
+    wanted = DTYPES.get(dtype or "auto", header.dtype)
+    folder = kept[list(DTYPES.values()).index(wanted)]
+    if not folder.is_dir():
+        _convert(header, wanted, folder)
+    return folder
+
+
+def tokenizer_of(path: Path) -> Path:
+    """Return a directory with a GGUF file's tokenizer: its checkpoint, if one is kept, else one that is made for the
+    tokenizer alone. Raises CheckpointError as `checkpoint_of` does, or if the tokenizer is missing or of a kind that is
+    not read.
+    """
+    states, kept = _kept(path)
+    alone = kept[0].with_name(kept[0].name.replace(next(iter(DTYPES)), "tokenizer"))
+    for folder in (*kept, alone):
+        if folder.is_dir():
+            return folder
+    with quiet_transformers(quiet=True):
+        tokenizer = _tokenizer(join_parts([header_once(*state) for state in states]))
+    with replace_folder(alone) as fresh:
+        tokenizer.save_pretrained(fresh)
+    return alone
+
+
+def _kept(path: Path) -> tuple[list[tuple[Path, int, int]], list[Path]]:
+    """Return the files of a model with their sizes and times, and the folders where its checkpoints are kept, one for
+    each of `DTYPES`, there or not.
+    """
     parts = find_parts(path.expanduser())
     seal = hashlib.sha256(f"{FORM} {version('transformers')} ".encode())
     states = list[tuple[Path, int, int]]()
@@ -98,16 +131,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
         states.append((file, about.st_size, about.st_mtime_ns))
     key, stem = seal.hexdigest()[:12], states[0][0].stem
     name = re.sub(r"[^\w.-]", "_", stem if len(parts) == 1 else PART.sub(r"\g<name>", stem)) or CACHE
-    kept = [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
-    found = [folder for folder in kept if folder.is_dir()]
-    if dtype is None and found:
-        return found[0]
-    header = join_parts([header_once(*state) for state in states])
-    wanted = DTYPES.get(dtype or "auto", header.dtype)
-    folder = kept[list(DTYPES.values()).index(wanted)]
-    if not folder.is_dir():
-        _convert(header, wanted, folder)
-    return folder
+    return states, [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
 
 
 def _convert(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
@@ -370,14 +394,8 @@ def _model(header: GgufHeader, settings: dict[str, Any], config: Any, dtype: tor
         raise CheckpointError(
             f"{header.path} lacks tensors that a {config.model_type} model has: {list_some(lacking, 4)}"
         )
-    model.generation_config.eos_token_id = _ends(header) or model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = header.ends or model.generation_config.eos_token_id
     return model
-
-
-def _ends(header: GgufHeader) -> list[int]:
-    """Return the token ids that end an answer: end of text, of turn, of message."""
-    found = (header.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
-    return sorted({token for token in found if token is not None})
 
 
 def _dequantise(header: GgufHeader, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:

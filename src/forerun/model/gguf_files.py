@@ -5,9 +5,11 @@ Of a large vocabulary only the number of its entries is read, so that a header t
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +100,57 @@ class GgufHeader:
         return str(self.metadata.get("general.architecture", ""))
 
     @property
+    def ends(self) -> list[int]:
+        """The token ids that end an answer: end of text, of turn, of message."""
+        found = (self.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        return sorted({token for token in found if token is not None})
+
+    def stated(self, key: str, default: Any = None) -> Any:
+        """Return what the file states of its architecture under `key`."""
+        return self.metadata.get(f"{self.architecture}.{key}", default)
+
+    @property
+    def context_length(self) -> int:
+        """Most positions of a sequence."""
+        return int(self.stated("context_length", 2048))
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(self.bytes_of(tensor) for tensor in self.everything)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values in float16, over all layers."""
+        heads, layers = self.stated("attention.head_count", 1), int(self.stated("block_count", 1))
+        most = max(heads) if isinstance(heads, list) else heads
+        wide = self.stated("embedding_length", 0) // most
+        size = self.stated("attention.key_length", wide) + self.stated("attention.value_length", wide)
+        if latent := self.stated("attention.kv_lora_rank"):
+            return 2 * layers * (latent + self.stated("rope.dimension_count", 0))
+        keeping = self.stated("attention.head_count_kv", heads)
+        return 2 * size * (sum(keeping) if isinstance(keeping, list) else layers * keeping)
+
+    @property
+    def quantisation(self) -> str:
+        """The type of most weights by its name in the format, for example ``"Q4_K"``."""
+        from gguf import GGMLQuantizationType
+
+        sizes = Counter[int]()
+        for tensor in self.everything:
+            sizes[tensor.type] += prod(tensor.shape)
+        return GGMLQuantizationType(max(sizes, key=lambda kind: sizes[kind])).name
+
+    def identity(self) -> dict[str, Any]:
+        """Return what tells this file's passes from those of others: its structure and types, not its weights."""
+        shapes = sorted((tensor.name, tensor.shape, tensor.type) for tensor in self.everything)
+        return {
+            "architecture": self.architecture,
+            "quantisation": self.quantisation,
+            "bytes": self.weights_bytes,
+            "tensors": hashlib.sha256(repr(shapes).encode()).hexdigest(),
+        }
+
+    @property
     def dtype(self) -> torch.dtype:
         """The file's own floating type: the narrow one if norms are float32 between narrow weights,
         bfloat16 if anything is quantised.
@@ -159,6 +212,15 @@ class GgufHeader:
             error=CheckpointError,
         )
 
+    def check_generates(self) -> None:
+        """Raise CheckpointError for a model that turns texts into vectors or scores."""
+        pooled = self.stated("pooling_type", 0)
+        if pooled or self.stated("attention.causal") is False:
+            raise CheckpointError(
+                f"{self.path} holds a {self.architecture} model for embeddings or scores, which generates no text: "
+                "name a language model's GGUF file"
+            )
+
 
 class GgufReader:
     """Reads a header's numbers and strings in order; raises struct.error or ValueError if it ends
@@ -217,6 +279,18 @@ def join_parts(headers: Sequence[GgufHeader]) -> GgufHeader:
     header = replace(headers[0], more=tuple(headers[1:]))
     header.check()
     return header
+
+
+def read_model_header(path: Path) -> GgufHeader:
+    """Return the header of the model that a file is, or is a part of. Raises CheckpointError if it is no whole language
+    model.
+    """
+    headers = list[GgufHeader]()
+    for part in find_parts(path.expanduser()):
+        with readable(part):
+            about = part.stat()
+        headers.append(header_once(part.resolve(), about.st_size, about.st_mtime_ns))
+    return join_parts(headers)
 
 
 @cache

@@ -35,11 +35,24 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
     """
     from forerun import shipped
 
-    path = Path(found := shipped.resolve(name)).expanduser()
+    file = gguf_file(name)
+    if file is None:
+        return shipped.resolve(name)
+    from forerun.model.gguf import checkpoint_of
+
+    return checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
+
+
+def gguf_file(name: str | Path) -> Path | None:
+    """Return the GGUF file that a name means, of a split model any part; None for a directory of another kind and a
+    hub id. CheckpointError: a file that is no GGUF file, or a directory with several models.
+    """
+    from forerun import shipped
+
+    path = Path(shipped.resolve(name)).expanduser()
     file = _only_file(path) if path.is_dir() else path
     if file is None or not (file.is_file() or file.suffix == ".gguf"):
-        return found
-    from forerun.model.gguf import checkpoint_of
+        return None
     from forerun.model.gguf_files import is_gguf
 
     check_file(file)
@@ -50,7 +63,7 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
             f"{file} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
             f"GGUF file or a hub id (owner/name){remedy}"
         )
-    return checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
+    return file
 
 
 def _only_file(folder: Path) -> Path | None:
@@ -127,7 +140,13 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             return None
     from transformers import AutoTokenizer
 
-    found = resolve(source)
+    file = gguf_file(source)
+    if file is not None:
+        from forerun.model.gguf import tokenizer_of
+
+        found: str | Path = tokenizer_of(file)
+    else:
+        found = resolve(source)
     if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
         raise _without_tokenizer(source, "it holds no tokenizer.json or the like")
     try:

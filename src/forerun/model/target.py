@@ -11,7 +11,7 @@ tree. Not safe for use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Any, Self, cast
+from typing import Any
 
 import torch
 
@@ -49,13 +49,6 @@ class Target:
         self.lengths: list[int] = [0] * rows  # Committed tokens in the cache, by row
         self.writes: list[int] = [0] * rows  # Rises whenever what stands in a row's slots changes
         self._ran: dict[int, int] = {}  # Nodes that were run in this step, root included, by row
-
-    @classmethod
-    def load(cls, model: Any, **loading: Any) -> Self:
-        """Open a model on the back end that suits it; see the `load` of that one for what it takes."""
-        from forerun.model.transformers_target import TransformersTarget
-
-        return cast(Self, TransformersTarget.load(model, **loading))
 
     @property
     def dtype_name(self) -> str:

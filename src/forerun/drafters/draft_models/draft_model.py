@@ -35,6 +35,7 @@ from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
 from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import ArgumentError
+from forerun.model.back_ends import load_target
 from forerun.model.inputs import Nodes, scatter_rows
 from forerun.model.masks import Block
 from forerun.model.padding import Pass, running
@@ -216,7 +217,7 @@ class DraftModelDrafter(Drafter):
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._tree = self._fixed_tree()
-        self.model = load_draft(Target, config, setup, self._room * setup.slots + self._behind)
+        self.model = load_draft(load_target, config, setup, self._room * setup.slots + self._behind)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
@@ -377,11 +378,11 @@ class DraftModelDrafter(Drafter):
         check_vocabulary(setup, self.config.model, self.model.vocab_size)
 
 
-def load_draft(kind: type[Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
+def load_draft(load: Callable[..., Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
     """Load the draft model that a configuration names beside the target; one that is loaded stays
     where it is.
     """
-    return kind.load(
+    return load(
         config.model,
         rows=setup.rows,
         slots=slots,

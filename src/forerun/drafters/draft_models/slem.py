@@ -29,7 +29,7 @@ from forerun.drafters.draft_models.token_bytes import (
     whole_characters,
 )
 from forerun.drafters.vocabulary import tokenizers
-from forerun.model import Target
+from forerun.model.back_ends import load_target
 from forerun.types import Budget, DraftKind, Drawn
 
 _WORDS = 4  # Multiple of the look-behind in which a word is searched for; without spaces any token will do
@@ -60,7 +60,7 @@ class SlemDrafter(Drafter):
     def __init__(self, config: SlemConfig, setup: DrafterSetup) -> None:
         self.config = config
         self._target, self._draft = map(TokenBytes, tokenizers(self.name, config, setup))
-        self.model = load_draft(Target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
+        self.model = load_draft(load_target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
         self._vocabulary = setup.target.vocab_size
         self._to_target = SpanEncoder(self._target)
         self._written = render_for(self._draft, self._target)

@@ -1,0 +1,54 @@
+"""Opens a model on the back end that suits it."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from forerun.errors import ArgumentError, nearest
+from forerun.model import llama_context
+from forerun.model.llama_cpp import LlamaCppTarget
+from forerun.model.names import gguf_file
+from forerun.model.target import Target
+from forerun.model.transformers_target import TransformersTarget
+
+_log = logging.getLogger(__name__)
+
+BACK_ENDS = ("auto", "transformers", "llama.cpp")
+
+
+def load_target(model: Any, *, backend: str = "auto", tokens: int | None = None, **loading: Any) -> Target:
+    """Open a directory, a hub id, a GGUF file or a loaded transformers model.
+
+    Args:
+        model: see `TransformersTarget.load` and `LlamaCppTarget.load`.
+        backend: ``"llama.cpp"`` runs a GGUF file on llama.cpp's kernels, ``"transformers"`` runs everything else, and a
+            GGUF file once it is dequantised. ``"auto"`` takes llama.cpp for a GGUF file if it is installed and no dtype
+            is asked for.
+        tokens: most tokens that all rows hold together, where the back end allocates its cache at once.
+        loading: see the back ends' own `load`.
+
+    Raises:
+        ArgumentError: there is no such back end, or it does not run this model.
+    """
+    if backend not in BACK_ENDS:
+        raise ArgumentError(f"there is no back end {backend!r}.{nearest(backend, BACK_ENDS)}")
+    file = gguf_file(model) if isinstance(model, str | Path) else None
+    if file is None and backend == "llama.cpp":
+        raise ArgumentError(f"llama.cpp runs GGUF files, and {model!s:.200} is none: leave backend away")
+    if file is None or backend == "transformers" or (backend == "auto" and not _suits_llama_cpp(file, loading)):
+        return TransformersTarget.load(model, **loading)
+    return LlamaCppTarget.load(file, tokens=tokens, **loading)
+
+
+def _suits_llama_cpp(file: Path, loading: dict[str, Any]) -> bool:
+    if loading.get("dtype", "auto") not in ("auto", None):
+        return False
+    if not llama_context.installed():
+        _log.warning(
+            "%s is dequantised once and runs on transformers; on llama.cpp it would keep its size: %s",
+            file.name,
+            llama_context.INSTALL,
+        )
+    return llama_context.installed()
