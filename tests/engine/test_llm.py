@@ -266,7 +266,7 @@ def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
 def test_a_drafter_that_is_nowhere_is_refused_before_the_model_is_loaded(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, object]
 ) -> None:
-    monkeypatch.setattr("forerun.model.Target.load", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr("forerun.engine.llm.load_target", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(CheckpointError, match="no directory /nowhere/head"):
         LLM(checkpoint, speculative_config=config)
 

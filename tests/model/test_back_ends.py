@@ -343,12 +343,12 @@ def leaves_what_was_rejected(patch: pytest.MonkeyPatch) -> None:
 
 
 def stands_one_further(patch: pytest.MonkeyPatch) -> None:
-    add = llama_cpp.Batch.add
+    add = llama_cpp.LlamaBatch.add
 
     def further(self: Any, token: int, position: int, sequences: list[int], *, wanted: bool) -> None:
         add(self, token, position + (len(self) > 1 and wanted), sequences, wanted=wanted)
 
-    patch.setattr(llama_cpp.Batch, "add", further)
+    patch.setattr(llama_cpp.LlamaBatch, "add", further)
 
 
 def gives_the_logits_of_another(patch: pytest.MonkeyPatch) -> None:

@@ -95,7 +95,7 @@ WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
     "no weights": (lambda at: at.copy(WEIGHTS), f"holds no {WEIGHTS}"),
     "no tokenizer": (lambda at: at.copy("tokenizer*"), "holds no tokenizer.json or the like"),
     "a number that is none": (Folder.broken, "model.layers.1.mlp.up_proj.weight is not finite"),
-    "a GGUF file with a number that is none": (Folder.nan, "model.layers.0.mlp.up_proj.weight is not finite"),
+    "a GGUF file with a number that is none": (Folder.nan, "weight is not finite"),
     "a GGUF file that is cut": (_cut, "is cut short"),
 }
 """What it is -> what is typed, and words of the message."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, validators
 
@@ -102,6 +102,8 @@ class TargetOptions:
     """auto (the checkpoint's own; float32 on a CPU that only emulates it), float32, bfloat16 or float16."""
     device: str | None = None
     """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
+    backend: Literal["auto", "transformers", "llama.cpp"] = "auto"
+    """llama.cpp runs GGUF files at their own size, transformers everything else; auto chooses."""
     max_model_len: int | None = None
     """Longest sequence in tokens; the model's own context if not given."""
     compile: bool = False

@@ -202,10 +202,14 @@ def load(
 
 def _context_of(model: str) -> int:
     """Return the tokens of a model's context, by its configuration."""
+    from forerun.model.gguf_files import read_model_header
     from forerun.model.load import LoadOptions, read_config
-    from forerun.model.names import resolve
+    from forerun.model.names import gguf_file, resolve
     from forerun.model.support import most_positions
 
+    file = gguf_file(model)
+    if file is not None:
+        return read_model_header(file).context_length
     return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
 
 

@@ -303,13 +303,17 @@ def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
     """Return the bytes of the weights of the models that draft, and of their caches for each token
     of a row, as their directories state them; 0 where there is none to ask.
     """
-    from forerun.model.names import resolve
+    from forerun.model.gguf_files import read_model_header
+    from forerun.model.names import gguf_file, resolve
 
     if config is None:
         return 0, 0
-    named = [one.get("model") for one in _all_options(config)]
-    folders = [folder for one in named if isinstance(one, str) and (folder := Path(resolve(one))).is_dir()]
-    return sum(map(_weights, folders)), sum(map(_cached, folders))
+    named = [model for one in _all_options(config) if isinstance(model := one.get("model"), str)]
+    files = {model: file for model in named if (file := gguf_file(model)) is not None}
+    headers = [read_model_header(file) for file in files.values()]
+    folders = [folder for one in named if one not in files and (folder := Path(resolve(one))).is_dir()]
+    weights = sum(map(_weights, folders)) + sum(header.weights_bytes for header in headers)
+    return weights, sum(map(_cached, folders)) + sum(header.cache_bytes_per_token for header in headers)
 
 
 def _cached(folder: Path) -> int:

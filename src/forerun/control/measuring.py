@@ -33,6 +33,7 @@ CONTEXTS = (64, 512, 2048)
 """Committed tokens that are measured by default, as far as they fit; the cost of attention is a
 line between them.
 """
+_FIRST_NODES = (1, 2, 4, 8, 16)  # Sizes that are timed before the first draft
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
@@ -97,10 +98,12 @@ def load_or_measure(
 
 def known_or_nominal(target: Target) -> PassCost:
     """Return what passes cost as far as it is kept for this target, from a calibration or from the
-    steps of another process; else a nominal figure, which steps correct. Measures nothing: no first
-    token waits for it.
+    steps of another process; else a nominal figure, which steps correct. No first token waits for a measurement, except
+    where a nominal figure would tell nothing (`Target.measured_at_start`): there a few sizes are timed once.
     """
     kept = _read(target)
+    if kept is None and target.measured_at_start:
+        return load_or_measure(target, rows=(1,), nodes=_FIRST_NODES, contexts=CONTEXTS[:1], repeats=4, seconds=1.0)
     return Nominal() if kept is None else kept[1]
 
 

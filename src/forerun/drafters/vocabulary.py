@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, VocabularyMismatchError
-from forerun.model.names import resolve, tokenizer_beside
+from forerun.model.names import tokenizer_beside
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,18 +20,11 @@ _REMEDY = (
 )
 
 
-def resolve_shipped(model: Any) -> Any:
-    """Return the directory of a shipped model for its name; any other name, or a loaded model, is
-    returned unchanged.
-    """
-    return str(resolve(model)) if isinstance(model, str | Path) else model
-
-
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
     """Raise VocabularyMismatchError if the `size` token ids of a draft model mean something else
     than the target's, or, where a tokenizer is missing, are not as many.
     """
-    theirs = tokenizer_beside(resolve_shipped(model)) if isinstance(model, str | Path) else None
+    theirs = tokenizer_beside(model) if isinstance(model, str | Path) else None
     if setup.tokenizer is None or theirs is None:
         if setup.target.vocab_size == size:
             return
@@ -84,7 +77,7 @@ def tokenizers(method: str, config: Any, setup: DrafterSetup) -> list[PreTrained
 def _load(source: Any) -> PreTrainedTokenizerBase | None:
     if not isinstance(source, str | Path):
         return source
-    return tokenizer_beside(resolve_shipped(source)) if str(source) else None
+    return tokenizer_beside(source) if str(source) else None
 
 
 def spare_token(config: Any) -> int:

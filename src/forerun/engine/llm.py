@@ -10,7 +10,6 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -122,12 +121,6 @@ class LLM:
         _check_keywords(loading)
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
-        scheduling = Scheduling(
-            max_num_batched_tokens=most_batched,
-            whole_chunks=reproducible,
-            enable_prefix_caching=enable_prefix_caching and not reproducible,
-            kv_cache_tokens=kv_cache_tokens,
-        )
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         headroom = MAX_SPECULATIVE_TOKENS + 1
@@ -145,10 +138,8 @@ class LLM:
             tokenizer=own_tokenizer,
             **loading,
         )
-        if (limit := self.target.cached_tokens_limit) is not None:
-            kv_cache_tokens = min(limit, kv_cache_tokens or limit)
-            scheduling = replace(scheduling, kv_cache_tokens=kv_cache_tokens)
-        most = self.target.max_length
+        most, limit = self.target.max_length, self.target.cached_tokens_limit
+        kv_cache_tokens = kv_cache_tokens if limit is None else min(limit, kv_cache_tokens or limit)
         self.max_model_len = min(most, self.target.slots - headroom, kv_cache_tokens or most)
         if max_model_len is not None and max_model_len > most:
             raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
@@ -172,6 +163,12 @@ class LLM:
         if reproducible:
             self.target.check_reproducible()
             self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
+        scheduling = Scheduling(
+            max_num_batched_tokens=most_batched,
+            whole_chunks=reproducible,
+            enable_prefix_caching=enable_prefix_caching and not reproducible,
+            kv_cache_tokens=kv_cache_tokens,
+        )
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
         self.engine = Engine(self.target, pool, scheduling, check=check)
         self._drafter = self.engine.drafting.ensure(self.speculative)

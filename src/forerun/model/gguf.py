@@ -336,6 +336,11 @@ def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
 
 
+def find_not_finite(header: GgufHeader) -> str | None:
+    """Return the name of a tensor with a number that is NaN or infinite."""
+    return next((name for name, values in _dequantise(header) if not np.isfinite(values).all()), None)
+
+
 class _Names:
     """Parameter names of a model, in the form that `get_gguf_hf_weights_map` asks for. It would
     otherwise ask every submodule for its names, which takes seconds; files only use those of the

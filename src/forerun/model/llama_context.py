@@ -29,7 +29,7 @@ def installed() -> bool:
     return find_spec("llama_cpp") is not None
 
 
-class Batch:
+class LlamaBatch:
     """The tokens of one pass."""
 
     def __init__(self) -> None:
@@ -41,6 +41,7 @@ class Batch:
         return len(self.tokens)
 
     def add(self, token: int, position: int, sequences: list[int], *, wanted: bool) -> None:
+        """Append a token; its list of sequences may grow until the batch is run."""
         self.tokens.append(token)
         self.positions.append(position)
         self.sequences.append(sequences)
@@ -84,14 +85,14 @@ class Context:
         self.num_layers = int(api.llama_model_n_layer(self._model))
         self.max_length = int(api.llama_model_n_ctx_train(self._model))
 
-    def run(self, batch: Batch) -> Tensor:
+    def run(self, batch: LlamaBatch) -> Tensor:
         """Run a batch, in parts where it is long, and return the logits (M, V) float32 of the tokens that are wanted.
         OutOfMemoryError: the cache is full.
         """
         parts = [self._part(batch, start) for start in range(0, len(batch), self._most)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _part(self, batch: Batch, start: int) -> Tensor:
+    def _part(self, batch: LlamaBatch, start: int) -> Tensor:
         raw, end = self._batch, min(len(batch), start + self._most)
         raw.n_tokens = end - start
         for index in range(start, end):

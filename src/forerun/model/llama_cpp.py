@@ -10,6 +10,7 @@ accepted path is copied to the row's sequence, and the rest is removed.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,14 +22,11 @@ from torch import Tensor
 
 from forerun.core.tree import TokenTree
 from forerun.devices import device_name
-from forerun.errors import (
-    ArgumentError,
-    UnsupportedModelError,
-    refuse,
-)
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, refuse
+from forerun.model.gguf import find_not_finite
 from forerun.model.gguf_files import GgufHeader, read_model_header
 from forerun.model.inputs import Nodes, Scored
-from forerun.model.llama_context import MOST_SEQUENCES, Batch, Context, load_api, offloads
+from forerun.model.llama_context import MOST_SEQUENCES, Context, LlamaBatch, load_api, offloads
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat
 from forerun.model.prepare import (
@@ -61,7 +59,7 @@ _PROMPT, _PARENTS = 24, (0, 0, 1, 2, 3, 4)  # Of the self-check: tokens of the p
 
 @dataclass(slots=True)
 class _Row:
-    """What stands in the cache for one row beside its committed tokens."""
+    """A `_Row` tells where a row's nodes and its shared committed tokens lie in the cache."""
 
     held: int = 0  # Positions of its own sequence that hold anything
     branches: list[int] = field(default_factory=list)  # Sequences that hold its first `covered` tokens, too
@@ -75,6 +73,8 @@ class _Row:
 
 class LlamaCppTarget(Target):
     """A GGUF file with a cache of `rows` sequences of at most `slots` tokens, and of `tokens` in all."""
+
+    measured_at_start = True  # A second row of a 4-bit product costs a tenth or all of the first: kernels differ
 
     def __init__(self, context: Context, header: GgufHeader, *, rows: int, slots: int, tokens: int) -> None:
         super().__init__(rows=rows, slots=slots)
@@ -176,7 +176,7 @@ class LlamaCppTarget(Target):
         self._check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
-        batch = Batch()
+        batch = LlamaBatch()
         for row, chunk in zip(rows, tokens, strict=True):
             self._begin(row)
             for index, token in enumerate(chunk):
@@ -234,7 +234,7 @@ class LlamaCppTarget(Target):
 
     def _score(self, rows: Sequence[int], nodes: Nodes, parents: np.ndarray[Any, Any], group: range) -> Tensor:
         """Run the trees of the rows `group`, and return the logits (M, V) of their nodes."""
-        batch, some = Batch(), [rows[index] for index in group]
+        batch, some = LlamaBatch(), [rows[index] for index in group]
         ids, depths = nodes.ids.tolist(), nodes.depths.tolist()
         for index in group:
             row, count = rows[index], nodes.counts[index]
@@ -253,7 +253,7 @@ class LlamaCppTarget(Target):
         return logits
 
     def _place(
-        self, row: int, start: int, ids: Sequence[int], depths: Sequence[int], parents: Sequence[int], batch: Batch
+        self, row: int, start: int, ids: Sequence[int], depths: Sequence[int], parents: Sequence[int], batch: LlamaBatch
     ) -> None:
         """Add a row's nodes from `start` on to the batch, each with the sequences of all leaves below it."""
         state, length = self._rows[row], self.lengths[row]
@@ -315,7 +315,7 @@ class LlamaCppTarget(Target):
         state.used = 0
 
     def _keep(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
-        again = Batch()
+        again = LlamaBatch()
         for row, path in zip(rows, paths, strict=True):
             state, length = self._rows[row], self.lengths[row]
             there = [node for node in path if state.lies[node] is not None]
@@ -334,7 +334,7 @@ class LlamaCppTarget(Target):
             self._context.run(again)
 
     def _cut(self, row: int, length: int) -> None:
-        """What stands behind is removed when the row is run next: a prefix of it may be wanted again until then."""
+        """Do nothing: what stands behind is removed when the row is run next, and may be wanted again until then."""
 
     def _copy(self, source: int, target: int, length: int) -> None:
         self._empty(target)
@@ -393,6 +393,8 @@ class LlamaCppTarget(Target):
         if len(text) < _PROMPT + 32 or max(text) >= self.vocab_size:
             text = [(7919 * index + 13) % self.vocab_size for index in range(_PROMPT + 32)]
         noise, ours = _Check(self, text).run()
+        if not math.isfinite(noise) and (damaged := find_not_finite(self._header)) is not None:
+            raise CheckpointError(f"{self.name_or_path}: {damaged} is not finite: download or copy the file again")
         if not (noise <= _NOISE and ours <= FACTOR * max(noise, _ORDER)):
             raise UnsupportedModelError(
                 f"{self.name_or_path}: on llama.cpp a pass over a chain differs from single tokens by {noise:.2g} nats "
@@ -402,7 +404,7 @@ class LlamaCppTarget(Target):
             )
         keep(key, self.name_or_path, [])
 
-    def _run(self, rows: Sequence[int], batch: Batch) -> Tensor:
+    def _run(self, rows: Sequence[int], batch: LlamaBatch) -> Tensor:
         """Run a batch for these rows; free rows lose what they keep for prefixes where the cache is full."""
         while True:
             held = sum(state.held for state in self._rows) + len(batch)

@@ -100,17 +100,30 @@ def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
         )
 
 
-def tokenizer_beside(source: str) -> PreTrainedTokenizerBase | None:
+def tokenizer_beside(source: str | Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer in a checkpoint's directory, or of a hub id; None where there is none, or it is broken."""
-    if Path(source).is_dir() and not _holds_tokenizer(Path(source)):
-        return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(source)
+        found = tokenizer_source(source)
+        if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
+            return None
+        return AutoTokenizer.from_pretrained(found)
     except Exception as error:  # whoever needs it is told that there is none
         _log.debug("%s: no tokenizer: %s", source, error)
         return None
+
+
+def tokenizer_source(name: str | Path) -> str | Path:
+    """Return the directory, or the hub id, that a model's tokenizer is loaded from. That of a GGUF file is converted
+    once, its weights are not.
+    """
+    file = gguf_file(name)
+    if file is None:
+        return resolve(name)
+    from forerun.model.gguf import tokenizer_of
+
+    return tokenizer_of(file)
 
 
 def _holds_tokenizer(folder: Path) -> bool:
@@ -140,13 +153,7 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             return None
     from transformers import AutoTokenizer
 
-    file = gguf_file(source)
-    if file is not None:
-        from forerun.model.gguf import tokenizer_of
-
-        found: str | Path = tokenizer_of(file)
-    else:
-        found = resolve(source)
+    found = tokenizer_source(source)
     if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
         raise _without_tokenizer(source, "it holds no tokenizer.json or the like")
     try:

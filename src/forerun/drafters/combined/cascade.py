@@ -59,7 +59,7 @@ class CascadeDrafter(Drafter):
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
         slots = setup.slots + config.num_speculative_tokens + config.inner_nodes + config.tail
-        self.model = load_draft(DraftTarget, config, setup, slots)
+        self.model = load_draft(DraftTarget.load, config, setup, slots)
         check_vocabulary(setup, config.model, self.model.vocab_size)
         self.model.speak(setup.target.vocab_size)
         inner = replace(setup, target=self.model, slots=slots)
