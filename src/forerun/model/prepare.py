@@ -66,7 +66,7 @@ def prepare(
     reserve: int,
     reserve_per_slot: int,
 ) -> Made:
-    """Return the checked target; see `Target.load`."""
+    """Return the checked target; see `TransformersTarget.load`."""
     if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
