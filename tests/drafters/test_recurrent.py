@@ -68,6 +68,9 @@ def test_a_target_with_states_drafts_for_itself(config: dict[str, Any]) -> None:
 def test_what_cannot_run_layers_in_part_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="BambaModel finds its layers' kinds by their number"):
         answers(model_of("bamba"), {"method": "early_exit", "exit_layer": 2}, [[5, 6]])
+    for config in ({"method": "early_exit", "exit_layer": 2}, {"method": "skip_layers", "skip": ["1.mlp"]}):
+        with pytest.raises(UnsupportedModelError, match="ZayaModel: its layers cannot be run in part: ValueError"):
+            answers(model_of("zaya"), config, [[5, 6]])
     with pytest.raises(UnsupportedModelError, match=r"has no sublayer named self_attn .* cannot skip \(0, 'attn'\)"):
         answers(model_of("qwen3_next"), {"method": "skip_layers", "skip": ["0.attn"]}, [[5, 6]])
 

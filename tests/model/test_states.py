@@ -26,10 +26,10 @@ from model.tiny import build
 
 KINDS = (
     *("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32"),
-    *("recurrent_gemma", "minimax", "zaya", "rwkv", "xlstm"),
+    *("recurrent_gemma", "minimax", "zaya", "rwkv", "xlstm", "inkling2_loop_text", "qwen4_exp_text"),
 )
 """Short convolutions, gated delta rule, Mamba, Mamba-2, KDA, several scans in a layer, windows, an index, RG-LRU,
-lightning attention, compressed convolutional attention, weighted keys, mLSTM.
+lightning attention, compressed convolutional attention, weighted keys, mLSTM, layers that run again, n-grams.
 """
 NEW = 24
 
@@ -245,6 +245,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "state of the parent's parent, RG-LRU": ("recurrent_gemma", change_trees(skip_the_parent)),
     "state of another node, lightning attention": ("minimax", commit_one_too_far),
     "rejected token before the one that is mixed": ("zaya", keep_rejected_in_the_window),
+    "rejected token in an n-gram": ("qwen4_exp_text", keep_rejected_in_the_window),
+    "distances by slots": ("inkling_text", count_slots),
     "biases by slots": ("bloom", count_slots),
     "biases by slots, for all rows": ("mpt", count_slots),
 }

@@ -55,9 +55,18 @@ PARTICULAR: dict[str, dict[str, Any]] = {
             "indexer_kv_heads": 1,
             "indexer_head_dim": 16,
         },
+        **{"ple_layer_ids": [1], "ngram_vocab_size_base": 50, "eos_token_id": 2, "heads_per_ngram": 2},
     },
+    "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
+    "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "unpadded_vocab_size": 99},
+    "inkling2_loop_text": {
+        **{"layer_types": ["hybrid_sliding", "hybrid"] * 2, "unpadded_vocab_size": 99},
+        **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 1},
+    },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "num_experts_per_tok": 1, "sliding_window": 12},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "glm5_next": {"num_key_value_heads": 4},
@@ -144,5 +153,5 @@ def _model(kind: str, options: dict[str, Any]) -> Any:
             if weight.dim() > 1:
                 weight.normal_(std=weight.shape[-1] ** -0.5)
             elif name.endswith(".temp"):  # ZAYA's factor of all keys, which is 0 in a fresh model
-                weight.fill_(0.5)
+                weight.uniform_(0.5, 1)
     return model

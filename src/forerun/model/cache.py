@@ -8,10 +8,11 @@ On a CPU a slot takes memory when it is first written. transformers calls `SlotC
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -47,10 +48,38 @@ class _Window:
         return seen.transpose(1, 2)
 
 
+class _Indexed:
+    """Describes a layer of an index that turns keys by their positions (Qwen4)."""
+
+    @property
+    def indexer_position_ids(self) -> Tensor:
+        """(3, B, W) the positions of the keys, behind which the model puts those of its tokens."""
+        keys: Tensor = current().positions.keys
+        return keys.expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        """Keep nothing: a pass knows its positions."""
+
+
+class _NoLayers(Sequence[Any]):
+    """transformers' own layers of a cache, of which there are none here; what runs a layer twice counts them."""
+
+    def __len__(self) -> int:
+        return 0
+
+    def __getitem__(self, layer: Any) -> Any:
+        return _Indexed()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
 class SlotCache:
     """Keys and values of `rows` sequences with `slots` tokens each, allocated as layers are first seen."""
 
     is_compileable = True
+    is_sliding: Sequence[bool] = ()
 
     def __init__(self, rows: int, slots: int) -> None:
         self.rows = rows
@@ -64,6 +93,7 @@ class SlotCache:
         self._windows: dict[torch.device, _Window] = {}
         none = torch.zeros(0, dtype=torch.int64)
         self._window = _Window(none, none, (0, 0), True, 0, 0)
+        self.layers = _NoLayers()
         _CACHES.add(self)
 
     def begin(
@@ -115,6 +145,14 @@ class SlotCache:
         this number.
         """
         return self._window.before
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return `get_seq_length`."""
+        return self.get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, _queries: int, _layer_idx: int = 0) -> tuple[int, int]:
+        """Return the number of keys that a layer is given, and the place of the first."""
+        return self._window.width, 0
 
     def update(
         self, keys: Tensor, values: Tensor, layer_idx: int, *_args: object, **_kwargs: object

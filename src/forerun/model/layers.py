@@ -358,7 +358,14 @@ class LayerRanges:
             self._copies[start, stop] = self._copy(start, stop)
         model, inject, tap = self._copies[start, stop]
         inject.states = states
-        normed: Tensor = model(**inputs).last_hidden_state
+        try:
+            normed: Tensor = model(**inputs).last_hidden_state
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise UnsupportedModelError(
+                f"{type(self._base).__name__}: its layers cannot be run in part: {type(error).__name__}: {error}"
+            ) from error
         result = tap.states
         inject.states = tap.states = None
         return result, normed

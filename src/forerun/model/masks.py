@@ -31,6 +31,7 @@ class MaskStyle:
     window: int | None  # Positions that a sliding layer looks back, itself included
     chunk: int | None = None  # Positions of a chunk; a chunked layer looks at tokens of its own chunk
     unmasked: tuple[str, ...] = ()  # Types of `STATES` present
+    both: tuple[str, ...] = ()  # Types of layers that have a state and attention
 
     @classmethod
     def of(cls, config: Any) -> MaskStyle:
@@ -46,6 +47,7 @@ class MaskStyle:
                 f"for each kind. {UNSERVED}"
             ) from error
         named = {_BOTH.get(name, name) for name in listed or ()} - {*UNMASKED}
+        both = tuple(name for name in _BOTH if name in (listed or ()))
         types = tuple(sorted(named)) or ((SLIDING,) if window and not listed else (FULL,))
         odd = [name for name in types if name not in (FULL, INDEXED, *WINDOWS)]
         if odd:
@@ -57,8 +59,15 @@ class MaskStyle:
             types=types,
             window=window if SLIDING in types else None,
             chunk=chunk if CHUNKED in types else None,
-            unmasked=tuple(name for name in STATES if name in (listed or ())),
+            unmasked=tuple(name for name in STATES if name in (listed or ()) or (name == STATES[0] and both)),
+            both=both,
         )
+
+    def hand_over(self, masks: dict[str, Tensor]) -> AttentionMask:
+        """Return the masks of all `types` as a model's forward takes them."""
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {**masks, **dict.fromkeys(self.unmasked), **{name: masks[_BOTH[name]] for name in self.both}}
 
     def within(self, name: str, queries: Tensor, keys: Tensor) -> Tensor:
         """Return whether a layer of type `name` at positions `queries` (..) reaches back to `keys`
@@ -119,4 +128,4 @@ def additive(visible: Tensor, style: MaskStyle, queries: Tensor, keys: Tensor, d
             else visible & style.within(name, queries.unsqueeze(2), keys.unsqueeze(1))
         )
         masks[name] = torch.where(seen, zero, lowest).unsqueeze(1)
-    return {**masks, **dict.fromkeys(style.unmasked)} if len(masks) > 1 else next(iter(masks.values()))
+    return style.hand_over(masks)

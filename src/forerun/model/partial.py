@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from forerun.core.tree import Resume, TokenTree
-from forerun.errors import ForerunError, UnsupportedModelError
+from forerun.errors import UnsupportedModelError
 from forerun.model import TransformersTarget
 from forerun.model.layers import LayerRange
 from forerun.model.self_check import difference, is_exact, most_difference, own_noise
@@ -51,14 +51,7 @@ def compare(target: TransformersTarget, begin: Begin, parents: Sequence[int]) ->
         if is_exact(target.model)
         else own_noise(target.model, torch.tensor([_ids(target, min(_TEXT, target.max_length))]).to(target.device))
     )
-    try:
-        worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents, noise)
-    except (ForerunError, torch.OutOfMemoryError):
-        raise
-    except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedModelError(
-            f"{name}: its layers cannot be run in part: {type(error).__name__}: {error}"
-        ) from error
+    worst = _difference(type(target)(target.model, rows=1, slots=8), begin, parents, noise)
     limit = most_difference(noise)
     if not worst <= limit:
         unit = "of their spread" if noise is None else "nats"

@@ -2,7 +2,7 @@
 
 Siblings of a tree stand in different places at the same position. Tables of positions (BART's decoder and its kin) take
 those of the tokens that run; ALiBi (arXiv 2108.12409) takes those of the keys, since a softmax does not change when the
-same number is added for all keys of a query; local attention (GPT-Neo) takes both.
+same number is added for all keys of a query; local attention (GPT-Neo) and biases by distance (Inkling) take both.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from forerun.model.switches import Function, lead, names_of
 TABLE = {"cache_length", "position_ids"}  # Arguments of a table of positions that counts from the cache's length
 ALIBI = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # What makes a model's biases
 BIASED = {"position_bias", "Wqkv"}  # An argument and a part of MPT's attention, which takes one bias for all rows
+DISTANT = {"relative_states", "key_positions"}  # Arguments of what makes Inkling's biases by distance
+DISTANCE = "get_relative_distance"  # The function that makes Inkling 2's distances
+INDEXED = "indexer_position_ids"  # Where Qwen4 keeps its keys' positions
 LOCAL = "_attn"  # The method of GPT-Neo's attention, which keeps a window by a table of places
 
 
@@ -28,6 +31,11 @@ class Positions:
 
     queries: Tensor  # (B, N) int64, as they are handed to the model
     keys: Tensor  # (B, W) int64
+
+    @property
+    def distances(self) -> Tensor:
+        """(B, 1, N, W) int64 from each query back to each key."""
+        return (self.queries.unsqueeze(2) - self.keys.unsqueeze(1)).unsqueeze(1)
 
 
 def install(model: nn.Module) -> bool:
@@ -42,9 +50,12 @@ def install(model: nn.Module) -> bool:
             wanted["forward"] = attend_with_biases
         elif LOCAL in names and hasattr(module, "attention_type"):
             wanted[LOCAL] = attend_locally
+        elif names >= DISTANT:
+            wanted["forward"] = weigh_distances
+        wanted.update(dict.fromkeys(names.intersection({DISTANCE}), take_distances))
         for name, ours in wanted.items():
             lead(kind, name, ours, _of)
-        found = found or bool(wanted)
+        found = found or bool(wanted) or INDEXED in names
     return found
 
 
@@ -103,7 +114,22 @@ def attend_locally(
     query, key, value, attention_mask = args
     scores = query.float() @ key.float().transpose(2, 3) + attention_mask
     if module.attention_type == "local":
-        away = positions.queries.unsqueeze(2) - positions.keys.unsqueeze(1)
-        scores = scores.masked_fill((away >= module.config.window_size).unsqueeze(1), torch.finfo(scores.dtype).min)
+        away = positions.distances >= module.config.window_size
+        scores = scores.masked_fill(away, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1).to(value.dtype)
     return weights @ value, weights
+
+
+def take_distances(positions: Positions, _original: Function, *_args: Any, **_kwargs: Any) -> Tensor:
+    """Return the distances (B, 1, N, W) from queries to keys."""
+    return positions.distances
+
+
+def weigh_distances(
+    positions: Positions, _original: Function, module: Any, relative_states: Tensor, *_args: Tensor
+) -> Tensor:
+    """Return Inkling's biases (B, heads, N, W), 0 where a key is as far away as `rel_extent`."""
+    distances, extent = positions.distances, module.rel_extent
+    weights = (relative_states @ module.proj).transpose(1, 2)
+    index = distances.clamp(0, extent - 1).expand(-1, weights.shape[1], -1, -1)
+    return weights.gather(3, index).masked_fill((distances < 0) | (distances >= extent), 0)

@@ -243,13 +243,13 @@ def obstacle(model: Any, error: Exception | None = None) -> str | None:
 
 def _states(model: Any, positions: Tensor, *, hide: bool) -> Tensor:
     config, device = text_config(model), device_of(model.get_input_embeddings())
-    lowest, types = torch.finfo(model.dtype).min, MaskStyle.of(config).types
+    lowest, style = torch.finfo(model.dtype).min, MaskStyle.of(config)
     mask = torch.full((1, 1, 4, 4), lowest, dtype=model.dtype, device=device).triu(1)
     if hide:
         mask[..., _HIDDEN + 1 :, _HIDDEN] = lowest
     return base_of(model)(
         input_ids=torch.arange(4, device=device).unsqueeze(0) % config.vocab_size,
         position_ids=positions.to(device),
-        attention_mask=dict.fromkeys(types, mask) if len(types) > 1 else mask,
+        attention_mask=style.hand_over(dict.fromkeys(style.types, mask)),
         use_cache=False,
     ).last_hidden_state

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -45,5 +46,12 @@ def names_of(kind: type[nn.Module]) -> Iterator[str]:
     """Yield the names that a class's forward uses, and those of its arguments."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     if code is not None:
-        yield from code.co_names
         yield from code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        yield from _used(code)
+
+
+def _used(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for inner in code.co_consts:  # Comprehensions, before Python 3.12
+        if isinstance(inner, CodeType):
+            yield from _used(inner)

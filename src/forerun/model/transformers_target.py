@@ -298,7 +298,7 @@ class TransformersTarget(Target):
         inputs = {
             "input_ids": ids,
             "position_ids": ids,
-            "attention_mask": dict.fromkeys(self._style.types, mask) if len(self._style.types) > 1 else mask,
+            "attention_mask": self._style.hand_over(dict.fromkeys(self._style.types, mask)),
             "use_cache": False,
         }
         this = Pass(positions=positions.Positions(ids, ids) if self._counts else None)

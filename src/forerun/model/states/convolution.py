@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from forerun.model.states.rows import Fed, Recurrence, StatePass, Tree
@@ -101,5 +102,42 @@ def project(this: StatePass, module: Any, hidden_states: Tensor, *_args: Any) ->
     return mixed[:, :, :heads] + rest, mixed[:, :, heads:] + shared, values
 
 
+def convolve_dynamically(
+    this: StatePass, module: Any, hidden_states: Tensor, dynamic_input: Tensor, *, cache_offset: int = 0, **_kwargs: Any
+) -> Tensor:
+    """Run Inkling 2's convolution, whose weights come from each token; a layer that runs again has other states."""
+    this.enter(id(module), cache_offset)
+    values, size, heads = hidden_states.float(), module.conv_kernel_size, module.num_heads
+    fresh = module.weight_proj(dynamic_input).float().view(*values.shape[:2], heads, 1, size)
+    weights = module.static_weight.float().t().view(heads, -1, size) + fresh
+    windows = this.run(TokenWindow((values,), size)).flip(2).transpose(2, 3)
+    found = (windows.reshape(*values.shape[:2], heads, -1, size) * weights).sum(4).view(values.shape)
+    return ((found + values) / (2 * size + 1) ** 0.5).to(hidden_states.dtype)
+
+
+def convolve_dilated(this: StatePass, module: Any, hidden_states: Tensor, *_args: Any) -> Tensor:
+    """Run `_short_conv`, a dilated convolution, on (B, N, C)."""
+    windows = this.run(TokenWindow((hidden_states,), module.short_conv_state_len + 1))
+    found: Tensor = functional.silu(module.conv1d(windows.flatten(0, 1).transpose(1, 2)))
+    return found.view(hidden_states.shape)
+
+
+def look_back(this: StatePass, module: Any, token_ids: Tensor, shift: int) -> Tensor:
+    """Run `_shift_right_ignore_eos` on what the model takes for the tokens so far: return the tokens that stand `shift`
+    before those of the pass, or the end of a text where one lies between.
+    """
+    if shift == 0:
+        return token_ids
+    this.enter(id(module), shift)
+    ids, end, fill = token_ids[:, module.context_len :], module.eos_token_id, module.context_len
+    windows = this.run(TokenWindow((ids.unsqueeze(2) - end,), shift + 1)).squeeze(3) + end  # Behind nothing: an end
+    ended = (windows[:, :, :-1] == end).any(2)
+    return functional.pad(torch.where(ended, end, windows[:, :, 0]), (fill, 0), value=end)
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {"causal_conv1d_fn": convolve}
-FORWARDS: dict[str, Callable[..., Any]] = {"conv_qk_grouped": project}
+METHODS: dict[str, Callable[..., Any]] = {
+    "_short_conv": convolve_dilated,
+    "_shift_right_ignore_eos": look_back,
+}
+FORWARDS: dict[str, Callable[..., Any]] = {"conv_qk_grouped": project, "static_weight": convolve_dynamically}

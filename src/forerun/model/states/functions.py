@@ -23,7 +23,11 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **selective_scan.FUNCTIONS,
     **weighted_keys.FUNCTIONS,
 }
-METHODS: dict[str, Callable[..., Any]] = {**selective_scan.METHODS, **weighted_keys.METHODS}
+METHODS: dict[str, Callable[..., Any]] = {
+    **convolution.METHODS,
+    **selective_scan.METHODS,
+    **weighted_keys.METHODS,
+}
 FORWARDS: dict[str, Callable[..., Any]] = {
     **convolution.FORWARDS,
     **linear_attention.FORWARDS,
