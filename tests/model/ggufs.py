@@ -73,15 +73,15 @@ def write_tiny(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_head_count_kv(_kv_heads(config))
     depth = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_dimension_count(int(depth * rope.get("partial_rotary_factor", 1)))
     writer.add_key_length(depth)
     writer.add_value_length(depth)
     writer.add_rope_freq_base(rope["rope_theta"])
-    if hasattr(config, "rms_norm_eps"):
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if (eps := getattr(config, "rms_norm_eps", None) or getattr(config, "norm_eps", None)) is not None:
+        writer.add_layer_norm_rms_eps(eps)
     else:
         writer.add_layer_norm_eps(getattr(config, "norm_epsilon", None) or config.layer_norm_eps)
     if tokens is not None:
@@ -99,6 +99,9 @@ def write_tiny(
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             heads = config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
             values = _interleaved(values, heads)
+        if ".conv.conv." in name:
+            writer.add_tensor(theirs, np.ascontiguousarray(values[:, 0]))
+            continue
         if architecture.startswith("gemma") and "norm" in name:
             values = values + 1
         form = stored if values.ndim > 1 else Type.F32
@@ -108,6 +111,22 @@ def write_tiny(
     writer.write_tensors_to_file()
     writer.close()
     return sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf"))[0] if split else path
+
+
+def _kv_heads(config: Any) -> int | list[int]:
+    """Heads of keys and values, by layer where some layers have none."""
+    kinds = getattr(config, "layer_types", None) or []
+    if "conv" not in kinds:
+        return int(config.num_key_value_heads)
+    return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+
+
+def write_tiny_hybrid(path: Path, *, seed: int = 0) -> Path:
+    """Write an LFM2 of four layers, three of them short convolutions."""
+    kinds = ["conv", "full_attention", "conv", "conv"]
+    model = tiny("lfm2", seed=seed, layer_types=kinds, num_hidden_layers=4, conv_L_cache=3, tie_word_embeddings=True,
+                 block_auto_adjust_ff_dim=False, initializer_range=0.4)  # fmt: skip
+    return write_tiny(path, model=model, architecture="lfm2", more=lambda writer: writer.add_shortconv_l_cache(3))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tokens: list[str]) -> None:

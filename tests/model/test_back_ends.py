@@ -17,25 +17,32 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
-from forerun.model import Target, llama_cpp
+from forerun.model import Target, TransformersTarget, llama_cpp
 from forerun.model.back_ends import load_target
 from forerun.model.inputs import Nodes
 from forerun.model.self_check import divergence
 from forerun.types import Drawn
-from model.ggufs import TOKENS, tiny, write_tiny
+from model.ggufs import TOKENS, tiny, write_tiny, write_tiny_hybrid
 
 NEAR = 2e-4  # Mean divergence, nats, that float16 keys and values explain; a sibling seen has 1e-2 and more
 ROWS, SLOTS = 4, 160
 needs_llama_cpp = pytest.mark.skipif(
     find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed: pip install 'forerun[gguf]'"
 )
-BACK_ENDS = ["transformers", pytest.param("llama.cpp", marks=needs_llama_cpp)]
+HYBRID = "llama.cpp, a hybrid"  # Chains only
+BACK_ENDS = ["transformers", *(pytest.param(name, marks=needs_llama_cpp) for name in ("llama.cpp", HYBRID))]
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with random weights whose next token depends on the whole text."""
     return write_tiny(tmp_path_factory.mktemp("gguf") / "tiny.gguf", model=tiny(initializer_range=0.4))
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An LFM2 of short convolutions and attention."""
+    return write_tiny_hybrid(tmp_path_factory.mktemp("gguf") / "hybrid.gguf")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,13 +53,17 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(params=BACK_ENDS)
-def target(request: pytest.FixtureRequest, file: Path) -> Target:
-    return opened(file, request.param)
+def target(request: pytest.FixtureRequest, file: Path, hybrid: Path) -> Target:
+    return opened(hybrid, "llama.cpp") if request.param == HYBRID else opened(file, request.param)
 
 
 def opened(file: Path, backend: str, *, rows: int = ROWS, slots: int = SLOTS, **more: Any) -> Target:
     exact = {"dtype": "float32"} if backend == "transformers" else {}
     return load_target(file, backend=backend, rows=rows, slots=slots, device="cpu", **exact, **more)
+
+
+def backend_of(target: Target) -> str:
+    return "transformers" if isinstance(target, TransformersTarget) else "llama.cpp"
 
 
 def text(seed: int, count: int) -> list[int]:
@@ -130,14 +141,16 @@ class Doings:
             self.texts.held[row] += chunk
 
     def cut(self, rows: list[int]) -> None:
-        lengths = [self.rng.randint(1, len(self.texts.held[row])) for row in rows]
+        lengths = [self.target.reusable(row, self.rng.randint(1, len(self.texts.held[row]))) for row in rows]
         self.target.truncate(rows, lengths)
         for row, length in zip(rows, lengths, strict=True):
             del self.texts.held[row][length:]
 
     def copy(self, rows: list[int]) -> None:
         source, other = rows[0], self.rng.choice([row for row in range(ROWS - 1) if row != rows[0]])
-        length = self.rng.randint(0, len(self.texts.held[source]))
+        length = self.target.reusable(source, self.rng.randint(0, len(self.texts.held[source])))
+        if self.rng.random() < 0.5:
+            length = len(self.texts.held[source])
         self.target.truncate([other], [0])
         self.target.copy_row(source, other, length)
         self.texts.held[other] = self.texts.held[source][:length]
@@ -147,15 +160,19 @@ class Doings:
         row, length, writes = rows[0], 0, self.target.writes[rows[0]]
         self.target.truncate([row], [0])
         if self.target.writes[row] == writes:
-            length = self.target.reusable(row, self.rng.randint(0, len(self.texts.held[row])))
+            most = len(self.texts.held[row])
+            length = self.target.reusable(row, self.rng.choice([self.rng.randint(0, most), most]))
             self.target.restore(row, length)
             self.target.clear(row)
         self.texts.held[row] = self.texts.held[row][:length]
 
     def score(self, rows: list[int]) -> None:
-        made = [tree(self.rng.randrange(1000), self.rng.randint(0, 11), chain=self.rng.random() < 0.3) for _ in rows]
+        only = self.target.chains_only
+        made = [
+            tree(self.rng.randrange(1000), self.rng.randint(0, 11), chain=only or self.rng.random() < 0.3) for _ in rows
+        ]
         if self.rng.random() < 0.2:  # A step that is scored again, as one with a row that failed
-            self.target.score(rows, [tree(3, 5) for _ in rows])
+            self.target.score(rows, [tree(3, 5, chain=only) for _ in rows])
         logits = self.target.score(rows, made).logits
         paths = [path_to(one, self.rng.randrange(one.size + 1)) for one in made]
         self.target.commit(rows, paths)
@@ -186,6 +203,9 @@ def test_a_tree_grows_level_by_level(target: Target) -> None:
         target.prefill([row], [text(row, 12 + row)])
         texts.held[row] = text(row, 12 + row)
     parents, roots = [-1, 0, 0, 0, 1, 1, 2, 3, 4, 6, 6], [5, 9]
+    paths = [(2, 6, 10), (1, 5)]
+    if target.chains_only:
+        parents, paths = list(range(-1, 10)), [(1, 2, 3), ()]
     ids = torch.tensor([text(40 + row, len(parents) - 1) for row in rows])
     found = [target.score(rows, Nodes.of_levels(roots, ids[:, :0], parents, counts=[10, 10], start=0)).logits]
     for start, end in ((1, 4), (4, 8), (8, 11)):
@@ -199,14 +219,15 @@ def test_a_tree_grows_level_by_level(target: Target) -> None:
             one.add(token, parent, drawn=Drawn.IID)
         made.append(one)
         texts.check(logits[index], rows[index], one)
-    target.commit(rows, [(2, 6, 10), (1, 5)])
-    texts.commit(0, made[0], (2, 6, 10))
+    target.commit(rows, paths)
+    texts.commit(0, made[0], paths[0])
     after = TokenTree(7)
     texts.check(target.score([0], [after]).logits[0], 0, after)
 
 
 def test_padding_is_left_out_where_it_may_be(target: Target) -> None:
-    rows, made = [0, 1, 2], [tree(1, 6), tree(2, 0), tree(3, 3)]
+    chain = target.chains_only
+    rows, made = [0, 1, 2], [tree(1, 6, chain=chain), tree(2, 0), tree(3, 3, chain=chain)]
     target.prefill(rows, [text(row, 8) for row in rows])
     padded = target.score(rows, made).logits
     scored = target.score(rows, made, padded=False)
@@ -234,7 +255,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(target: Target) -> Non
     for call in refused:
         with pytest.raises(ArgumentError):
             call()
-    target.score([0], [tree(1, 2)])
+    target.score([0], [tree(1, 2, chain=True)])
     for path in ((3,), (2, 1), (1, 1)):
         with pytest.raises(ArgumentError):
             target.commit([0], [path])
@@ -246,16 +267,16 @@ def test_clearing_counts_what_was_behind_the_committed_tokens(target: Target) ->
     target.prefill([0], [text(1, 8)])
     texts.held[0] = text(1, 8)
     assert target.clear(0) == 0
-    target.score([0], [tree(1, 5)])
+    target.score([0], [tree(1, 5, chain=target.chains_only)])
     assert target.clear(0) > 1
-    after = tree(2, 4)
+    after = tree(2, 4, chain=target.chains_only)
     texts.check(target.score([0], [after]).logits[0], 0, after)
 
 
 def test_rows_can_be_announced_for_timing(target: Target) -> None:
     target.announce([0, 1], 30)
     assert target.lengths[:2] == [30, 30]
-    assert target.score([0, 1], [tree(1, 4), tree(2, 0)]).logits.isfinite().all()
+    assert target.score([0, 1], [tree(1, 4, chain=target.chains_only), tree(2, 0)]).logits.isfinite().all()
     target.truncate([0, 1], [0, 0])
     texts, prompt = Texts(target), text(5, 20)
     found = target.prefill([0], [prompt]).logits[0, 0]
@@ -263,7 +284,7 @@ def test_rows_can_be_announced_for_timing(target: Target) -> None:
 
 
 def test_a_back_end_says_what_its_costs_depend_on(target: Target, file: Path) -> None:
-    other = opened(file, "transformers" if target.dtype_name == "float32" and hasattr(target, "model") else "llama.cpp")
+    other = opened(Path(target.name_or_path) if target.dtype_name == "F32" else file, backend_of(target))
     assert target.identity() == other.identity()
     assert target.memory_bytes() > 100_000
 
@@ -419,9 +440,30 @@ def test_answers_are_those_of_plain_decoding(file: Path, tmp_path: Path, name: s
 
 
 @needs_llama_cpp
-def test_answers_are_those_of_llama_cpp_itself(file: Path) -> None:
+@pytest.mark.parametrize("name", ["ngram", "auto", "draft_model"])
+def test_a_hybrids_answers_are_those_of_plain_decoding(hybrid: Path, tmp_path: Path, name: str) -> None:
+    config = DRAFTERS.get(name) or {
+        "method": "draft_model",
+        "model": str(write_tiny_hybrid(tmp_path / "d.gguf", seed=1)),
+    }
+    config = config | ({} if name == "auto" else {"adaptive": False})
+    llm = LLM(hybrid, speculative_config=config, max_num_seqs=2, max_model_len=200, backend="llama.cpp", device="cpu")
+    prompts = [{"prompt_token_ids": text(seed, 5) * 5} for seed in range(4)]
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    plain = llm.generate(prompts, params, speculative=False)
+    assert [one.outputs[0].token_ids for one in llm.generate(prompts, params)] == [
+        one.outputs[0].token_ids for one in plain
+    ]
+    with pytest.raises(UnsupportedModelError, match=r"recycling drafts trees, and .* runs chains only"):
+        llm.generate(prompts[:1], params, speculative={"method": "recycling", "adaptive": False})
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("which", ["file", "hybrid"])
+def test_answers_are_those_of_llama_cpp_itself(which: str, request: pytest.FixtureRequest) -> None:
     import llama_cpp as other
 
+    file: Path = request.getfixturevalue(which)
     theirs = other.Llama(str(file), n_ctx=256, verbose=False, logits_all=False)
     llm = LLM(file, speculative_config={"method": "suffix"}, max_num_seqs=2, max_model_len=200, backend="llama.cpp")
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

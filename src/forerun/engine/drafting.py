@@ -23,8 +23,9 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.decode.row import Row
 from forerun.decode.step import Emitted, Group, context_for
-from forerun.drafters import AUTO
+from forerun.drafters import AUTO, entry_named
 from forerun.drafters.guarded import Guarded
+from forerun.errors import UnsupportedModelError
 from forerun.types import Boundary, SamplingParams, SpeculationStats
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,12 @@ class DrafterPool:
         for name, drafter in active.drafters:
             if config.rule is not None:
                 check_fits(config.rule, drafter.kind(_SAMPLED), name)
+            straightened = active.policy is not None and entry_named(name).copies
+            if self._setup.target.chains_only and not (straightened or drafter.kind(_SAMPLED).chain):
+                raise UnsupportedModelError(
+                    f"{name} drafts trees, and {self._setup.target.name_or_path} runs chains only, for llama.cpp keeps "
+                    "one recurrent state a row: draft a chain, or open the file with backend='transformers'"
+                )
         self._active[key] = active
         return key
 
@@ -101,7 +108,12 @@ class DrafterPool:
         depth = config.num_speculative_tokens or MAX_SPECULATIVE_TOKENS
         if config.adaptive:
             policy = policy_for(
-                arms_of(config), self._setup, nodes=self._nodes, reproducible=repeats(config), costs=self._costs
+                arms_of(config),
+                self._setup,
+                nodes=self._nodes,
+                reproducible=repeats(config),
+                costs=self._costs,
+                chains=self._setup.target.chains_only,
             )
             drafters = [(arm.name, arm.drafter) for arm in policy.arms]
             return _Active(config=config, drafters=drafters, policy=policy, depth=depth)

@@ -21,6 +21,7 @@ _log = logging.getLogger(__name__)
 
 INSTALL = "pip install 'forerun[gguf]'"
 MOST_SEQUENCES = 256  # Sequences of a context, a limit of llama.cpp
+_INFO = 2  # Level of its log messages below which they are about the graph
 _NO_SPACE = 1  # What `llama_decode` returns where no cell is free
 
 
@@ -51,7 +52,7 @@ class LlamaBatch:
 class Context:
     """A model and a context of llama.cpp, with a unified cache of `tokens` cells."""
 
-    def __init__(self, api: Any, header: GgufHeader, *, tokens: int, layers: int) -> None:
+    def __init__(self, api: Any, header: GgufHeader, *, rows: int, tokens: int, layers: int) -> None:
         """Load the file; -1 `layers` are all of them on the accelerator. CheckpointError: llama.cpp cannot load it."""
         self._api, self.layers_offloaded, self.build = api, layers, _build(api)
         with _messages(api) as said:
@@ -60,13 +61,13 @@ class Context:
             self._model = api.llama_model_load_from_file(str(header.path).encode(), model)
             if not self._model:
                 raise CheckpointError(f"llama.cpp cannot load {header.path}: {said.last}")
-            if api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model):
-                raise UnsupportedModelError(
-                    f"{header.path} ({header.architecture}) keeps recurrent states, which llama.cpp cannot take back "
-                    "behind a rejected draft: open it with backend='transformers'"
-                )
+            self.keeps_states = bool(
+                api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model)
+            )
+            # llama.cpp allocates a recurrent state for each sequence: one for each row, and one from before the pass.
+            self.sequences = 2 * rows if self.keeps_states else MOST_SEQUENCES
             params = api.llama_context_default_params()
-            params.n_ctx, params.n_seq_max, params.kv_unified = tokens, MOST_SEQUENCES, True
+            params.n_ctx, params.n_seq_max, params.kv_unified = tokens, self.sequences, True
             params.n_batch = params.n_ubatch = min(tokens, PREFILL_CHUNK)
             params.n_threads = params.n_threads_batch = self.threads = torch.get_num_threads()
             params.no_perf = True
@@ -78,7 +79,7 @@ class Context:
                 )
         self._most = int(params.n_batch)
         self._memory = api.llama_get_memory(self._context)
-        self._batch = api.llama_batch_init(self._most, 0, MOST_SEQUENCES)
+        self._batch = api.llama_batch_init(self._most, 0, self.sequences)
         weakref.finalize(self, _free, api, self._batch, self._context, self._model)
         self.vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self.hidden_size = int(api.llama_model_n_embd(self._model))
@@ -144,9 +145,9 @@ class _messages:
         api.llama_log_set(self._callback, ctypes.c_void_p())
         _CALLBACKS.append(self._callback)  # llama.cpp calls it as long as the process lives
 
-    def _hear(self, _level: int, text: bytes, _data: Any) -> None:
+    def _hear(self, level: int, text: bytes, _data: Any) -> None:
         line = text.decode("utf-8", "replace").strip()
-        if line:
+        if line and level >= _INFO:
             self._lines = [*self._lines[-15:], line]
             _log.debug("llama.cpp: %s", line)
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from forerun.core.tree import TokenTree
 from forerun.devices import device_name
-from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, refuse
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, refuse
 from forerun.model.gguf import find_not_finite
 from forerun.model.gguf_files import GgufHeader, read_model_header
 from forerun.model.inputs import Nodes, Scored
@@ -89,11 +89,10 @@ class LlamaCppTarget(Target):
         self.buckets, self.verifying = Buckets(), Recordings(None)
         self.cached_tokens_limit = max(1, tokens - rows * HEADROOM)
         self._rows = [_Row() for _ in range(rows)]
-        self._spare = list(range(rows, MOST_SEQUENCES))  # Sequences that nobody has
+        self._spare = list(range(rows, context.sequences))  # Sequences that nobody has
 
-    @classmethod
+    @staticmethod
     def load(
-        cls,
         model: Any,
         *,
         rows: int = 1,
@@ -102,7 +101,7 @@ class LlamaCppTarget(Target):
         reserve_bytes: int = 0,
         reserve_bytes_per_slot: int = 0,
         **loading: Any,
-    ) -> Self:
+    ) -> LlamaCppTarget:
         """Open a GGUF file, or the first of the files that it is split into.
 
         Args:
@@ -117,8 +116,7 @@ class LlamaCppTarget(Target):
 
         Raises:
             CheckpointError: missing, cut short, or no language model; llama.cpp cannot load it.
-            UnsupportedModelError: llama-cpp-python is missing or too old, the model keeps recurrent states, or the
-                self-check failed.
+            UnsupportedModelError: llama-cpp-python is missing or too old, or the self-check failed.
             OutOfMemoryError: weights and cache do not fit.
             ArgumentError: an option is out of range or makes no sense for a GGUF file.
         """
@@ -151,8 +149,9 @@ class LlamaCppTarget(Target):
                 plan.check(available, "cpu")
             _log.warning("a cache of %d tokens instead of %d: the memory ends there", fitting, most)
             slots, most = min(slots, fitting), fitting
-        context = Context(api, header, tokens=most, layers=-1 if offloads(api, options.device) else 0)
-        target = cls(context, header, rows=rows, slots=slots, tokens=most)
+        context = Context(api, header, rows=rows, tokens=most, layers=-1 if offloads(api, options.device) else 0)
+        kind = LlamaCppStatesTarget if context.keeps_states else LlamaCppTarget
+        target = kind(context, header, rows=rows, slots=slots, tokens=most)
         if options.self_check:
             target.check(options.tokenizer() if options.tokenizer is not None else None)
         return target
@@ -429,6 +428,85 @@ class LlamaCppTarget(Target):
             raise ArgumentError("llama.cpp hands out no hidden states; draft without a head, or take another back end")
 
 
+class LlamaCppStatesTarget(LlamaCppTarget):
+    """A GGUF file of a model with recurrent states, which runs chains.
+
+    A state cannot go back by a token. So each row has a second sequence with its states from before the pass, and where
+    a part of a draft is rejected, the accepted part runs again from there.
+    """
+
+    chains_only = True
+
+    def __init__(self, context: Context, header: GgufHeader, *, rows: int, slots: int, tokens: int) -> None:
+        super().__init__(context, header, rows=rows, slots=slots, tokens=tokens)
+        self._spare, self._before = [], list(range(rows, 2 * rows))
+        self._saved = [0] * rows  # Tokens that the second sequence holds
+
+    @property
+    def keeps_states(self) -> bool:
+        return True
+
+    def reusable(self, row: int, length: int) -> int:
+        return length if length in (self._rows[row].held, self._saved[row]) else 0
+
+    def _begin(self, row: int) -> None:
+        state, length = self._rows[row], self.lengths[row]
+        if state.held != length:
+            self._go_back(row, length)
+        elif length != self._saved[row]:
+            self._context.remove(self._before[row])
+            self._context.copy(row, self._before[row], 0, length)
+            self._saved[row] = length
+        state.tokens, state.positions, state.lies, state.ends = [], [], [], {}
+        self.writes[row] += 1
+
+    def _go_back(self, row: int, length: int) -> None:
+        """Take a row back to the states that were saved behind `length` tokens, or to none."""
+        if length not in (0, self._saved[row]):
+            raise ForerunError(f"row {row} cannot go back to {length} tokens: its states were not kept there")
+        self._context.remove(row)
+        if length:
+            self._context.copy(self._before[row], row, 0, length)
+        else:
+            self._context.remove(self._before[row])
+            self._saved[row] = 0
+        self._rows[row].held = length
+
+    def announce(self, rows: Sequence[int], length: int) -> None:
+        for row in rows:
+            self._empty(row)
+        super().announce(rows, length)
+
+    def _branch(self, row: int) -> int:
+        raise ArgumentError(f"{self.name_or_path} runs chains only: llama.cpp keeps one recurrent state a row")
+
+    def _keep(self, rows: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
+        again = LlamaBatch()
+        for row, path in zip(rows, paths, strict=True):
+            state, length = self._rows[row], self.lengths[row]
+            if state.held == length + 1 + len(path):
+                continue
+            self._go_back(row, length)
+            for node in (0, *path):
+                again.add(state.tokens[node], state.positions[node], [row], wanted=False)
+            state.held = length + 1 + len(path)
+        if len(again):
+            self._context.run(again)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        kept = {self._saved[source]: self._before[source], self._rows[source].held: source, 0: None}
+        if length not in kept:
+            raise ArgumentError(f"row {source} keeps its states behind {self._rows[source].held} tokens, not {length}")
+        self._empty(target)
+        self._context.copy(kept[length], target, 0, length)
+        self._rows[target].held = length
+
+    def _empty(self, row: int) -> None:
+        super()._empty(row)
+        self._context.remove(self._before[row])
+        self._saved[row] = 0
+
+
 class _Check:
     """Compares what a target computes of trees with what it computes of one token at a time."""
 
@@ -442,20 +520,20 @@ class _Check:
         paths = [[node for node in range(1, size + 1) if node % 2 == odd] for odd in (1, 0)]
         target.prefill([0], [self.prompt])
         chain = TokenTree(root)
-        chain.add_path(self.text[1 : size + 1])
-        whole = target.score([0], [chain]).logits[0]
-        noise = divergence(whole, self._alone(self.text[: size + 1])).mean()
-        tree = TokenTree(root)
-        for token, parent in zip(ids, _PARENTS, strict=True):
-            tree.add(token, parent)
-        scored = target.score([0], [tree]).logits[0]
+        chain.add_path(ids)
+        noise = divergence(target.score([0], [chain]).logits[0], self._alone([root, *ids])).mean()
         found = list[Tensor]()
-        for path in paths:
-            alone = self._alone([root, *(ids[node - 1] for node in path)])
-            found.append(divergence(scored[[0, *path]], alone))
+        tree, nodes = chain, [tuple(range(1, size + 1))] * 2
+        if not target.chains_only:
+            tree, nodes = TokenTree(root), [tuple(path) for path in paths]
+            for token, parent in zip(ids, _PARENTS, strict=True):
+                tree.add(token, parent)
+        scored = target.score([0], [tree]).logits[0]
+        for path in nodes:
+            found.append(divergence(scored[[0, *path]], self._alone([root, *(tree.tokens[node] for node in path)])))
         target.score([0], [tree])
-        target.commit([0], [tuple(paths[1])])
-        kept, row = [*self.prompt, root, *(ids[node - 1] for node in paths[1])], 0
+        target.commit([0], [nodes[1][:2]])
+        kept, row = [*self.prompt, root, *(tree.tokens[node] for node in nodes[1][:2])], 0
         if target.rows > 1:
             target.copy_row(0, 1, len(kept))
             target.truncate([0], [0])
@@ -473,7 +551,8 @@ class _Check:
         for token in tokens:
             steps.append(self.target.score([0], [TokenTree(token)]).logits[0])
             self.target.commit([0], [()])
-        self.target.truncate([0], [_PROMPT])
+        self.target.truncate([0], [0])
+        self.target.prefill([0], [self.prompt])
         return torch.cat(steps)
 
 

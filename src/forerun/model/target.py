@@ -38,7 +38,7 @@ class Target:
     dtype: torch.dtype  # Dtype of logits and hidden states
     buckets: Buckets  # Sizes that passes are padded to; may be replaced where `check_reproducible` allows it
     verifying: Recordings  # For rules' questions about its logits
-    states: Any = None  # Recurrent states, if the model keeps any: a token that has run cannot be taken back then
+    chains_only = False  # True if a tree may have no branches
     measured_at_start = False  # True if what a further node costs has to be measured before the first draft
     cached_tokens_limit: int | None = None  # Most tokens that all rows together hold; None: all slots of all rows
 
@@ -55,6 +55,11 @@ class Target:
     def dtype_name(self) -> str:
         """The number format of the weights by name, for example ``"bfloat16"``."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if there are recurrent states: a token that has run cannot be taken back then."""
+        return False
 
     @property
     def records(self) -> bool:

@@ -311,6 +311,10 @@ class TransformersTarget(Target):
         return self.head(states)
 
     @property
+    def keeps_states(self) -> bool:
+        return self.states is not None
+
+    @property
     def computes_padding(self) -> bool:
         return bool(self.buckets.nodes) or not self._folds
 

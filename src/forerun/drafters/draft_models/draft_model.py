@@ -289,9 +289,7 @@ class DraftModelDrafter(Drafter):
             draws = self._tree.draws(context, active, self.model.device, size, recorded=True)
             if draws.key is not None:
                 return self._unroll(rows, texts, left, draws, (max(within), draws.key), drawn)
-        appended = (
-            self.model.states is None
-        )  # A state cannot be taken back behind the root: it runs as node 0 of a tree
+        appended = not self.model.keeps_states  # Else the root runs as node 0 of a tree
         first = ending.look(self._fit(run_last(self.model, rows, left, appended=appended)))
         for row, text in zip(rows, texts, strict=True):
             self._rows[row] = _DraftRow(cached=len(text) - 1 + appended)
