@@ -33,6 +33,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -144,23 +145,28 @@ class LlamaServer:
         """Let it answer, and wait."""
         if self._process is None:
             self.start()
-        [prompt] = order["prompts"]
-        body = {
-            "prompt": prompt,
-            "n_predict": order["tokens"],
-            "temperature": order["temperature"],
-            "seed": order["seed"],
-            "top_k": 0,
-            "top_p": 1.0,
-            "min_p": 0.0,
-            "cache_prompt": False,
-            **arm,
-        }
+        bodies = [
+            {
+                "prompt": prompt,
+                "n_predict": order["tokens"],
+                "temperature": order["temperature"],
+                "seed": order["seed"] + index,
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "cache_prompt": False,
+                **arm,
+            }
+            for index, prompt in enumerate(order["prompts"])
+        ]
         began = time.perf_counter()
-        status, answer = self._call("POST", "/completion", body)
-        if status != 200:
-            raise SystemExit(f"llama-server: {status} {answer}")
-        return {"seconds": time.perf_counter() - began, "tokens": answer["tokens_predicted"]}
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(pool.map(lambda body: self._call("POST", "/completion", body), bodies))
+        seconds = time.perf_counter() - began
+        for status, answer in answers:
+            if status != 200:
+                raise SystemExit(f"llama-server: {status} {answer}")
+        return {"seconds": seconds, "tokens": sum(answer["tokens_predicted"] for _, answer in answers)}
 
     def stop(self) -> None:
         """End it."""
@@ -190,7 +196,6 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm]:
     """By name, the peers first; those whose environment is not there are left out, which is said."""
     shape = {"model": str(options.model), "dtype": options.dtype, "context": options.context}
     shape |= {"rows": max([1, *options.rows])}
-    loading = {"loading": json.loads(options.loading)}
     ours = Path(sys.executable)
 
     def worker(engine: str, name: str, python: Path, more: Mapping[str, Any], **environment: str) -> Worker:
@@ -209,19 +214,24 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm]:
     else:
         say(f"vLLM is left out: there is no {options.vllm}; make test-vllm makes it, --vllm says where it is")
     if options.llama_server.is_file() and options.gguf is not None:
-        command = [str(options.llama_server), "-m", str(options.gguf), "-c", str(options.context), "-np", "1"]
+        rows = shape["rows"]
+        command = [str(options.llama_server), "-m", str(options.gguf), "-c", str(options.context * rows)]
+        command += ["-np", str(rows)]
         command += ["-t", str(os.cpu_count()), "-tb", str(os.cpu_count()), "--host", "127.0.0.1"]
         for name, more in (("llama.cpp plain", ()), ("llama.cpp ngram-mod", LLAMA_NGRAM)):
             server = LlamaServer(command=[*command, *more], log=options.work / f"{name.replace(' ', '-')}.log")
-            arms[name] = Arm(engine=server, how={}, batches=False)
+            arms[name] = Arm(engine=server, how={})
     else:
         say(f"llama.cpp is left out: it needs --gguf and {options.llama_server}, which make test-llama builds")
-    forerun = worker("forerun", "forerun", ours, loading, PYTHONPATH=str(ROOT / "src"))
-    arms[PLAIN] = Arm(engine=forerun, how=False)
-    for drafter in options.drafters:
-        name, _, config = drafter.partition("=")
-        how = json.loads(config) if config else json.loads(name) if name.startswith("{") else {"method": name}
-        arms[f"forerun {name}"] = Arm(engine=forerun, how=how)
+    for backend in options.backends:
+        more = {"loading": {**json.loads(options.loading), "backend": backend}, "model": str(options.named)}
+        suffix = "" if backend == options.backends[0] else f" on {backend}"
+        forerun = worker("forerun", f"forerun{suffix}", ours, more, PYTHONPATH=str(ROOT / "src"))
+        arms[PLAIN + suffix] = Arm(engine=forerun, how=False)
+        for drafter in options.drafters:
+            name, _, config = drafter.partition("=")
+            how = json.loads(config) if config else json.loads(name) if name.startswith("{") else {"method": name}
+            arms[f"forerun {name}{suffix}"] = Arm(engine=forerun, how=how)
     chosen = options.arms or [name for name in arms if not options.alone or name.startswith("forerun ")]
     unknown = [name for name in chosen if name not in arms]
     if unknown:
@@ -236,6 +246,7 @@ def find(options: argparse.Namespace) -> None:
 
     file = Path(shipped.resolve(options.model))
     options.gguf = options.gguf or (file if file.suffix == ".gguf" else None)
+    options.named = file  # What forerun opens; others need a directory
     options.model = resolve(options.model, options.dtype)
 
 
@@ -473,6 +484,9 @@ def main() -> None:
     parser.add_argument("--vllm", type=Path, default=ROOT / ".venv-vllm/bin/python")
     built = ROOT / "build/llama-cpp-python/vendor/llama.cpp/build/bin/llama-server"
     parser.add_argument("--llama-server", type=Path, default=built)
+    parser.add_argument(
+        "--backends", nargs="+", default=["auto"], help="of forerun's arms: auto, llama.cpp, transformers"
+    )
     parser.add_argument("--loading", default="{}", help="further keywords of forerun's LLM, JSON")
     parser.add_argument("--minutes", type=float, default=1e6, help="no question is begun after so long")
     parser.add_argument("--work", type=Path, default=ROOT / "build/spec_bench", help="for the engines' logs")
