@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -65,10 +65,18 @@ class _Row:
     branches: list[int] = field(default_factory=list)  # Sequences that hold its first `covered` tokens, too
     covered: list[int] = field(default_factory=list)  # By branch
     used: int = 0  # Branches that hold nodes of this step
-    tokens: list[int] = field(default_factory=list)  # By node that was run in this step
+    tokens: Sequence[int] = ()  # By node that was run in this step
     positions: list[int] = field(default_factory=list)  # By node
     lies: list[int | None] = field(default_factory=list)  # By node: a sequence that holds its path; None: no longer
     ends: dict[int, int] = field(default_factory=dict)  # By sequence: the last node on it
+
+
+class _Shape(NamedTuple):
+    """One row's tree, root first."""
+
+    ids: Sequence[int]
+    depths: Sequence[int]
+    parents: Sequence[int]  # -1 of the root
 
 
 class LlamaCppTarget(Target):
@@ -200,74 +208,73 @@ class LlamaCppTarget(Target):
         padded: bool = True,
     ) -> Scored:
         self._check_boundaries(boundaries)
-        nodes = self._nodes(rows, trees)
-        parents = _parents_of(nodes)
-        groups = self._groups(rows, nodes, parents)
-        found = [self._score(rows, nodes, parents, group) for group in groups]
+        start = trees.start if isinstance(trees, Nodes) else 0
+        shapes = _shapes_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else list(map(_shape_of, trees))
+        counts = [len(shape.ids) for shape in shapes]
+        self._check_room(rows, counts, [1 + max(shape.depths) for shape in shapes])
+        groups = self._groups(shapes, start)
+        found = [self._score([rows[index] for index in group], shapes, group, start) for group in groups]
         logits = found[0] if len(found) == 1 else torch.cat(found)
-        self._note_run(rows, nodes)
-        flat = Flat.of(nodes.real[:, nodes.start :])
-        if flat is None:
-            return Scored(logits=logits.view(len(rows), nodes.fresh, -1))
-        logits = logits.unsqueeze(0)
+        self._ran.update(zip(rows, counts, strict=True))
+        if len(set(counts)) == 1:
+            return Scored(logits=logits.view(len(rows), counts[0] - start, -1))
+        logits, flat = (
+            logits.unsqueeze(0),
+            Flat.of(torch.arange(start, max(counts)) < torch.tensor(counts).unsqueeze(1)),
+        )
+        assert flat is not None, "unequal rows are padded"
         return Scored(logits=flat.restore(logits)) if padded else Scored(logits=logits, flat=flat)
 
-    def _groups(self, rows: Sequence[int], nodes: Nodes, parents: np.ndarray[Any, Any]) -> list[range]:
+    def _groups(self, shapes: Sequence[_Shape], start: int) -> list[range]:
         """Return which of the rows are run together: all, as long as there is a sequence for every branch."""
         groups, left = list[range](), 0
-        for index in range(len(rows)):
-            real = parents[index, nodes.start : nodes.counts[index]]
-            branches = len(real) - len(set(real.tolist()))  # Children beside a first one
+        for index, shape in enumerate(shapes):
+            branches = len(shape.ids) - start - len(set(shape.parents[start:]))  # Children beside a first one
             if groups and branches <= left:
                 groups[-1] = range(groups[-1].start, index + 1)
             else:
                 left = MOST_SEQUENCES - self.rows
                 groups.append(range(index, index + 1))
             left -= branches
-        if len(groups) > 1 and nodes.start:
+        if len(groups) > 1 and start:
             raise ArgumentError(
-                f"trees of {len(rows)} rows have more branches than llama.cpp has sequences ({MOST_SEQUENCES}): draft "
-                "narrower trees, or for fewer rows"
+                f"trees of {len(shapes)} rows have more branches than llama.cpp has sequences ({MOST_SEQUENCES}): "
+                "draft narrower trees, or for fewer rows"
             )
         return groups
 
-    def _score(self, rows: Sequence[int], nodes: Nodes, parents: np.ndarray[Any, Any], group: range) -> Tensor:
-        """Run the trees of the rows `group`, and return the logits (M, V) of their nodes."""
-        batch, some = LlamaBatch(), [rows[index] for index in group]
-        ids, depths = nodes.ids.tolist(), nodes.depths.tolist()
-        for index in group:
-            row, count = rows[index], nodes.counts[index]
-            if nodes.start == 0:
+    def _score(self, rows: Sequence[int], shapes: Sequence[_Shape], group: range, start: int) -> Tensor:
+        """Run the trees of the `group` of rows from node `start` on, and return the logits (M, V) of their nodes."""
+        batch = LlamaBatch()
+        for row, index in zip(rows, group, strict=True):
+            if start == 0:
                 self._begin(row)
-            self._place(row, nodes.start, ids[index][:count], depths[index], parents[index].tolist(), batch)
-        logits = self._run(some, batch)
-        for row in some:
+            self._place(row, shapes[index], start, batch)
+        logits = self._run(rows, batch)
+        for row in rows:
             state = self._rows[row]
-            state.held = 1 + max(
-                position for position, lies in zip(state.positions, state.lies, strict=True) if lies == row
-            )
-            if len(some) < len(rows):  # Others need the sequences of its branches
+            own = [position for position, lies in zip(state.positions, state.lies, strict=True) if lies == row]
+            state.held = 1 + max(own)
+            if len(group) < len(shapes):  # Others need the sequences of its branches
                 self._leave_branches(row)
                 state.lies = [lies if lies == row else None for lies in state.lies]
         return logits
 
-    def _place(
-        self, row: int, start: int, ids: Sequence[int], depths: Sequence[int], parents: Sequence[int], batch: LlamaBatch
-    ) -> None:
+    def _place(self, row: int, shape: _Shape, start: int, batch: LlamaBatch) -> None:
         """Add a row's nodes from `start` on to the batch, each with the sequences of all leaves below it."""
-        state, length = self._rows[row], self.lengths[row]
+        state, length, parents = self._rows[row], self.lengths[row], shape.parents
         if start and not state.lies:  # The root was appended, and taken back to become node 0
             state.lies, state.positions, state.ends = [row], [length], {row: 0}
-        state.tokens, first = list(ids), len(batch)
-        for node in range(start, len(ids)):
-            parent, position = parents[node], length + depths[node]
+        state.tokens, first = shape.ids, len(batch)
+        for node in range(start, len(shape.ids)):
+            parent, position = parents[node], length + shape.depths[node]
             beside = state.lies[parent] if node else row
             assert beside is not None, "levels of a tree are run while their branches are there"
             lies = beside if node == 0 or state.ends[beside] == parent else self._branch(row)
             state.lies.append(lies)
             state.positions.append(position)
             state.ends[lies] = node
-            batch.add(ids[node], position, [lies], wanted=True)
+            batch.add(shape.ids[node], position, [lies], wanted=True)
             if lies == beside:
                 continue
             above = parent
@@ -301,7 +308,7 @@ class LlamaCppTarget(Target):
         if state.held > length:
             self._context.remove(row, length)
             state.held = length
-        state.tokens, state.positions, state.lies, state.ends = [], [], [], {}
+        state.tokens, state.positions, state.lies, state.ends = (), [], [], {}
         self.writes[row] += 1
 
     def _leave_branches(self, row: int) -> None:
@@ -457,7 +464,7 @@ class LlamaCppStatesTarget(LlamaCppTarget):
             self._context.remove(self._before[row])
             self._context.copy(row, self._before[row], 0, length)
             self._saved[row] = length
-        state.tokens, state.positions, state.lies, state.ends = [], [], [], {}
+        state.tokens, state.positions, state.lies, state.ends = (), [], [], {}
         self.writes[row] += 1
 
     def _go_back(self, row: int, length: int) -> None:
@@ -556,11 +563,16 @@ class _Check:
         return torch.cat(steps)
 
 
-def _parents_of(nodes: Nodes) -> np.ndarray[Any, Any]:
-    """Return the parent (B, N) of each node, -1 of the root: the last one before it that it looks at."""
-    size = nodes.sees.shape[1]
-    before = nodes.sees.numpy() & np.tri(size, k=-1, dtype=bool)
-    return np.where(before, np.arange(size), -1).max(-1)
+def _shape_of(tree: TokenTree) -> _Shape:
+    return _Shape(tree.tokens, tree.depths, tree.parents)
+
+
+def _shapes_of(nodes: Nodes) -> list[_Shape]:
+    """Return packed trees by row. A node's parent is the last one before it that it looks at."""
+    before = nodes.sees.numpy() & np.tri(nodes.sees.shape[1], k=-1, dtype=bool)
+    parents = np.where(before, np.arange(before.shape[1]), -1).max(-1).tolist()
+    found = zip(nodes.ids.tolist(), nodes.depths.tolist(), parents, nodes.counts, strict=True)
+    return [_Shape(ids[:count], depths[:count], above[:count]) for ids, depths, above, count in found]
 
 
 def _restore(logits: Tensor, counts: Sequence[int]) -> Tensor:
