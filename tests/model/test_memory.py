@@ -18,7 +18,9 @@ from forerun.errors import OutOfMemoryError
 from forerun.model import TransformersTarget, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
 from forerun.model.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
+from forerun.model.states import MOST
 from model.families import FAMILIES, make, random_tokens
+from model.tiny import build
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -130,6 +132,22 @@ def test_nothing_is_loaded_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(OutOfMemoryError, match=r"are needed on cpu.*2 rows x 64 slots"):
         TransformersTarget.load(tmp_path, rows=2, slots=64, device="cpu")
+
+
+def test_recurrent_states_that_do_not_fit_are_told_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("qwen3_next")
+    model.save_pretrained(tmp_path)
+    target = TransformersTarget.load(model, rows=2, slots=64)
+    assert target.states is not None
+    states = prepare.states_bytes_per_row(TransformersTarget, model.config, torch.float32)
+    assert states == (1 + MOST) * target.states.nbytes() // 2
+    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**23)
+    monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(OutOfMemoryError, match=r"recurrent states 0\.08, .*Lower rows to \d+\."):
+        TransformersTarget.load(tmp_path, rows=500, slots=64, device="cpu")
+    assert prepare.states_bytes_per_row(TransformersTarget, make("llama").config, torch.float32) == 0
 
 
 def test_the_drafters_share_is_kept_free(tmp_path: Path) -> None:

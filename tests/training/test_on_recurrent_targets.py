@@ -125,3 +125,14 @@ def test_a_head_learns_and_drafts(kind: str, shape: tuple[str, ...], target: Pat
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked)
         assert [output.outputs[0].token_ids for output in outputs] == wanted
         assert any(output.outputs[0].speculation.mean_acceptance_length > 1.1 for output in outputs)
+
+
+def test_an_adapter_that_could_not_draft_is_refused_before_it_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = save_with_words(model_of("bamba"), tmp_path / "bamba")
+    identity = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    write_prepared(tmp_path / "data", [(TEXTS[0], [True] * len(TEXTS[0]))], identity)
+    assert main(line_of("kangaroo", target, tmp_path / "data", tmp_path / "run", 1)) != 0
+    assert "BambaModel: its layers cannot be run in part" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "log.jsonl").exists()

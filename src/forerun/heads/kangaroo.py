@@ -54,6 +54,7 @@ from forerun.losses.objective import (
     run_or_checkpoint,
 )
 from forerun.losses.unrolled_attention import attend_documents
+from forerun.model import TransformersTarget
 from forerun.model.partial import prove
 from forerun.types import LAST_HIDDEN, Budget
 
@@ -85,6 +86,10 @@ class KangarooConfig(DecoderConfig):
                 "hidden_size away",
             ),
         ) or DecoderConfig.problem(self)
+
+    def check_target(self, model: Any) -> None:
+        """Check that the target's layers can be run in part, see `HeadConfig.check_target`."""
+        prove(TransformersTarget(model, rows=1, slots=8), self.boundaries[0])
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:

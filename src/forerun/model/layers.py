@@ -391,12 +391,11 @@ class LayerRanges:
         twin = replace_module(self._base, self._name, layers)
         config.num_hidden_layers = len(injected) + stop - start + 1
         if types:
+            kinds, made = [*[first for _ in injected], *types[start:stop], first], type(config)
             try:
-                config.layer_types = [*[first for _ in injected], *types[start:stop], first]
-            except AttributeError as error:  # A property of where the attention layers stand
-                raise UnsupportedModelError(
-                    f"{type(self._base).__name__} finds its layers' kinds by their number: they cannot be run in part"
-                ) from error
+                config.layer_types = kinds
+            except AttributeError:  # A property of where the attention layers stand (Jamba, Bamba, Mamba)
+                config.__class__ = type(made.__name__, (made,), {"layer_types": kinds})
         twin.get_submodule(owner).__dict__["config"] = config
         return twin, inject, tap
 

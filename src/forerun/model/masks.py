@@ -17,6 +17,7 @@ from forerun.errors import UNSERVED, UnsupportedModelError
 STATES = ("linear_attention", "conv")  # Layer types that follow paths instead of a mask: see `states`
 UNMASKED = (*STATES, "mlp", "moe")  # Those that keep no keys and values
 _BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # Layers with a state and attention
+WITH_STATES = frozenset({*STATES, *_BOTH})
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # Chooses by keys of an index among the tokens that full attention sees
 WINDOWS = {SLIDING: "sliding_window", CHUNKED: "attention_chunk_size"}  # Layer type -> a key of configurations

@@ -40,10 +40,11 @@ from forerun.model.kernels import accelerate
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
-from forerun.model.masks import FULL, UNMASKED
+from forerun.model.masks import FULL, UNMASKED, WITH_STATES
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.sample import sample
-from forerun.model.support import context_length, name_of, refuse_config, refusing, text_config
+from forerun.model.states import MOST
+from forerun.model.support import auto_class, context_length, name_of, refuse_config, refusing, text_config
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def prepare(
     if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
-    model, slots = _open(source, options, sizes) if named else _adopt(source, options, sizes)
+    model, slots = _open(cls, source, options, sizes) if named else _adopt(source, options, sizes)
     _settle(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
@@ -151,7 +152,7 @@ def open_named(name: str | Path, options: LoadOptions) -> Any:
     return open_model(path, options, read_config(path, options), quiet=True)
 
 
-def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
+def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")
     typed, name = name, resolve(name, options.dtype)
@@ -160,8 +161,10 @@ def _open(name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, i
         options.tokenizer()  # A checkpoint without one fails before its weights are read
     weights = stored_bytes(name, options, config)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
-    itemsize = (resolved_dtype(options, config) or torch.float32).itemsize
-    slots = _slots(config.get_text_config(decoder=True), sizes, device, weights, itemsize)
+    dtype = resolved_dtype(options, config) or torch.float32
+    states = 0 if device is None else states_bytes_per_row(cls, config, dtype)
+    text = config.get_text_config(decoder=True)
+    slots = _slots(text, sizes, device, weights, dtype.itemsize, states=states * sizes.rows)
     _log.info("reading %.2f GB of weights", weights / 1e9)
     model = open_model(name, options, config, quiet=weights < _SMALL)
     model.named_by_user = str(typed)
@@ -195,7 +198,9 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 
 
-def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int) -> int:
+def _slots(
+    config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int, *, states: int = 0
+) -> int:
     """Return the slots of a row; fewer than the default where memory is short. Raises
     OutOfMemoryError if the slots asked for do not fit. Without a `device` the model goes on
     several: transformers decides what fits where, and nothing is checked before.
@@ -211,6 +216,7 @@ def _slots(config: Any, sizes: _Sizes, device: torch.device | None, weights: int
         weights=weights,
         token=cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot,
         probs=rows * SCORED_NODES * config.vocab_size * (itemsize + 4),
+        states=states,
         reserve=sizes.reserve,
     )
     available = available_bytes(device)
@@ -236,6 +242,7 @@ class MemoryPlan:
     weights: int  # 0 where they are loaded already
     token: int  # KV cache per token of a row, all layers, the drafter's included
     probs: int  # Logits and probabilities of one step
+    states: int = 0  # Recurrent states of all rows, with their copies for prefixes
     reserve: int = 0  # For the drafter
 
     @property
@@ -245,7 +252,7 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        return self.weights + self.cache + self.probs + self.reserve
+        return self.weights + self.cache + self.probs + self.states + self.reserve
 
     def check(self, available: int, where: str) -> None:
         """Raise OutOfMemoryError, with what to lower, unless the plan fits into `available` bytes."""
@@ -255,16 +262,46 @@ class MemoryPlan:
         if (slots := self.fitting_slots(available)) > 0:
             rows = max(1, slots * self.rows // self.slots)
             advice = f"Lower slots to {slots}" + (f", or rows to {rows}." if rows < self.rows else ".")
+        elif (rows := self.fitting_rows(available)) > 0:
+            advice = f"Lower rows to {rows}."
+        states = f"recurrent states {self.states / _GIB:.2f}, " if self.states else ""
         raise OutOfMemoryError(
             f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
             f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
-            f"slots), logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. {advice}"
+            f"slots), {states}logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
+            f"{advice}"
         )
 
     def fitting_slots(self, available: int) -> int:
         """Return the most slots of a row that would fit with as many rows; 0 if none."""
-        room = available - self.weights - self.probs - self.reserve
+        room = available - self.weights - self.probs - self.states - self.reserve
         return max(0, room // max(1, self.token * self.rows) - 1)
+
+    def fitting_rows(self, available: int) -> int:
+        """Return the most rows that would fit with as many slots; 0 if none."""
+        fixed = self.weights + self.reserve
+        return max(0, (available - fixed) * self.rows // max(1, self.total - fixed))
+
+
+def states_bytes_per_row(cls: type[Any], config: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of recurrent states that a row takes with its copies for prefixes, before anything is loaded:
+    two tokens are run through the model without weights. 0 where it keeps none, or needs weights to run.
+    """
+    family = auto_class(config)
+    layers = {*(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())}
+    stateful = getattr(family._model_mapping.get(type(config), None), "_is_stateful", False)
+    if not stateful and layers.isdisjoint(WITH_STATES):
+        return 0
+    try:
+        with torch.device("meta"):
+            model = family.from_config(copy.deepcopy(config), dtype=dtype).eval()
+        model.set_experts_implementation("batched_mm")  # Which runs without numbers in any dtype
+        trial = cls(model, rows=1, slots=8)
+        trial.prefill([0], [[0, 0]])
+    except Exception as error:  # whatever a family does that needs numbers
+        _log.debug("%s: its states are not planned: %s", config.model_type, error)
+        return 0
+    return 0 if trial.states is None else (1 + MOST) * int(trial.states.nbytes())
 
 
 def cache_bytes_per_token(config: Any, itemsize: int) -> int:

@@ -74,6 +74,8 @@ class TrainingRun:
             data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
         self.prompts = [] if self.held_out is None else select_prompts(self.held_out, wanted)
         self.trained.start(self.model, tokenizer, self.data)
+        if parallel.world == 1 or recipe.target_parallel == "none":
+            parallel.on_first(lambda: self.trained.check_target(self.model))
         self.module = self.trained.module.to(self.model.device)
         forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
         settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)

@@ -244,6 +244,9 @@ class Trained(ABC):
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
 
+    def check_target(self, model: Any) -> None:  # noqa: B027
+        """Raise UnsupportedModelError if what is trained could not draft for the target, which is whole."""
+
     def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
         """Fit what starts afresh to the target's states on the first batches of the run, see `heads.start.fit`; a model
         that is made of another is not fresh.
@@ -291,6 +294,9 @@ class TrainedHead(Trained):
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         self.module = self._head(model, data)
         self.boundaries = self.module.config.boundaries
+
+    def check_target(self, model: Any) -> None:
+        self.module.config.check_target(model)
 
     def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
         if self.recipe.draft.start is None and self.kind.in_target is None:

@@ -9,10 +9,11 @@ from forerun.model.states.functions import (
     state_layers,
     uses_cache,
 )
-from forerun.model.states.rows import Recurrence, RowStates, StatePass, Tree
+from forerun.model.states.rows import MOST, Recurrence, RowStates, StatePass, Tree
 
 __all__ = [
     "KINDS",
+    "MOST",
     "Recurrence",
     "RowStates",
     "StateLayers",
