@@ -2,14 +2,19 @@
 
 In turns: greedy decoding of 1, 8 and 16 rows by forerun's plain passes and by transformers' ``generate``; reading all
 weights once by torch's own matrix-vector products, and by ours; a prompt's pass in both. Answers are no part of it.
+
+Of a GGUF file (``--model FILE.gguf``): passes of 1 to 16 nodes with the weights in the file's blocks and dequantised.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -19,6 +24,7 @@ from torch import Tensor, nn
 from benchmarks.suite.steps import linear_layers
 from forerun.core.tree import TokenTree
 from forerun.model import TransformersTarget
+from forerun.model.names import resolve
 
 PROMPT = 64  # Tokens before those that are timed
 SCALE = 1e3  # ms
@@ -145,6 +151,43 @@ def compare(model: str, dtype: str, rows: Sequence[int], tokens: int, repeats: i
     }
 
 
+def compare_blocks(file: str, nodes: Sequence[int], repeats: int) -> dict[str, Any]:
+    """Medians in ms of passes of so many nodes, which take turns; logits are compared to the bit before."""
+    folder = Path(resolve(file, "bfloat16"))
+    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
+        copied = shutil.copytree(folder, Path(parent) / folder.name)
+        arms = {
+            name: TransformersTarget.load(source, dtype="bfloat16", slots=PROMPT + max(nodes) + 1, self_check=False)
+            for name, source in (("in blocks", file), ("dequantised", copied))
+        }
+    ids = torch.randint(100, 1000, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
+    taken: dict[str, list[float]] = {}
+    for count in nodes:
+        tree = TokenTree(ids[-1])
+        for node in range(1, count):
+            tree.add(100 + node, (node - 1) // 2)
+        logits = list[Tensor]()
+        for turn in range(repeats + 1):
+            for name, target in arms.items():
+                if not turn:
+                    target.truncate([0], [0])
+                    target.prefill([0], [ids])
+                began = time.perf_counter()
+                scored = target.score([0], [tree]).logits
+                _largest(scored)
+                taken.setdefault(f"{name}, {count} nodes", []).append(time.perf_counter() - began)
+                target.truncate([0], [PROMPT])
+                if not turn:
+                    logits.append(scored.clone())
+        assert torch.equal(*logits), f"{count} nodes"
+    return {
+        "model": file,
+        "threads": torch.get_num_threads(),
+        "ms": {name: round(SCALE * median(values[1:]), 2) for name, values in taken.items()},
+        "MB": {name: round(target.memory_bytes() / 1e6) for name, target in arms.items()},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="directory or hub id of a causal LM")
@@ -155,7 +198,10 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the long prompt")
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given = parser.parse_args()
-    found = compare(given.model, given.dtype, given.rows, given.tokens, given.repeats, given.prompt)
+    if given.model.endswith(".gguf"):
+        found = compare_blocks(given.model, (1, 2, 4, 8, 16), given.repeats * given.tokens)
+    else:
+        found = compare(given.model, given.dtype, given.rows, given.tokens, given.repeats, given.prompt)
     text = json.dumps(found, indent=None if given.json else 2)
     print(text)  # noqa: T201
 

@@ -45,6 +45,7 @@ RULES = "tests/core/test_exact_laws.py tests/core/test_rules.py"
 LADDER = "tests/decode/test_residuals.py"
 SAMPLING = "tests/core/test_sampling.py"
 TREE = "tests/core/test_tree.py"
+BLOCKS = "tests/model_kernels/test_blocks.py"
 FAULTS = [
     # --- rules ---
     Fault(
@@ -678,6 +679,42 @@ FAULTS = [
         "nodes = round(rows * (1 + self.shape.nodes(size, rows)))",
         "nodes = round(1 + self.shape.nodes(size, rows))",
         "tests/control tests/engine/test_cost.py",
+    ),
+    # --- blocks ---
+    Fault(
+        "blocks",
+        "the least value of a nested block is added",
+        "leasts[lane] = -(leasts[lane] *",
+        "leasts[lane] = (leasts[lane] *",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks",
+        "a zero loses the sign of its scale",
+        "leasts[lane] = -0.0f;",
+        "leasts[lane] = 0.0f;",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks",
+        "rows stay in the order of the file",
+        "part.content.shape[1] * part.order",
+        "part.content.shape[1] * np.arange(len(part.order))",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks",
+        "rows behind the eighth read lines that nobody wrote",
+        "alone ? NULL : *room",
+        "NULL",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks",
+        "a file's weights are taken for the model's unseen",
+        "return made if not compare or torch.equal(made.panels(), products.pack(*weights)) else None",
+        "return made",
+        BLOCKS,
     ),
 ]
 

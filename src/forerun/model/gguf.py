@@ -33,6 +33,7 @@ from forerun.model.gguf_files import (
     PART,
     VERSIONS,
     GgufHeader,
+    GgufTensor,
     find_parts,
     header_once,
     join_parts,
@@ -74,6 +75,9 @@ _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positi
 from them.
 """
 
+_MADE_OF: dict[Path, GgufHeader] = {}
+"""The files whose checkpoints this process has asked for, by the checkpoint's folder."""
+
 
 def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     """Return the directory of a GGUF file's checkpoint, which is made where the cache folder has none.
@@ -95,6 +99,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     folder = kept[list(DTYPES.values()).index(wanted)]
     if not folder.is_dir():
         _convert(header, wanted, folder)
+    _MADE_OF[folder] = header
     return folder
 
 
@@ -132,6 +137,11 @@ def _kept(path: Path) -> tuple[list[tuple[Path, int, int]], list[Path]]:
     key, stem = seal.hexdigest()[:12], states[0][0].stem
     name = re.sub(r"[^\w.-]", "_", stem if len(parts) == 1 else PART.sub(r"\g<name>", stem)) or CACHE
     return states, [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
+
+
+def file_of(folder: Path) -> GgufHeader | None:
+    """Return the file that a checkpoint was made of, if this process has asked for it by that file's name."""
+    return _MADE_OF.get(folder)
 
 
 def _convert(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
@@ -363,17 +373,24 @@ class _Names:
         return cls(model.config, names, {prefix: cls(model.config, inside, {})} if inside else {})
 
 
+def converter_of(header: GgufHeader, settings: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, str]]:
+    """Return what brings the file's tensors into the form of a model's parameters, and their names there by those in
+    the file.
+    """
+    legacy = _legacy()
+    processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
+    return processor, legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
+
+
 def _model(header: GgufHeader, settings: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
     """Return the model with the file's weights. Raises CheckpointError if some are missing or
     misshapen.
     """
     from transformers import AutoModelForCausalLM
 
-    legacy = _legacy()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
-    names = legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
+    processor, names = converter_of(header, settings, model)
     read, unplaced = dict[str, Any](tensors={}), list[str]()
     for name, weights in _dequantise(header):
         made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
@@ -410,12 +427,17 @@ def _dequantise(header: GgufHeader, names: Collection[str] | None = None) -> Ite
     from gguf import GGMLQuantizationType, dequantize
     from gguf.quants import quant_shape_to_byte_shape
 
+    for tensor, stored in read_tensors(header):
+        if names is None or tensor.name in names:
+            kind = GGMLQuantizationType(tensor.type)
+            yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
+
+
+def read_tensors(header: GgufHeader) -> Iterator[tuple[GgufTensor, np.ndarray[Any, Any]]]:
+    """Yield all tensors with their bytes in the mapped files."""
     for part in (header, *header.more):
         with part.path.open("rb") as file:
             content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
         for tensor in part.tensors:
-            if names is not None and tensor.name not in names:
-                continue
-            start, kind = part.start + tensor.offset, GGMLQuantizationType(tensor.type)
-            stored = content[start : start + part.bytes_of(tensor)]
-            yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
+            start = part.start + tensor.offset
+            yield tensor, content[start : start + part.bytes_of(tensor)]

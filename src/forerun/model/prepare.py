@@ -21,7 +21,7 @@ import copy
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -36,8 +36,10 @@ from forerun.devices import trim_heap
 from forerun.errors import UNSERVED, ArgumentError, ForerunError, OutOfMemoryError, UnsupportedModelError, refuse
 from forerun.model import self_check
 from forerun.model.cache import promised_bytes
-from forerun.model.kernels import accelerate
-from forerun.model.kernels.packing import packed_bytes
+from forerun.model.gguf_blocks import find_stored, saved_bytes
+from forerun.model.kernels import accelerate, products
+from forerun.model.kernels.blocks import StoredRows
+from forerun.model.kernels.packing import freed_bytes
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.masks import FULL, UNMASKED, WITH_STATES
@@ -76,14 +78,15 @@ def prepare(
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
-    faster_now = partial(_accelerate, model, options, named) if faster else None
+    stored = find_stored(model) if named and faster and _keeps_blocks(options, model.config) else {}
+    faster_now = partial(_accelerate, model, options, named, stored) if faster else None
     tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
     if tokenizer is None and Path(folder).is_dir():
         tokenizer = partial(tokenizer_beside, folder)
     trial, limit = None, None
     if options.self_check:
         _log.info("checking it against transformers")
-        key = fingerprint(model, faster, options.compile) if named and options.adapter is None else None
+        key = fingerprint(model, faster, options.compile, len(stored)) if named and options.adapter is None else None
         trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
@@ -116,12 +119,17 @@ def _room(model: Any) -> int:
 
 
 def _accelerate(
-    model: Any, options: LoadOptions, named: bool, ids: Sequence[int], accepted: Sequence[str] | None
+    model: Any,
+    options: LoadOptions,
+    named: bool,
+    stored: Mapping[str, StoredRows],
+    ids: Sequence[int],
+    accepted: Sequence[str] | None,
 ) -> None:
-    """Make the model faster; modules are compared on the text `ids` unless they were `accepted`
-    before.
+    """Make the model faster, its weights as they are `stored`; modules are compared on the text `ids` unless they were
+    `accepted` before.
     """
-    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
+    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted, stored=stored)
     _log.info("%s: %s", name_of(model), done)
     if named:
         _let_go_of_files(model)
@@ -132,7 +140,7 @@ def _let_go_of_files(model: Any) -> None:
     one of them keeps everything that was read of it in memory.
     """
     rest = [own for own in (*model.parameters(), *model.buffers()) if own.device.type == "cpu"]
-    if sum(own.nbytes for own in rest) < packed_bytes(model):
+    if sum(own.nbytes for own in rest) < freed_bytes(model):
         for own in rest:
             own.data = own.data.clone()
 
@@ -159,7 +167,7 @@ def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes
     config = read_config(name, options)
     if options.tokenizer is not None:
         options.tokenizer()  # A checkpoint without one fails before its weights are read
-    weights = stored_bytes(name, options, config)
+    weights = stored_bytes(name, options, config) - (saved_bytes(Path(name)) if _keeps_blocks(options, config) else 0)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     dtype = resolved_dtype(options, config) or torch.float32
     states = 0 if device is None else states_bytes_per_row(cls, config, dtype)
@@ -169,6 +177,18 @@ def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes
     model = open_model(name, options, config, quiet=weights < _SMALL)
     model.named_by_user = str(typed)
     return model, slots
+
+
+def _keeps_blocks(options: LoadOptions, config: Any) -> bool:
+    """Return whether weights may stay in a GGUF file's blocks: they do where our own products in bf16 take them."""
+    placed = options.device_map is not None or options.tp_plan is not None or options.adapter is not None
+    return (
+        not placed
+        and options.repack is not False
+        and options.first_device().type == "cpu"
+        and resolved_dtype(options, config) is torch.bfloat16
+        and products.ready(torch.bfloat16)
+    )
 
 
 def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:

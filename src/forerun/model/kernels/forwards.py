@@ -207,7 +207,7 @@ class LayerForward(ModuleForward):
         width, inner = attention.joint.in_features, mlp.joint.sizes[0]
         return (
             len(weights) == 4
-            and all(type(one) is PanelWeight and one.in_features % products.STEP == 0 for one in weights)
+            and all(isinstance(one, PanelWeight) and one.in_features % products.STEP == 0 for one in weights)
             and [one.in_features for one in weights] == [width, width, attention.joint.sizes[0], inner]
             and weights[2].sizes == weights[3].sizes == [width]
         )
@@ -257,7 +257,7 @@ class ModelForward(ModuleForward):
     """
 
     def __init__(self, module: Any) -> None:
-        super().__init__(module, module.layers[0].forward.attention.joint.packed)
+        super().__init__(module, module.layers[0].forward.attention.joint)
         self.cache_argument = cache_argument(module)
         self.layers = list(module.layers)
         self.runs = _LayerRuns()

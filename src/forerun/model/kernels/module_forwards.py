@@ -24,7 +24,7 @@ SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon count
 class ModuleForward:
     """A `Replacement` that takes the place of a module's own forward."""
 
-    def __init__(self, module: nn.Module, weight: Tensor) -> None:
+    def __init__(self, module: nn.Module, weight: Tensor | PackedWeight) -> None:
         self.module = module
         self.plain = module.forward
         self.device, self.dtype = weight.device, weight.dtype
@@ -88,7 +88,7 @@ class _JointForward(ModuleForward):
     def __init__(self, module: nn.Module) -> None:
         joint = self.joint_of(module)
         assert joint is not None, "suits() is asked first"
-        super().__init__(module, joint.packed)
+        super().__init__(module, joint)
         self.parts = [(name, module._modules[name]) for name in self.PARTS]
         self.joint = joint
 
@@ -129,7 +129,7 @@ class GatedForward(_JointForward):
             and "down_proj" in module._modules
             and "silu" in type(activation).__name__.lower()
             and joint.sizes[0] == joint.sizes[1]
-            and _takes(joint.packed, joint.sizes[0])
+            and _takes(joint, joint.sizes[0])
         )
 
     def __call__(self, states: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ class AttentionForward(_JointForward):
         return (
             joint is not None
             and attention.is_installed(module)
-            and _takes(joint.packed)
-            and depth in fused(joint.packed.device).ROTATED  # type: ignore[union-attr]
+            and _takes(joint)
+            and depth in fused(joint.device).ROTATED  # type: ignore[union-attr]
             and joint.sizes[1] == joint.sizes[2]
             and all(NormForward.suits(norm) for norm in norms)  # type: ignore[arg-type]
         )
@@ -250,7 +250,7 @@ def _epsilon(module: Any) -> float:
     return float(getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or 0)
 
 
-def _takes(weight: Tensor, size: int = 0) -> bool:
+def _takes(weight: Tensor | PackedWeight, size: int = 0) -> bool:
     """Return whether the device of `weight` has operations for states of its dtype with `size`
     values.
     """

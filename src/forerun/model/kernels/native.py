@@ -207,7 +207,7 @@ class _Product(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, ctypes.c_void_p) for name in ("states", "weights", "bias", "out", "wide")),
         *((name, ctypes.c_int64) for name in ("rows", "depth", "outputs")),
-        ("kind", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("kind", "blocks")),
     ]
 
 
@@ -408,6 +408,7 @@ class Matrix(Protocol):
     packed: Tensor
     bias: Tensor | None  # (outputs,)
     in_features: int
+    in_blocks: bool  # As in ``blocks.h``
 
 
 class Norm(Protocol):
@@ -521,7 +522,8 @@ class Layers:
 
         def product(matrix: Matrix, states: Tensor | None, out: Tensor | None, outputs: int) -> _Product:
             pointers = [None if one is None else one.data_ptr() for one in (states, matrix.packed, matrix.bias, out)]
-            return _Product(*pointers, room.wide.data_ptr(), 0, matrix.in_features, outputs, self._kind)
+            how = self._kind, matrix.in_blocks
+            return _Product(*pointers, room.wide.data_ptr(), 0, matrix.in_features, outputs, *how)
 
         layer.joint = product(parts.joint, room.normed, room.joint, (queries + 2 * keys) * depth)
         layer.mix = product(parts.mix, None, room.mixed, width)

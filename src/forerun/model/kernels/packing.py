@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from forerun.devices import multiplies, one_dnn
-from forerun.model.kernels import products
+from forerun.model.kernels import blocks, products
+from forerun.model.kernels.blocks import StoredRows
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
@@ -32,6 +33,8 @@ _NAMES = itertools.count()
 
 class PackedWeight:
     """One or several (out, in) matrices below each other, in oneDNN's layout."""
+
+    in_blocks = False  # Whether `packed` is as in ``blocks.h``
 
     @classmethod
     def of(cls, layers: Sequence[nn.Linear]) -> PackedWeight:
@@ -96,6 +99,51 @@ class PanelWeight(PackedWeight):
 
     def matrix(self) -> Tensor:
         return products.unpack(self.packed, sum(self.sizes), self.in_features)
+
+
+class BlockWeight(PanelWeight):
+    """Packed weights of which some stay in the blocks of a GGUF file, for the same products with the same bits."""
+
+    in_blocks = True
+
+    def __init__(self, layers: Sequence[nn.Linear], stored: Sequence[StoredRows | None]) -> None:
+        self._stored = stored
+        super().__init__(layers)
+        del self._stored
+
+    @classmethod
+    def like(
+        cls, layers: Sequence[nn.Linear], stored: Sequence[StoredRows | None], *, compare: bool
+    ) -> BlockWeight | None:
+        """Pack layers of which a file stores some in blocks; None where it stores none, or where `compare` finds
+        another weight than theirs.
+        """
+        weights = [layer.weight.detach() for layer in layers]
+        if not any(stored) or weights[0].dtype is not torch.bfloat16 or not _ours(weights[0]):
+            return None
+        if any(len(weight) % products.LANES for weight in weights[:-1]) or layers[0].in_features % products.STEP:
+            return None
+        made = cls(layers, stored)
+        return made if not compare or torch.equal(made.panels(), products.pack(*weights)) else None
+
+    def panels(self) -> Tensor:
+        """Return the weights as a `PanelWeight` has them, expanded anew at each call."""
+        return blocks.expand(self.packed, sum(self.sizes), self.in_features)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        if rows.requires_grad and torch.is_grad_enabled():
+            return super()._product(rows)
+        return blocks.multiply(rows, self.packed, self.bias, sum(self.sizes))
+
+    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
+        parts = [weight if rows is None else rows for weight, rows in zip(matrices, self._stored, strict=True)]
+        return blocks.pack(parts, matrices[0].shape[1])
+
+    def matrix(self) -> Tensor:
+        return products.unpack(self.panels(), sum(self.sizes), self.in_features)
+
+    def nbytes(self) -> int:
+        return self.packed.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class JoinedWeight(PackedWeight):
@@ -227,15 +275,32 @@ def _hooked(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def pack(model: nn.Module) -> Packing:
+def pack(
+    model: nn.Module, stored: Mapping[str, StoredRows] | None = None, accepted: Collection[str] | None = None
+) -> Packing:
     """Replace every packable linear layer of `model`, and joinable ones that read the same input,
     in place. The plain weights are freed; a tied embedding stays.
+
+    Args:
+        stored: what a GGUF file holds in blocks, by the names of `model`'s parameters. Where it is the weight, it stays
+            in blocks.
+        accepted: names of layers that were found to be so before: they alone stay in blocks, and nothing is compared.
     """
     found = list(_packable(model))
+    layer_names = {id(module): name for name, module in model.named_modules()}
+    weight_names = {id(weight): name for name, weight in model.named_parameters()}
+
+    def packed(place: tuple[nn.Module, tuple[str, ...]]) -> PackedWeight:
+        layers = _linears(*place)
+        rows = [(stored or {}).get(weight_names[id(layer.weight)]) for layer in layers]
+        kept = accepted is None or layer_names[id(layers[0])] in accepted
+        in_blocks = BlockWeight.like(layers, rows, compare=accepted is None) if kept else None
+        return in_blocks or PackedWeight.of(layers)
+
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
         ours = all(_ours(_linears(*each)[0].weight) for each in found)
-        weights = (pool.map if ours else map)(PackedWeight.of, (_linears(*each) for each in found))
+        weights = (pool.map if ours else map)(packed, found)
         for (parent, names), weight in zip(found, weights, strict=True):
             group = FusedGroup(weight) if len(names) > 1 else None
             for index, layer in enumerate(_linears(parent, names)):
@@ -292,7 +357,21 @@ def unpack(model: nn.Module) -> int:
     return len(found)
 
 
+def list_in_blocks(model: nn.Module) -> list[str]:
+    """Return the names of the layers whose weights are in blocks."""
+    packed = ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
+    return [name for name, module in packed if module.packed_weight.in_blocks]
+
+
 def packed_bytes(model: nn.Module) -> int:
     """Return the bytes of all packed weights, which are no parameters any longer."""
-    found = {module.packed_weight for module in model.modules() if isinstance(module, PackedLinear)}
-    return sum(weight.nbytes() for weight in found)
+    return sum(weight.nbytes() for weight in _packed_weights(model))
+
+
+def freed_bytes(model: nn.Module) -> int:
+    """Return the bytes that these weights took before they were packed."""
+    return sum(PackedWeight.nbytes(weight) for weight in _packed_weights(model))
+
+
+def _packed_weights(model: nn.Module) -> set[PackedWeight]:
+    return {module.packed_weight for module in model.modules() if isinstance(module, PackedLinear)}

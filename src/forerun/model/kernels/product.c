@@ -46,6 +46,8 @@ enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 96, HELD = 1 << 19, WORTH 
 // a core's cache; entries of a matrix from which on several threads share the work
 #define UNROLL _Pragma("GCC unroll 16")
 
+#include "blocks.h"
+
 INLINE uint16_t narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -77,26 +79,29 @@ static void finish(const Product *p, const float *sums, int64_t row, int64_t out
     else finish_some(p, sums, row, output, p->outputs - output);
 }
 
+// Lines of neighbouring panels, `apart` bytes from one panel to the next.
+typedef struct { const void *from; int64_t apart; } Weights;
+
 // What is fetched while a tile is computed: a line of each panel at every line, `step` bytes behind the last.
-typedef struct { const char *from; int64_t step; } Ahead;
+typedef struct { const char *from; int64_t step, apart; } Ahead;
 
 // Adds entries `from` to `to` of the depth to the sums of ROWS rows x COUNT panels, which lie in `sums` (rows, COUNT,
 // LANES) between the blocks of the depth.
 INLINE void tile(
-    const int KIND, const int ROWS, const int COUNT, const Product *p, int64_t row, int64_t panel, int64_t from, int64_t to,
+    const int KIND, const int ROWS, const int COUNT, const Product *p, int64_t row, Weights lines, int64_t from, int64_t to,
     float *sums, Ahead ahead) {
     Lanes sum[MOST_ROWS][MOST_PANELS * PARTS];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int part = 0; part < COUNT * PARTS; part++)
             sum[r][part] = from ? load_lanes(sums + (r * COUNT * PARTS + part) * WIDTH) : all_lanes(0.0f);
+    const char *weights = lines.from;
     if (KIND == FLOAT32) {
         const float *states = (const float *)p->states + row * p->depth;
-        const float *weights = (const float *)p->weights + panel * p->depth * LANES;
-        for (int64_t at = from; at < to; at++, ahead.from += ahead.step) {
+        for (int64_t at = from; at < to; at++, weights += LANES * 4, ahead.from += ahead.step) {
             Lanes weight[MOST_PANELS * PARTS];
             UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
-                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * p->depth * LANES * 4, _MM_HINT_T0);
-                weight[part] = load_lanes(weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH);
+                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * ahead.apart, _MM_HINT_T0);
+                weight[part] = load_lanes((const float *)(weights + part / PARTS * lines.apart) + part % PARTS * WIDTH);
             }
             UNROLL for (int r = 0; r < ROWS; r++) {
                 Lanes state = all_lanes(states[r * p->depth + at]);
@@ -105,15 +110,13 @@ INLINE void tile(
             }
         }
     } else {
-        const uint16_t *weights = (const uint16_t *)p->weights + panel * p->depth * LANES;
         const float *wide = p->wide + row * p->depth;
         const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-        for (int64_t at = from; at < to; at += 2, ahead.from += ahead.step) {
+        for (int64_t at = from; at < to; at += 2, weights += LANES * 4, ahead.from += ahead.step) {
             Words weight[MOST_PANELS * PARTS];
             UNROLL for (int part = 0; part < COUNT * PARTS; part++) {
-                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * p->depth * LANES * 2, _MM_HINT_T0);
-                weight[part] =
-                    load_words(weights + part / PARTS * p->depth * LANES + at * LANES + part % PARTS * WIDTH * 2);
+                if (part % PARTS == 0) _mm_prefetch(ahead.from + part / PARTS * ahead.apart, _MM_HINT_T0);
+                weight[part] = load_words(weights + part / PARTS * lines.apart + part % PARTS * WIDTH * 4);
             }
             if (KIND == WIDENED) {
                 UNROLL for (int r = 0; r < ROWS; r++) {
@@ -147,12 +150,12 @@ INLINE void tile(
 }
 
 INLINE void tiles(
-    const int KIND, const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to,
+    const int KIND, const Product *p, int64_t rows, int64_t count, int64_t row, Weights lines, int64_t from, int64_t to,
     float *sums, Ahead ahead) {
 #define TILE(ROWS)                                                                           \
     case ROWS:                                                                               \
-        if (count == 1) tile(KIND, ROWS, 1, p, row, panel, from, to, sums, ahead);           \
-        else tile(KIND, ROWS, MOST_PANELS, p, row, panel, from, to, sums, ahead);            \
+        if (count == 1) tile(KIND, ROWS, 1, p, row, lines, from, to, sums, ahead);           \
+        else tile(KIND, ROWS, MOST_PANELS, p, row, lines, from, to, sums, ahead);            \
         break;
     switch (rows) {
         TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
@@ -164,31 +167,65 @@ INLINE void tiles(
 }
 
 static void any_tile(
-    const Product *p, int64_t rows, int64_t count, int64_t row, int64_t panel, int64_t from, int64_t to, float *sums,
+    const Product *p, int64_t rows, int64_t count, int64_t row, Weights lines, int64_t from, int64_t to, float *sums,
     Ahead ahead) {
-    if (p->kind == FLOAT32) tiles(FLOAT32, p, rows, count, row, panel, from, to, sums, ahead);
+    if (p->kind == FLOAT32) tiles(FLOAT32, p, rows, count, row, lines, from, to, sums, ahead);
 #ifdef __AVX512BF16__
-    else if (p->kind == DOTS) tiles(DOTS, p, rows, count, row, panel, from, to, sums, ahead);
+    else if (p->kind == DOTS) tiles(DOTS, p, rows, count, row, lines, from, to, sums, ahead);
 #endif
-    else tiles(WIDENED, p, rows, count, row, panel, from, to, sums, ahead);
+    else tiles(WIDENED, p, rows, count, row, lines, from, to, sums, ahead);
+}
+
+// Inputs `from` to `to` of `count` panels in blocks, for the first `rows` rows from `row` on and whoever reads `room`, which
+// is filled. While that is done, what comes next is fetched.
+static void begin_with_blocks(
+    const Product *p, int64_t rows, int64_t row, int64_t panel, int64_t count, int64_t from, int64_t to, float *sums,
+    uint16_t (*room)[LINES * LINE], int alone) {
+    const Panel *at = (const Panel *)p->weights + panel;
+    const uint8_t *weights = p->weights;
+    const char *next[MOST_PANELS];
+    int same = 1;
+    for (int64_t one = 0; one < count; one++) {
+        next[one] = (const char *)weights + (to < p->depth ? at[one].at + panel_bytes(at[one].type, to) : at[count + one].at);
+        same &= at[one].type == at->type && at->type != BF16;
+    }
+#ifdef __AVX512BF16__
+    if (p->kind == DOTS && same) {
+        const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+        block_tiles(rows, count, states, p->depth, at, weights, from, to, sums, alone ? NULL : *room, LINES * LINE, next);
+        return;
+    }
+#endif
+    (void)alone;
+    for (int64_t one = 0; one < count; one++) expand(weights + at[one].at, at[one].type, from, to, room[one], next[one]);
+    any_tile(p, rows, count, row, (Weights){room, sizeof *room}, from, to, sums, (Ahead){(const char *)room, 0, 0});
 }
 
 // Rows `first` to `last` with `count` panels from `panel` on. While all rows pass by a block of the weights, the next one
 // is fetched, evenly over the groups of rows: memory is never idle.
 static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
     __attribute__((aligned(64))) float sums[ROW_BLOCK * MOST_PANELS * LANES];
+    __attribute__((aligned(64))) uint16_t room[MOST_PANELS][LINES * LINE];    // Of weights in blocks
     int64_t line = p->kind == FLOAT32 ? 1 : 2, all = p->depth / line, size = all * 64;
-    int64_t blocks = (all + LINES - 1) / LINES, lines = (all + blocks - 1) / blocks, block = lines * line;    // Equal ones
+    int64_t blocks = (all + LINES - 1) / LINES, lines = (all + blocks - 1) / blocks;    // Equal ones
+    if (p->blocks) lines = (lines + STEP / 2 - 1) / (STEP / 2) * (STEP / 2);
     for (int64_t start = first; start < last; start += ROW_BLOCK) {
         int64_t end = last - start < ROW_BLOCK ? last : start + ROW_BLOCK;
         int64_t groups = (end - start + MOST_ROWS - 1) / MOST_ROWS, most = (end - start + groups - 1) / groups;
-        for (int64_t from = 0; from < p->depth; from += block) {
-            int64_t to = p->depth - from < block ? p->depth : from + block;
-            const char *next = (const char *)p->weights + (to < p->depth ? panel * size + to / line * 64 : (panel + count) * size);
-            for (int64_t row = start; row < end; row += most) {
+        for (int64_t from = 0; from < p->depth; from += lines * line) {
+            int64_t to = p->depth - from < lines * line ? p->depth : from + lines * line;
+            Weights weights = {room, sizeof *room};
+            Ahead ahead = {(const char *)room, 0, 0};
+            if (!p->blocks) {
+                const char *here = (const char *)p->weights + panel * size;
+                weights = (Weights){here + from / line * 64, size};
+                ahead = (Ahead){here + (to < p->depth ? to / line * 64 : count * size), 64 / groups, size};
+            }
+            for (int64_t row = start; row < end; row += most, ahead.from += lines * ahead.step) {
                 int64_t some = end - row < most ? end - row : most;
-                Ahead ahead = {next + (row - start) / most * (lines * 64 / groups), 64 / groups};
-                any_tile(p, some, count, row, panel, from, to, sums + (row - start) * count * LANES, ahead);
+                float *own = sums + (row - start) * count * LANES;
+                if (p->blocks && row == start) begin_with_blocks(p, some, row, panel, count, from, to, own, room, groups == 1);
+                else any_tile(p, some, count, row, weights, from, to, own, ahead);
             }
         }
         for (int64_t row = start; row < end; row++)
@@ -303,6 +340,28 @@ static void by_tiles(const Product *p, int64_t first, int64_t last, int64_t pane
     }
     _tile_release();
 }
+
+// The same of weights in blocks: four panels at a time become bf16, in room that each thread keeps.
+static void by_tiles_of_blocks(const Product *p, int64_t panel, int64_t end) {
+    static _Thread_local struct { uint16_t *at; int64_t size; } room;
+    int64_t size = p->depth * LANES;
+    if (room.size < 4 * size) {
+        free(room.at);
+        room.at = aligned_alloc(64, (size_t)(4 * size) * sizeof *room.at), room.size = 4 * size;
+        if (!room.at) abort();    // Of some hundred KB
+    }
+    for (; panel < end; panel += 4) {
+        int64_t count = end - panel < 4 ? end - panel : 4;
+        const Panel *at = (const Panel *)p->weights + panel;
+        for (int64_t one = 0; one < count; one++) {
+            const uint8_t *from = (const uint8_t *)p->weights + at[one].at;
+            expand(from, at[one].type, 0, p->depth, room.at + one * size, (const char *)from + panel_bytes(at[one].type, p->depth));
+        }
+        Product shown = *p;
+        shown.weights = (const uint16_t *)room.at - panel * size;
+        by_tiles(&shown, 0, p->rows, panel, count);
+    }
+}
 #endif
 
 // A `Multiply`.
@@ -311,7 +370,8 @@ void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
 #ifdef __AMX_BF16__
     if (p->kind == TILES_OF_AMX) {
-        by_tiles(p, 0, p->rows, begin, end - begin);
+        if (p->blocks) by_tiles_of_blocks(p, begin, end);
+        else by_tiles(p, 0, p->rows, begin, end - begin);
         return;
     }
 #endif
@@ -342,6 +402,33 @@ void forerun_pack(
     }
 }
 
+// Rows of a matrix as a GGUF file keeps them, or NULL for zeros -> panels, as in `blocks.h`.
+void forerun_pack_blocks(const uint8_t *const *rows, int64_t type, uint8_t *out, int64_t panels, int64_t depth) {
+    Form f = form_of(type);
+    Held held[LANES];
+    int64_t step = panel_bytes(type, f.held);
+    for (int64_t panel = 0; panel < panels; panel++, rows += LANES)
+        for (int64_t block = 0; block < depth / f.held; block++, out += step) {
+            for (int64_t lane = 0; lane < LANES; lane++)
+                if (rows[lane]) read_block(type, rows[lane] + block * f.bytes, held + lane);
+                else memset(held + lane, 0, sizeof *held);
+            write_blocks(f, held, out);
+        }
+}
+
+// Bytes of so many inputs of a panel in blocks of this type; 0 where there are no such blocks.
+int64_t forerun_block_bytes(int64_t type, int64_t inputs) {
+    Form f = form_of(type);
+    return type == BF16 || (f.held && inputs % f.held == 0) ? panel_bytes(type, inputs) : 0;
+}
+
+// Weights in blocks -> panels of bf16.
+void forerun_expand(const uint8_t *weights, uint16_t *out, int64_t panels, int64_t depth) {
+    const Panel *at = (const Panel *)weights;
+    for (int64_t panel = 0; panel < panels; panel++, at++, out += depth * LANES)
+        expand(weights + at->at, at->type, 0, depth, out, (const char *)weights);
+}
+
 // Whether products of this kind can be computed here.
 int32_t forerun_product_has(int32_t kind) {
     if (kind == FLOAT32 || kind == WIDENED) return 1;
@@ -358,8 +445,8 @@ int32_t forerun_product_has(int32_t kind) {
 // contiguous. 0, or 1 where sizes are out of range or there is no memory.
 int32_t forerun_multiply(
     const void *states, const void *weights, const void *bias, void *out, int64_t rows, int64_t depth, int64_t outputs,
-    int32_t kind, int32_t threads) {
-    Product product = {states, weights, bias, out, NULL, rows, depth, outputs, kind}, *p = &product;
+    int32_t kind, int32_t blocks, int32_t threads) {
+    Product product = {states, weights, bias, out, NULL, rows, depth, outputs, kind, blocks}, *p = &product;
     if (rows < 0 || outputs < 1 || depth < 1 || threads < 1 || (kind != FLOAT32 && depth % STEP)) return 1;
     if (kind == WIDENED && !(p->wide = malloc((size_t)(rows * depth + 1) * sizeof(float)))) return 1;
 #pragma omp parallel num_threads(threads) if (outputs * depth >= WORTH)

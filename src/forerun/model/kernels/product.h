@@ -23,6 +23,7 @@ typedef struct {
     float *wide;             // (rows, depth) states in float32, for WIDENED
     int64_t rows, depth, outputs;
     int32_t kind;
+    int32_t blocks;    // Whether weights are as in `blocks.h`
 } Product;
 
 // One thread's share of a product; `wide` has been filled.

@@ -25,7 +25,7 @@ LANES = 16  # Outputs of a panel
 STEP = 32  # The depth of packed bf16 weights is a multiple of it
 DTYPES = (torch.float32, torch.bfloat16)
 _WORD = 4  # Bytes that stay together in panels: a float, or two neighbours in bf16
-BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx2", "-mfma")
+BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx2", "-mfma", "-mf16c")
 AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
 DOT_PRODUCTS = (*AVX512, "-mavx512bf16")
 _TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
@@ -64,9 +64,12 @@ def open_library(flags: Sequence[str]) -> ctypes.CDLL | None:
     if found is None:
         return None
     pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    found.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, small, small)
+    found.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, *[small] * 3)
     found.forerun_pack.argtypes = (pointer, pointer, *[count] * 3)
-    found.forerun_pack.restype = None
+    found.forerun_pack_blocks.argtypes = (pointer, count, pointer, *[count] * 2)
+    found.forerun_expand.argtypes = (pointer, pointer, *[count] * 2)
+    found.forerun_pack.restype = found.forerun_pack_blocks.restype = found.forerun_expand.restype = None
+    found.forerun_block_bytes.argtypes, found.forerun_block_bytes.restype = (count, count), count
     found.forerun_multiply.restype = found.forerun_product_has.restype = small
     return found
 
@@ -131,7 +134,7 @@ def multiply(
 def _multiply(
     found: ctypes.CDLL, kind: ProductKind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
 ) -> Tensor:
-    count, depth = rows.shape
+    depth = rows.shape[1]
     held = panels.shape[1] * (panels.shape[3] if panels.dim() == 4 else 1)
     if held != depth and 0 < held - depth < STEP and panels.dim() == 4:
         rows = functional.pad(rows, (0, held - depth))
@@ -141,16 +144,30 @@ def _multiply(
             f"rows {tuple(rows.shape)} of {rows.dtype} cannot be multiplied with {outputs} outputs of a depth of "
             f"{held} in {panels.dtype}; expected rows of that depth and dtype, and as many biases, or none"
         )
+    return call(found, kind, rows, panels, bias, outputs, in_blocks=False)
+
+
+def call(
+    found: ctypes.CDLL,
+    kind: ProductKind,
+    rows: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    outputs: int,
+    *,
+    in_blocks: bool,
+) -> Tensor:
+    """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked."""
     rows = rows.contiguous()
-    out = rows.new_empty(count, outputs)
+    out = rows.new_empty(len(rows), outputs)
     given = None if bias is None else bias.contiguous()
     found.forerun_multiply(
         rows.data_ptr(),
-        panels.data_ptr(),
+        packed.data_ptr(),
         None if given is None else given.data_ptr(),
         out.data_ptr(),
-        *(count, held, outputs),
-        *(kind, torch.get_num_threads()),
+        *(*rows.shape, outputs),
+        *(kind, in_blocks, torch.get_num_threads()),
     )
     return out
 

@@ -1,0 +1,85 @@
+"""Weights in the blocks of a GGUF file (`blocks.h`): multiplied as they are, with the bits of the dequantised ones.
+
+The formats whose values are linear in each block stay as they are; whatever else a group of layers holds stands among
+them as panels of bf16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from forerun.model.kernels import products
+from forerun.model.kernels.products import LANES
+
+_PLAIN = 30  # The number of bf16 among GGUF's types of tensors
+_BEHIND = 3  # Entries behind the last panel, for what looks ahead
+_LINE = 64  # Bytes that lie at a multiple of themselves
+
+
+class StoredRows(NamedTuple):
+    """A matrix as a GGUF file keeps it."""
+
+    type: int
+    content: np.ndarray[Any, Any]  # (outputs, bytes of a row) uint8, contiguous
+    order: np.ndarray[Any, Any]  # (outputs,) the row of `content` that each output has
+
+
+def stored_bytes(kind: int, outputs: int, depth: int) -> int:
+    """Return the bytes that such a matrix takes in memory; 0 where its type cannot stay in blocks."""
+    return -(-outputs // LANES) * int(_library().forerun_block_bytes(kind, depth))
+
+
+def pack(parts: Sequence[StoredRows | Tensor], depth: int) -> Tensor:
+    """Lay out matrices below each other as `blocks.h` says. Each but the last has a multiple of `LANES` outputs; those
+    of a type that cannot stay in blocks come in bf16.
+    """
+    found = _library()
+    kinds = [_PLAIN if isinstance(part, Tensor) else part.type for part in parts]
+    panels = [-(-len(part if isinstance(part, Tensor) else part.order) // LANES) for part in parts]
+    each = np.repeat([found.forerun_block_bytes(kind, depth) for kind in kinds], panels)
+    ends = np.cumsum(each)
+    head = -(-(len(each) + _BEHIND) * 2 * ctypes.sizeof(ctypes.c_int64) // _LINE) * _LINE
+    room = torch.empty(head + int(ends[-1]) + _LINE, dtype=torch.uint8)
+    out = room[-room.data_ptr() % _LINE :][: head + int(ends[-1])]
+    directory = out[:head].view(torch.int64).view(-1, 2).numpy()
+    directory[:, 0], directory[:, 1] = head, _PLAIN
+    directory[: len(each), 0] += ends - each
+    directory[: len(each), 1] = np.repeat(kinds, panels)
+    place = out.data_ptr() + head
+    for part, kind, count in zip(parts, kinds, panels, strict=True):
+        if isinstance(part, Tensor):
+            laid_out = products.pack(part)
+            ctypes.memmove(place, laid_out.data_ptr(), laid_out.nbytes)
+        else:
+            rows = part.content.ctypes.data + part.content.shape[1] * part.order
+            rows = np.pad(rows, (0, -len(rows) % LANES))
+            found.forerun_pack_blocks(rows.ctypes.data, kind, place, count, depth)
+        place += count * int(found.forerun_block_bytes(kind, depth))
+    return out
+
+
+def expand(packed: Tensor, outputs: int, depth: int) -> Tensor:
+    """Return the weights as `products.pack` lays them out in bf16."""
+    panels = -(-outputs // LANES)
+    out = torch.empty((panels, depth // 2, LANES, 2), dtype=torch.bfloat16)
+    _library().forerun_expand(packed.data_ptr(), out.data_ptr(), panels, depth)
+    return out
+
+
+def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+    """Multiply (M, depth) in bf16 by such weights and add the bias (outputs,): (M, outputs), with the bits of
+    `products.multiply` with what `expand` returns.
+    """
+    return products.call(_library(), products.kind_of(rows.dtype), rows, packed, bias, outputs, in_blocks=True)
+
+
+def _library() -> Any:
+    found = products.library()
+    assert found is not None, "products.ready() is asked first"
+    return found

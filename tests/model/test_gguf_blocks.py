@@ -1,0 +1,123 @@
+"""A model that stays in the blocks of its GGUF file: the logits of its dequantised checkpoint, to the bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+
+from forerun.core.tree import TokenTree
+from forerun.model import TransformersTarget
+from forerun.model.gguf_blocks import find_stored, saved_bytes
+from forerun.model.kernels import products
+from forerun.model.kernels.packing import list_in_blocks, packed_bytes
+from forerun.model.load import LoadOptions
+from forerun.model.names import resolve
+from forerun.model.prepare import open_named
+from model.ggufs import LAYERS, tiny, write_tiny
+
+pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
+IDS = list(range(3, 40))
+
+
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+
+def loaded(source: Any, **more: Any) -> TransformersTarget:
+    return TransformersTarget.load(source, **{"dtype": "bfloat16", "device": "cpu", "slots": 128, **more})
+
+
+def logits(target: TransformersTarget) -> torch.Tensor:
+    """Logits of a prompt, and of a tree behind it."""
+    found = target.prefill([0], [IDS[:-1]]).logits
+    tree = TokenTree(IDS[-1])
+    for token in range(5, 16):
+        tree.add(token, (token - 5) // 2)
+    return torch.cat((found.reshape(-1, found.shape[-1]), target.score([0], [tree]).logits[0]))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("stored", [Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q8_0], ids=lambda kind: kind.name)
+def test_logits_are_those_of_the_checkpoint(tmp_path: Path, stored: Type, tied: bool) -> None:
+    """Rows of queries and keys are in another order in the file; a tied head reads the embedding's blocks."""
+    file = write_tiny(tmp_path / "tiny.gguf", stored, model=tiny(tie_word_embeddings=tied))
+    target, plain = loaded(file), loaded(file, repack=False)
+    assert len(list_in_blocks(target.model)) == 7 * LAYERS + 1
+    assert torch.equal(logits(target), logits(loaded(Path(resolve(file, "bfloat16")))))
+    own, theirs = target.model.state_dict(), plain.model.state_dict()
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(weight, theirs[name]) for name, weight in own.items())
+
+
+def test_the_next_start_has_them_in_blocks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a comparison."""
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
+    first = loaded(file)
+    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
+    second = loaded(file)
+    assert list_in_blocks(second.model) == list_in_blocks(first.model) != []
+
+
+def test_a_checkpoint_by_its_own_name_has_none(tmp_path: Path) -> None:
+    """Also where it was found right in blocks before; and the file is still in blocks behind that."""
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
+    folder = Path(resolve(file, "bfloat16"))
+    copied = folder.with_name("elsewhere")
+    folder.rename(copied)
+    assert not list_in_blocks(loaded(copied).model)
+    assert list_in_blocks(loaded(file).model)
+
+
+@pytest.mark.parametrize("more", [{"dtype": "float32"}, {"repack": False}], ids=str)
+def test_where_weights_are_not_packed_in_bf16_there_are_none(tmp_path: Path, more: dict[str, Any]) -> None:
+    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0), **more).model)
+
+
+def test_types_without_blocks_are_dequantised(tmp_path: Path) -> None:
+    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.F16)).model)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_plan_knows_what_they_take(tmp_path: Path, tied: bool) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0, model=tiny(tie_word_embeddings=tied))
+    folder = Path(resolve(file, "bfloat16"))
+    plain = loaded(folder.rename(folder.with_name("elsewhere")))
+    target = loaded(file)
+    embedding = target.model.get_input_embeddings().weight.nbytes
+    counted = packed_bytes(plain.model) - (embedding if tied else 0)  # The checkpoint's tensors hold a tied one once
+    heads = 2 * len(list_in_blocks(target.model)) * 256
+    assert 0 <= packed_bytes(target.model) - (counted - saved_bytes(folder)) < heads
+
+
+def _shifted(weights: Any, **_: Any) -> Any:
+    return weights - 1
+
+
+def _turned(weights: Any, **_: Any) -> Any:
+    return weights.T
+
+
+@pytest.mark.parametrize("change", [_shifted, _turned])
+def test_what_the_converter_changes_is_not_taken_as_it_is(
+    tmp_path: Path, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import modeling_gguf_pytorch_utils as theirs
+
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
+    model = open_named(file, LoadOptions(dtype="bfloat16"))
+    assert len(find_stored(model)) == 7 * LAYERS + 2
+
+    def process(_: Any, weights: Any, name: str, **__: Any) -> Any:
+        return theirs.GGUFTensor(change(weights), name, {})
+
+    monkeypatch.setattr(theirs.LlamaTensorProcessor, "process", process)
+    assert not find_stored(model)
+
+
+def test_parts_of_a_split_file(tmp_path: Path) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q8_0, split=5)
+    assert len(list_in_blocks(loaded(file).model)) == 7 * LAYERS + 1

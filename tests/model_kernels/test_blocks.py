@@ -1,0 +1,180 @@
+"""Weights in the blocks of a GGUF file: the bits of the package ``gguf``, and products with the bits of bf16 panels."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from torch import Tensor, nn
+
+from forerun.model.kernels import blocks, products
+from forerun.model.kernels.blocks import StoredRows
+from forerun.model.kernels.packing import BlockWeight, PackedLinear, list_in_blocks, pack, unpack
+from forerun.model.kernels.products import ProductKind
+
+pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
+HALVES = {  # Where the numbers in float16 stand in a block
+    Type.Q4_0: [0],
+    Type.Q4_1: [0, 2],
+    Type.Q5_0: [0],
+    Type.Q5_1: [0, 2],
+    Type.Q8_0: [0],
+    Type.Q2_K: [80, 82],
+    Type.Q3_K: [108],
+    Type.Q4_K: [0, 2],
+    Type.Q5_K: [0, 2],
+    Type.Q6_K: [208],
+}
+BUILDS = {"narrow": products.BASE, "wide": products.AVX512}
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 64, 65)
+
+
+@pytest.fixture(params=["own", *BUILDS])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The products as compiled for this processor, for any with AVX2, and for one with AVX-512 alone."""
+    if request.param == "wide" and not torch.cpu._is_avx512_supported():
+        pytest.skip("not on this processor")
+    found = products.library() if request.param == "own" else products.open_library(BUILDS[request.param])
+    monkeypatch.setattr(products, "library", lambda: found)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def stored(kind: Type, outputs: int, depth: int) -> tuple[StoredRows, Tensor]:
+    """Random blocks, scales of all sizes and signs among them, in another order of rows; and what they are in bf16."""
+    chance = np.random.default_rng(outputs + depth)
+    inputs, size = gguf.GGML_QUANT_SIZES[kind]
+    raw = chance.integers(0, 256, (outputs * depth // inputs, size), dtype=np.uint8)
+    for at in HALVES[kind]:
+        scale = chance.standard_normal(len(raw)) * chance.choice([1, 1e-2, 1e-4, 1e-7, 0], len(raw))
+        raw[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    raw, order = raw.reshape(outputs, -1), chance.permutation(outputs)
+    return StoredRows(int(kind), raw, order), torch.from_numpy(quants.dequantize(raw, kind)[order]).bfloat16()
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("shape", [(16, 256), (70, 768)], ids=str)
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_blocks_expand_to_the_bits_of_gguf(library: Any, kind: Type, shape: tuple[int, int]) -> None:
+    """Signs of zeros, too."""
+    rows, matrix = stored(kind, *shape)
+    panels = blocks.expand(blocks.pack([rows], shape[1]), *shape)
+    assert torch.equal(bits(products.unpack(panels, *shape)), bits(matrix))
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_products_have_the_bits_of_bf16(library: Any, kind: Type, biased: bool) -> None:
+    """For all ways to multiply, any number of rows and threads, and an odd number of outputs."""
+    outputs, depth = 70, 768
+    rows, matrix = stored(kind, outputs, depth)
+    packed, panels = blocks.pack([rows], depth), products.pack(matrix)
+    bias = torch.randn(outputs).bfloat16() if biased else None
+    states = torch.randn(max(COUNTS), depth).bfloat16()
+    for way in (ProductKind.WIDENED, ProductKind.DOTS, ProductKind.TILES):
+        if not library.forerun_product_has(way):
+            continue
+        expected = products._multiply(library, way, states, panels, bias, outputs)
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            for count in COUNTS:
+                found = products.call(library, way, states[:count], packed, bias, outputs, in_blocks=True)
+                assert torch.equal(bits(found), bits(expected[:count])), (way, number, count)
+
+
+@pytest.mark.parametrize("kinds", [(Type.Q4_K, Type.Q6_K, None), (None, Type.Q4_0), (Type.Q8_0, None, Type.Q4_1)])
+def test_matrices_of_several_types_below_each_other(library: Any, kinds: tuple[Type | None, ...]) -> None:
+    """As in a layer whose values are kept in more bits, and where one is no type of blocks (None)."""
+    depth, parts, matrices = 512, [], []
+    for kind, outputs in zip(kinds, (64, 32, 41), strict=False):
+        rows, matrix = stored(Type.Q4_0 if kind is None else kind, outputs, depth)
+        parts.append(matrix if kind is None else rows)
+        matrices.append(matrix)
+    below, states = torch.cat(matrices), torch.randn(19, depth).bfloat16()
+    packed = blocks.pack(parts, depth)
+    expected = products._multiply(library, ProductKind.WIDENED, states, products.pack(below), None, len(below))
+    found = products.call(library, ProductKind.WIDENED, states, packed, None, len(below), in_blocks=True)
+    assert torch.equal(bits(found), bits(expected))
+    assert torch.equal(products.unpack(blocks.expand(packed, *below.shape), *below.shape), below)
+
+
+def test_what_blocks_take() -> None:
+    for kind in HALVES:
+        inputs, _ = gguf.GGML_QUANT_SIZES[kind]
+        rows, _ = stored(kind, 64, 2 * inputs)
+        size = blocks.stored_bytes(kind, 64, 2 * inputs)
+        assert 0 <= blocks.pack([rows], 2 * inputs).nbytes - size <= 256  # What is there for each panel
+        assert size < 64 * 2 * inputs * 2 * 0.6
+    for kind in (Type.F32, Type.F16, Type.IQ4_NL, Type.MXFP4):
+        assert not blocks.stored_bytes(kind, 64, 512)
+    assert not blocks.stored_bytes(Type.Q4_K, 64, 128)
+
+
+class _Model(nn.Module):
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        for name, weight in zip(("q_proj", "k_proj", "v_proj", "other"), weights, strict=False):
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=name == "other", dtype=torch.bfloat16)
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            setattr(self, name, layer)
+
+
+def model_of_blocks() -> tuple[_Model, dict[str, StoredRows], list[Tensor]]:
+    names = ("q_proj", "k_proj", "v_proj", "other")
+    found = [stored(Type.Q4_1, outputs, 256) for outputs in (64, 32, 32, 50)]
+    weights = [matrix for _, matrix in found]
+    model = _Model(*(weight.clone() for weight in weights))
+    return model, {f"{name}.weight": rows for name, (rows, _) in zip(names, found, strict=True)}, weights
+
+
+def test_a_model_is_packed_in_blocks() -> None:
+    model, rows, weights = model_of_blocks()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert pack(model, rows).fused == 1
+    assert list_in_blocks(model) == ["q_proj", "k_proj", "v_proj", "other"]
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    states = torch.randn(3, 256, requires_grad=True)
+    layer: Any = model.other
+    assert isinstance(layer, PackedLinear)
+    layer(states.bfloat16()).sum().backward()
+    torch.testing.assert_close(states.grad, weights[-1].sum(0).expand(3, -1).float(), rtol=0.02, atol=0.02)
+    assert unpack(model) == 4
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_file_with_other_weights_than_the_model_is_noticed() -> None:
+    model, rows, _ = model_of_blocks()
+    rows["k_proj.weight"].content[5, 9] ^= 1
+    pack(model, rows)
+    assert list_in_blocks(model) == ["other"]
+
+
+def test_what_was_compared_before_is_not_compared_again() -> None:
+    model, rows, _ = model_of_blocks()
+    rows["other.weight"].content[5, 9] ^= 1
+    pack(model, rows, accepted=["other"])
+    assert list_in_blocks(model) == ["other"]
+    assert isinstance(model.other.packed_weight, BlockWeight)
+
+
+@pytest.mark.parametrize("outputs", [(64, 40, 32), (64, 32, 40)], ids=str)
+def test_only_the_last_matrix_may_end_within_a_panel(outputs: tuple[int, ...]) -> None:
+    found = [stored(Type.Q4_0, each, 256) for each in outputs]
+    model = _Model(*(matrix for _, matrix in found))
+    names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    pack(model, dict(zip(names, (rows for rows, _ in found), strict=True)))
+    assert len(list_in_blocks(model)) == (3 if outputs[1] % products.LANES == 0 else 0)
