@@ -62,7 +62,7 @@ $(SGLANG_VENV)/.ready: tests_sglang/requirements.txt pyproject.toml
 $(LLAMA_VENV)/.ready: pyproject.toml
 	test -x $(LLAMA_VENV)/bin/python || $(PYTHON) -m venv $(LLAMA_VENV)
 	echo '*' > $(LLAMA_VENV)/.gitignore
-	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[train,bench]" pytest sentencepiece protobuf cmake ninja
+	$(LLAMA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[train,bench]" pytest hypothesis sentencepiece protobuf cmake ninja
 	$(LLAMA_VENV)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python --dest build llama-cpp-python==0.3.36
 	rm -rf $(LLAMA) && mkdir -p $(LLAMA) && tar xzf build/llama_cpp_python-0.3.36.tar.gz --strip-components=1 -C $(LLAMA)
 	PATH=$(abspath $(LLAMA_VENV))/bin:$$PATH cmake -G Ninja -S $(LLAMA_CPP) -B $(LLAMA_CPP)/build -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DLLAMA_ALL_WARNINGS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DCMAKE_C_FLAGS="$(NO_AMX)" -DCMAKE_CXX_FLAGS="$(NO_AMX)"
@@ -95,8 +95,8 @@ test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (o
 test-sglang: $(SGLANG_VENV)/.ready ## the plug-in on SGLang's own classes, without its kernels (in .venv-sglang)
 	$(SGLANG_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_sglang $(ARGS)
 
-test-llama: $(LLAMA_VENV)/.ready ## heads in llama.cpp beside forerun, drafts in front of GGUF files (built in .venv-llama and build: 5 to 20 minutes)
-	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama --llama-cpp $(LLAMA_CPP) $(ARGS)
+test-llama: $(LLAMA_VENV)/.ready ## GGUF files on llama.cpp, heads in it beside forerun, drafts in front of it (built in .venv-llama and build: 5 to 20 minutes)
+	PYTHONPATH=. $(LLAMA_VENV)/bin/python -m pytest -o addopts= -o filterwarnings=default tests_llama tests/model/test_back_ends.py --llama-cpp $(LLAMA_CPP) $(ARGS)
 
 dist: $(READY) ## wheel and sdist of forerun, and the wheel of its demo models, in build/dist
 	$(BIN)/python -m hatchling build -d build/dist

@@ -49,7 +49,7 @@ FOR_TESTS_ALONE: set[str] = set()
 HOSTS = {
     "vllm": "the program that loads `forerun.training.features.vllm_connector`; it wants an environment of its own",
     "sglang": "the program that loads `forerun.deploy.sglang`; so does this one",
-    "llama_cpp": "what `forerun.deploy.llama_cpp` is handed to; it is built from source",
+    "llama_cpp": "the extra `gguf`: llama.cpp, which is built from source",
     "conversion": "llama.cpp's sources, in which `forerun.deploy.trials.gguf_converter` runs",
     "convert_hf_to_gguf": "these, too",
     "triton": "it comes with torch for CUDA, and `forerun.model.kernels.triton_ops` asks for it",
@@ -183,7 +183,7 @@ def test_every_import_is_declared() -> None:
     extras = PROJECT["optional-dependencies"]
     lines = [
         *PROJECT["dependencies"],
-        *(line for extra in ("serve", "train", "bench", "peft") for line in extras[extra]),
+        *(line for extra in ("serve", "gguf", "train", "bench", "peft") for line in extras[extra]),
     ]
     declared = {distribution(re.split(r"[^\w.-]", line, maxsplit=1)[0]) for line in lines}
     tops = {name.partition(".")[0] for tree in modules().values() for name in imported(tree)}

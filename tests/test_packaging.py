@@ -98,7 +98,7 @@ def test_the_metadata_names_licence_extras_and_entry_points(installed: Path) -> 
     (folder,) = installed.glob("forerun-*.dist-info")
     metadata = email.message_from_string((folder / "METADATA").read_text(encoding="utf-8"))
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Requires-Python"] == ">=3.11"
-    assert {"serve", "train", "bench", "peft"} <= set(metadata.get_all("Provides-Extra", []))
+    assert {"serve", "gguf", "train", "bench", "peft"} <= set(metadata.get_all("Provides-Extra", []))
     points = (folder / "entry_points.txt").read_text()
     assert "forerun = forerun.cli:main" in points and "[sglang.srt.plugins]" in points
     assert (folder / "licenses" / "LICENSE").is_file()

@@ -18,7 +18,9 @@ from forerun.core.rng import Rng
 from forerun.core.rules import ArgmaxWalk
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
+from forerun.model import llama_context
 from forerun.types import Source, Verdict
+from model.ggufs import needs_llama_cpp, tiny, write_tiny
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
 LONGER = "each token of longer answers"
@@ -94,6 +96,25 @@ def test_another_drafts_where_there_is_nothing_to_copy(checkpoint: Path) -> None
     found = list(checks._distribution_checks(run))
     assert all(check.passed and check.name.endswith("drafted by early_exit") for check in found), found
     assert len(found) == len(KINDS) and "block" in run.rules
+
+
+@needs_llama_cpp
+@pytest.mark.usefixtures("one_setting")
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_gguf_file_is_compared_with_llama_cpp_itself(
+    tmp_path: Path, faulty: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    file = write_tiny(tmp_path / "tiny.gguf", model=tiny(initializer_range=0.4))
+    llm = LLM(file, speculative_config={"method": "recycling"}, max_num_seqs=8, max_model_len=80, backend="llama.cpp")
+    if faulty:
+        run = llama_context.Context.run
+        monkeypatch.setattr(llama_context.Context, "run", lambda self, batch: run(self, batch).roll(1, 0))
+    report = certify(llm, TEXTS, SMALL)
+    found = {check.name: check for check in report.checks}
+    assert report.passed != faulty, report.checks
+    assert found["greedy equality"].passed != faulty and "llama.cpp's own" in found["greedy equality"].summary
+    assert report.runs_as == "F32 on llama.cpp, CPU"
 
 
 @pytest.mark.usefixtures("one_setting")
@@ -176,7 +197,7 @@ def test_rows_are_as_long_as_prompts_and_answers(
 
 
 def test_no_check_is_no_proof() -> None:
-    report = Report(model="m", drafter="ngram", dtype="float32", device="cpu", checks=[])
+    report = Report(model="m", drafter="ngram", dtype="float32", device="cpu", runs_as="", checks=[])
     assert not report.passed and report.record()["passed"] is False
     assert replace(report, checks=[Check(name="one", passed=True, summary="")]).passed
     assert not replace(report, checks=[Check(name="one", passed=False, summary="")]).passed

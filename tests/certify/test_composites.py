@@ -11,7 +11,7 @@ from forerun import LLM, SamplingParams
 from forerun.certify import checks
 from forerun.certify.checks import Check
 from forerun.certify.plan import CertifyPlan
-from forerun.certify.reference import Reference
+from forerun.certify.reference import TransformersReference
 from forerun.decode import step as stepping
 
 PROMPT = [2, 1, 0, 0, 2, 1]
@@ -30,7 +30,7 @@ def certified(name: str) -> tuple[Check, set[str]]:
         self_check=False,
     )
     setting = checks.Setting(params=PARAMS, seeded=False)
-    reference = Reference(copy.deepcopy(toy()))
+    reference = TransformersReference(copy.deepcopy(toy()))
     run = checks.Run(llm=llm, reference=reference, prompts=[PROMPT], plan=CertifyPlan(detect=0.05))
     return checks.chi_square_check(run, checks.uncertain(run, setting, 0, tests=4)), run.rules
 

@@ -1,11 +1,13 @@
 """Tiny GGUF files, written by the package ``gguf`` as llama.cpp's converter writes large ones."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -17,6 +19,9 @@ TOKENS = [*SPECIAL, *bytes_to_unicode().values(), *(merge.replace(" ", "") for m
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+needs_llama_cpp = pytest.mark.skipif(
+    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed: pip install 'forerun[gguf]'"
 )
 WIDTH, HEADS, KV_HEADS, LAYERS = 64, 4, 2, 2
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,10 @@ from forerun.model.back_ends import load_target
 from forerun.model.inputs import Nodes
 from forerun.model.self_check import divergence
 from forerun.types import Drawn
-from model.ggufs import TOKENS, tiny, write_tiny, write_tiny_hybrid
+from model.ggufs import TOKENS, needs_llama_cpp, tiny, write_tiny, write_tiny_hybrid
 
 NEAR = 2e-4  # Mean divergence, nats, that float16 keys and values explain; a sibling seen has 1e-2 and more
 ROWS, SLOTS = 4, 160
-needs_llama_cpp = pytest.mark.skipif(
-    find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed: pip install 'forerun[gguf]'"
-)
 HYBRID = "llama.cpp, a hybrid"  # Chains only
 BACK_ENDS = ["transformers", *(pytest.param(name, marks=needs_llama_cpp) for name in ("llama.cpp", HYBRID))]
 

@@ -14,7 +14,7 @@ import forerun
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.certify.checks import certify
 from forerun.certify.plan import CertifyPlan
-from forerun.certify.reference import Reference
+from forerun.certify.reference import TransformersReference
 from forerun.cli import main
 from forerun.control.config import SpeculativeConfig
 from forerun.demo import QUESTIONS
@@ -104,7 +104,7 @@ def test_inside_transformers_generate(llm: LLM, original: LlamaForCausalLM, plai
 def test_the_proof_holds(llm: LLM, original: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(llm, "speculative", SpeculativeConfig.parse({"method": "recycling", "nodes": 8}))
     plan = CertifyPlan(prompts=3, prompt_tokens=64, max_tokens=TOKENS, detect=0.5, sample_tokens=3, cells=6)
-    report = certify(llm, [question.text for question in QUESTIONS], plan, reference=Reference(original))
+    report = certify(llm, [question.text for question in QUESTIONS], plan, reference=TransformersReference(original))
     assert report.passed, [check.summary for check in report.checks if not check.passed]
     assert {check.name.partition(",")[0] for check in report.checks} >= {"greedy equality", "sampled distribution"}
 

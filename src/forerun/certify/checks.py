@@ -1,7 +1,7 @@
 """The checks of ``forerun certify``: rules enumerated, greedy text and log-probabilities, seeded and sampled text.
 
-Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers'
-own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. Longer answers are
+Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers' or
+llama.cpp's own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. Longer answers are
 compared token by token: where each stands among all, the likelier ones first (`Reference.places`). How many are drawn
 follows from what is to be detected. A test fails if two drawings, one after the other, are unlikely: each then has a
 level that is the root of the test's, where the chi-square approximation is good and fewer answers suffice. The level of
@@ -27,6 +27,7 @@ from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import (
     LOGPROB_TOLERANCE,
+    QUANTISED,
     Cells,
     Difference,
     Outcome,
@@ -77,19 +78,26 @@ def certify(
         prompts: texts; the beginnings of the first few are used.
         plan: how much to check.
         progress: is told what is being done.
-        reference: the target as transformers runs it; None loads its checkpoint a second time.
+        reference: the target as transformers, or llama.cpp, runs it; None loads its checkpoint a second time.
     """
     plan = plan or CertifyPlan()
     if llm.speculative is None:
         raise ArgumentError("nothing to certify without a drafter; name one with --drafter (see: forerun drafters)")
     texts = token_prompts(llm, prompts, plan)
     if reference is None:
-        progress("loading the target as transformers runs it")
+        progress("loading the target once more, to compare with")
         reference = Reference.of(llm)
     run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
     checks = examined(run)
-    model, device, dtype = llm.target.name_or_path, str(llm.target.device), llm.target.dtype_name
-    return Report(model=model, drafter=llm.speculative.method, dtype=dtype, device=device, checks=checks)
+    target = llm.target
+    return Report(
+        model=target.name_or_path,
+        drafter=llm.speculative.method,
+        dtype=target.dtype_name,
+        device=str(target.device),
+        runs_as=target.runs_as,
+        checks=checks,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,6 +120,7 @@ class Report:
     drafter: str
     dtype: str
     device: str
+    runs_as: str  # The number format and what computes, in words
     checks: list[Check]
 
     @property
@@ -280,7 +289,7 @@ def _rule_checks(run: Run) -> Iterator[Check]:
 
 
 def _greedy_checks(run: Run) -> list[Check]:
-    """Greedy equality and equality of log-probabilities. One pass of transformers over prompt and answer shows at every
+    """Greedy equality and equality of log-probabilities. The reference's logits of prompt and answer show at every
     position which token is its own greedy one, as far as the answer had not yet parted from its own."""
     params = SamplingParams(
         temperature=0.0, max_tokens=run.plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False
@@ -298,22 +307,24 @@ def _greedy_checks(run: Run) -> list[Check]:
             assert token.logprob is not None
             expected = float(logits[position].log_softmax(-1)[token.id])
             worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
-    tolerance = LOGPROB_TOLERANCE.get(run.llm.target.dtype_name, 5e-4)
+    tolerance = LOGPROB_TOLERANCE.get(run.llm.target.dtype_name, QUANTISED)
     logprobs = Check(
         name="log-probabilities",
         passed=worst <= tolerance and compared > 0,
-        summary=f"at most {worst:.2g} nats from transformers' over {compared} tokens (tolerance {tolerance:g})",
+        summary=f"at most {worst:.2g} nats from {run.reference.whose} over {compared} tokens (tolerance {tolerance:g})",
         figures={"largest_difference": worst, "tokens": compared, "tolerance": tolerance},
     )
-    return [_equality(answers, parted, stats), logprobs]
+    return [_equality(answers, parted, stats, run.reference.whose), logprobs]
 
 
-def _equality(answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats) -> Check:
+def _equality(
+    answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats, whose: str
+) -> Check:
     tokens = sum(len(answer.token_ids) for answer in answers)
     bugs = [parted for parted in found if not parted.tie]
     summary = "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
     if total.num_spec_steps:
-        summary = f"{len(answers) - len(found)} of {len(answers)} answers are transformers' own, {tokens} tokens, "
+        summary = f"{len(answers) - len(found)} of {len(answers)} answers are {whose} own, {tokens} tokens, "
         summary += f"{total.tokens_per_pass:.2f} tokens per pass"
         for parted in found:
             summary += (

@@ -18,7 +18,7 @@ import torch
 
 from forerun.certify.checks import Check, Run, examined
 from forerun.certify.plan import CertifyPlan
-from forerun.certify.reference import Reference
+from forerun.certify.reference import TransformersReference
 from forerun.decode.drafter import warn_drafter
 from forerun.errors import ForerunError
 from forerun.types import SamplingParams, SpeculationStats
@@ -252,7 +252,7 @@ CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
 
 def _answers(config: Config) -> list[Check]:
     """Examine what ``forerun certify`` does: greedy text, log-probabilities, distributions and rules."""
-    reference = Reference(copy.deepcopy(tiny_target()))
+    reference = TransformersReference(copy.deepcopy(tiny_target()))
     run = Run(
         llm=tiny_engine(config, rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN
     )

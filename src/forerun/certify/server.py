@@ -75,7 +75,8 @@ def certify_server(
     checks.append(_speculation_check(exam))
     words = known if dtype != "auto" else f"{known} assumed"
     what = f"what {served.engine or 'the server'} does"
-    return Report(model=served.model, drafter=what, dtype=words, device=served.url, checks=checks)
+    where = f"{words} on {served.url}"
+    return Report(model=served.model, drafter=what, dtype=words, device=served.url, runs_as=where, checks=checks)
 
 
 def _prompts(served: ServedModel, texts: Sequence[str], plan: CertifyPlan) -> list[Prompt]:

@@ -65,8 +65,9 @@ def certify(
     """Prove on your own model, or of a server, that speculation changes nothing. Exit code 1 if a check fails.
 
     The model runs in float32 where --dtype names no other: 16 bits round, and so excuse differences and leave out what
-    cuts tokens off. A server is asked greedily and at temperature 1, by 1 and by 16 clients at a time; a check that
-    fails prints the smallest request found that shows the fault.
+    cuts tokens off. A GGUF file runs on llama.cpp as it is, and is compared with llama.cpp's own passes. A server is
+    asked greedily and at temperature 1, by 1 and by 16 clients at a time; a check that fails prints the smallest
+    request found that shows the fault.
 
     Parameters
     ----------
@@ -106,8 +107,10 @@ def certify(
     plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=wanted)
     if servers.server is None:
         assert model is not None
-        if loading.dtype == "auto":  # Rounding is more than --detect, and moves the border of what top-k and others cut
-            loading = replace(loading, dtype="float32")
+        from forerun.model.back_ends import file_for_llama_cpp
+
+        if loading.dtype == "auto" and file_for_llama_cpp(model, backend=loading.backend) is None:
+            loading = replace(loading, dtype="float32")  # Rounding moves the border of what top-k and others cut
         llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
         from forerun.certify.checks import certify as examine
 
@@ -166,7 +169,7 @@ def show_report(report: Report) -> None:
     show_checks(report.checks)
     failed = sum(not check.passed for check in report.checks)
     missing = sum(check.left_out for check in report.checks)
-    what = f"{report.drafter} on {report.model}, {report.dtype} on {report.device}"
+    what = f"{report.drafter} on {report.model}, {report.runs_as}"
     what += f"; {missing} checks were left out" if missing else ""
     verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")
     out.print(verdict.append(what if report.passed else f"{failed} of {len(report.checks)} checks failed; {what}", ""))

@@ -201,7 +201,7 @@ def _real(
     length = params.max_tokens or QUESTION_TOKENS
     settings = [replace(params, temperature=one, max_tokens=length) for one in temperatures]
     answers = list(side_by_side.ask_all(llm, questions, settings, show=not json))
-    drafter, where = config.get("method", "draft_model"), f"{llm.target.dtype_name} on {llm.target.device}"
+    drafter, where = config.get("method", "draft_model"), f"{llm.target.runs_as}"
     if json:
         about = {
             "model": model,
@@ -243,8 +243,7 @@ def _all(
         out.print(leaderboard.table(plain, board, out.width))
         out.print(
             Text(
-                f"{note or 'the model as it ships'}; plain {speeds['0']:.1f} tokens/s at T = 0; "
-                f"{llm.target.dtype_name} on {llm.target.device}",
+                f"{note or 'the model as it ships'}; plain {speeds['0']:.1f} tokens/s at T = 0; {llm.target.runs_as}",
                 "dim",
             )
         )
@@ -394,7 +393,7 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out.print(
         Text(
             f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-            f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.dtype_name} on {llm.target.device}",
+            f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.runs_as}",
             "dim",
         )
     )

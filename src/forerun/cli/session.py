@@ -192,8 +192,7 @@ def load(
     if announce:
         console.log().print(
             Text(
-                f"{model}: {llm.target.dtype_name} on {llm.target.device}, ready in "
-                f"{time.perf_counter() - began:.1f} s",
+                f"{model}: {llm.target.runs_as}, ready in {time.perf_counter() - began:.1f} s",
                 "dim",
             )
         )

@@ -32,23 +32,30 @@ def load_target(model: Any, *, backend: str = "auto", tokens: int | None = None,
     Raises:
         ArgumentError: there is no such back end, or it does not run this model.
     """
+    file = file_for_llama_cpp(model, backend=backend, dtype=loading.get("dtype"))
+    if file is None:
+        return TransformersTarget.load(model, **loading)
+    return LlamaCppTarget.load(file, tokens=tokens, **loading)
+
+
+def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None) -> Path | None:
+    """Return the GGUF file that llama.cpp runs where `load_target` is asked for this model, None where transformers
+    runs it. ArgumentError: there is no such back end, or it does not run this model.
+    """
     if backend not in BACK_ENDS:
         raise ArgumentError(f"there is no back end {backend!r}.{nearest(backend, BACK_ENDS)}")
     file = gguf_file(model) if isinstance(model, str | Path) else None
     if file is None and backend == "llama.cpp":
         raise ArgumentError(f"llama.cpp runs GGUF files, and {model!s:.200} is none: leave backend away")
-    if file is None or backend == "transformers" or (backend == "auto" and not _suits_llama_cpp(file, loading)):
-        return TransformersTarget.load(model, **loading)
-    return LlamaCppTarget.load(file, tokens=tokens, **loading)
-
-
-def _suits_llama_cpp(file: Path, loading: dict[str, Any]) -> bool:
-    if loading.get("dtype", "auto") not in ("auto", None):
-        return False
+    if backend != "auto":
+        return file if backend == "llama.cpp" else None
+    if file is None or dtype not in ("auto", None):
+        return None
     if not llama_context.installed():
         _log.warning(
             "%s is dequantised once and runs on transformers; on llama.cpp it would keep its size: %s",
             file.name,
             llama_context.INSTALL,
         )
-    return llama_context.installed()
+        return None
+    return file

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, find_problem, nearest, refuse
+from forerun.model.other_apps import find_kept
 from forerun.shipped import MODELS, REAL
 
 DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
@@ -32,6 +33,8 @@ def check(name: str | Path, dtype: str, device: str | None = None) -> None:
 def check_found(name: str | Path) -> None:
     """Raise CheckpointError if a name is no file, no directory, no shipped model, and no hub id that the hub knows."""
     path = Path(name).expanduser()
+    if find_kept(name) is not None:
+        return
     if path.suffix == ".gguf":
         check_file(path)
     elif not path.exists() and str(name) not in (REAL, *MODELS):

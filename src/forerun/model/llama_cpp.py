@@ -169,6 +169,10 @@ class LlamaCppTarget(Target):
         """The quantisation of most weights, for example ``"Q4_K"``."""
         return self._header.quantisation
 
+    @property
+    def runs_as(self) -> str:
+        return f"{self.dtype_name} on llama.cpp, {'GPU' if self._context.layers_offloaded else 'CPU'}"
+
     @torch.inference_mode()
     def prefill(
         self,

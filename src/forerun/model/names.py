@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.errors import CheckpointError, first_line
 from forerun.model.checks import check_file
+from forerun.model.other_apps import find_kept
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,8 +25,8 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
     """Return the directory of the model that a name means; a hub id, and the path of a directory, unchanged.
 
     Args:
-        name: a directory, a hub id, a GGUF file or any part of a split one, a directory with one, or a shipped model's
-            name (`forerun.demo`).
+        name: a directory, a hub id, a GGUF file or any part of a split one, a directory with one, a name of Ollama's or
+            LM Studio's (`other_apps`), or a shipped model's (`forerun.demo`).
         dtype: of the weights that are read then, as in `LoadOptions`; None where none are. What is kept of a GGUF file
             depends on it.
 
@@ -37,7 +38,7 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
 
     file = gguf_file(name)
     if file is None:
-        return shipped.resolve(name)
+        return find_kept(name) or shipped.resolve(name)
     from forerun.model.gguf import checkpoint_of
 
     return checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
@@ -49,7 +50,7 @@ def gguf_file(name: str | Path) -> Path | None:
     """
     from forerun import shipped
 
-    path = Path(shipped.resolve(name)).expanduser()
+    path = find_kept(name) or Path(shipped.resolve(name)).expanduser()
     file = _only_file(path) if path.is_dir() else path
     if file is None or not (file.is_file() or file.suffix == ".gguf"):
         return None

@@ -62,6 +62,11 @@ class Target:
         return False
 
     @property
+    def runs_as(self) -> str:
+        """The number format and what computes, in words for people."""
+        return f"{self.dtype_name} on {self.device}"
+
+    @property
     def records(self) -> bool:
         """True if passes are recorded and replayed."""
         return False

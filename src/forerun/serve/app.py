@@ -256,6 +256,7 @@ def _add_operations(app: FastAPI, session: Session) -> None:
             "owned_by": "forerun",
             "root": session.settings.model_name,
             "max_model_len": llm.max_model_len,
+            "runs_as": llm.target.runs_as,
             "chat": chats,
         }
         speculation = {

@@ -117,7 +117,12 @@ class Session:
             return
         if self.state is State.LOADING:
             self.state = State.READY
-            log.info("serving %s after %.1f s", self.settings.model_name, time.perf_counter() - began)
+            log.info(
+                "serving %s, %s, after %.1f s",
+                self.settings.model_name,
+                self._engine.llm.target.runs_as,
+                time.perf_counter() - began,
+            )
 
     def _open(self) -> AsyncLLM:
         """Return the engine, and try here what would fail at the first request."""

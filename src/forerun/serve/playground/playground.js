@@ -643,7 +643,7 @@ async function begin() {
 async function meet() {
   try {
     const model = (await (await call("v1/models")).json()).data[0];
-    at("model").textContent = model.id;
+    at("model").textContent = `${model.id}, ${model.runs_as}`;
     at("mode").disabled = !model.chat;
     if (!model.chat) { at("mode").value = "text"; useExample(EXAMPLES[0]); }
     limits = model.speculation.max_speculative_tokens;
