@@ -16,9 +16,10 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
-from forerun.model import Target, TransformersTarget, llama_cpp
-from forerun.model.back_ends import load_target
+from forerun.model import Target, TransformersTarget, llama_context, llama_cpp
+from forerun.model.back_ends import file_for_llama_cpp, load_target
 from forerun.model.inputs import Nodes
+from forerun.model.kernels import products
 from forerun.model.self_check import divergence
 from forerun.types import Drawn
 from model.ggufs import TOKENS, needs_llama_cpp, tiny, write_tiny, write_tiny_hybrid
@@ -500,3 +501,22 @@ def test_options_that_llama_cpp_does_not_have_are_refused(file: Path, tmp_path: 
     pooled = write_tiny(tmp_path / "embedding.gguf", more=lambda writer: writer.add_pooling_type(gguf.PoolingType.MEAN))
     with pytest.raises(CheckpointError, match="generates no text"):
         load_target(pooled, backend="llama.cpp")
+
+
+def test_auto_takes_the_back_end_that_multiplies_the_files_blocks(
+    file: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Our own kernels on a CPU that has them, llama.cpp where they or transformers do not run the file."""
+    unread = tmp_path / "unread.gguf"
+    unread.write_bytes(file.read_bytes().replace(b"llama", b"lllll"))
+    ours = products.ready(torch.bfloat16)
+    for installed in (True, False):
+        monkeypatch.setattr(llama_context, "installed", lambda there=installed: there)
+        monkeypatch.setattr(llama_context, "has_accelerator", lambda: False)
+        assert file_for_llama_cpp(file) == (None if ours or not installed else file)
+        assert file_for_llama_cpp(unread) == (unread if installed else None)
+        assert file_for_llama_cpp(file, dtype="float32") is None
+    monkeypatch.setattr(llama_context, "installed", lambda: True)
+    monkeypatch.setattr(llama_context, "has_accelerator", lambda: True)
+    assert file_for_llama_cpp(file) == file
+    assert file_for_llama_cpp(file, device="cpu") == (None if ours else file)

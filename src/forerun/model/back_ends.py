@@ -6,8 +6,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from forerun.errors import ArgumentError, nearest
 from forerun.model import llama_context
+from forerun.model.gguf import can_convert
+from forerun.model.kernels import products
 from forerun.model.llama_cpp import LlamaCppTarget
 from forerun.model.names import gguf_file
 from forerun.model.target import Target
@@ -24,23 +28,27 @@ def load_target(model: Any, *, backend: str = "auto", tokens: int | None = None,
     Args:
         model: see `TransformersTarget.load` and `LlamaCppTarget.load`.
         backend: ``"llama.cpp"`` runs a GGUF file on llama.cpp's kernels, ``"transformers"`` runs everything else, and a
-            GGUF file once it is dequantised. ``"auto"`` takes llama.cpp for a GGUF file if it is installed and no dtype
-            is asked for.
+            GGUF file once it is converted. ``"auto"`` chooses for a GGUF file, see `file_for_llama_cpp`.
         tokens: most tokens that all rows hold together, where the back end allocates its cache at once.
         loading: see the back ends' own `load`.
 
     Raises:
         ArgumentError: there is no such back end, or it does not run this model.
     """
-    file = file_for_llama_cpp(model, backend=backend, dtype=loading.get("dtype"))
+    where = {name: loading.get(name) for name in ("dtype", "device")}
+    file = file_for_llama_cpp(model, backend=backend, **where)
     if file is None:
         return TransformersTarget.load(model, **loading)
     return LlamaCppTarget.load(file, tokens=tokens, **loading)
 
 
-def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None) -> Path | None:
+def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, device: Any = None) -> Path | None:
     """Return the GGUF file that llama.cpp runs where `load_target` is asked for this model, None where transformers
     runs it. ArgumentError: there is no such back end, or it does not run this model.
+
+    ``"auto"``: on a CPU where our own kernels multiply a file's blocks as they are, a file that transformers can be
+    given runs there: drafts of several tokens cost less (docs/gguf.md), and heads work. Else llama.cpp runs it, if it
+    is installed.
     """
     if backend not in BACK_ENDS:
         raise ArgumentError(f"there is no back end {backend!r}.{nearest(backend, BACK_ENDS)}")
@@ -49,7 +57,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None) 
         raise ArgumentError(f"llama.cpp runs GGUF files, and {model!s:.200} is none: leave backend away")
     if backend != "auto":
         return file if backend == "llama.cpp" else None
-    if file is None or dtype not in ("auto", None):
+    if file is None or dtype not in ("auto", None) or _multiplies_blocks(file, device):
         return None
     if not llama_context.installed():
         _log.warning(
@@ -59,3 +67,11 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None) 
         )
         return None
     return file
+
+
+def _multiplies_blocks(file: Path, device: Any) -> bool:
+    """Return whether a file runs on a CPU, from its blocks, with our own kernels."""
+    accelerated = torch.accelerator.is_available() or (llama_context.installed() and llama_context.has_accelerator())
+    if torch.device(device).type != "cpu" if device is not None else accelerated:
+        return False
+    return products.ready(torch.bfloat16) and can_convert(file)

@@ -103,6 +103,23 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     return folder
 
 
+def can_convert(path: Path) -> bool:
+    """Return whether a file's checkpoint is kept, or can be made: transformers reads the architecture, and the
+    checkpoint takes a quarter of the disk's free room at most.
+    """
+    states, kept = _kept(path)
+    if any(folder.is_dir() for folder in kept):
+        return True
+    header = join_parts([header_once(*state) for state in states])
+    try:
+        with quiet_transformers(quiet=True):
+            refuse_config(_config(header, _settings(header)))
+        _check_room(header, header.dtype, kept[0], times=4)
+    except (CheckpointError, UnsupportedModelError):
+        return False
+    return True
+
+
 def tokenizer_of(path: Path) -> Path:
     """Return a directory with a GGUF file's tokenizer: its checkpoint, if one is kept, else one that is made for the
     tokenizer alone. Raises CheckpointError as `checkpoint_of` does, or if the tokenizer is missing or of a kind that is
@@ -178,11 +195,11 @@ def _convert(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
     )
 
 
-def _check_room(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
-    """Raise CheckpointError if the disk has no room for the converted checkpoint."""
+def _check_room(header: GgufHeader, dtype: torch.dtype, folder: Path, times: int = 1) -> None:
+    """Raise CheckpointError if the disk has no room for the converted checkpoint, or for so many of it."""
     needed = sum(prod(tensor.shape) for tensor in header.everything) * dtype.itemsize
     parent = next(one for one in folder.parents if one.is_dir())
-    if (free := shutil.disk_usage(parent).free) < needed:
+    if (free := shutil.disk_usage(parent).free) < times * needed:
         raise CheckpointError(
             f"{header.path} takes {needed / 1e9:.1f} GB as a checkpoint in {str(dtype).removeprefix('torch.')}, and "
             f"{parent} has {free / 1e9:.1f} GB left; FORERUN_CACHE names another folder"

@@ -190,6 +190,11 @@ def _build(api: Any) -> str:
     return f"{version('llama_cpp_python')} {api.llama_print_system_info().decode()}"
 
 
+def has_accelerator() -> bool:
+    """Return whether the installed llama.cpp was built for an accelerator."""
+    return bool(load_api().llama_supports_gpu_offload())
+
+
 def offloads(api: Any, device: Any) -> bool:
     """Return whether layers go to an accelerator. Raises ArgumentError for one that it cannot use."""
     able = bool(api.llama_supports_gpu_offload())
