@@ -37,3 +37,14 @@ def test_rows_that_differ_in_everything_do_not_disturb_each_other(variant: Varia
     outputs = llm(variant, rows=2).generate(as_prompts(PROMPTS), params)
     wanted = [tokens[: own.max_tokens] for tokens, own in zip(reference(NEUTRAL), params, strict=True)]
     assert tokens_of(outputs) == wanted
+
+
+@pytest.mark.parametrize("variant", each_family(1), ids=str)
+def test_an_engine_that_has_grown_drafts_for_more_rows_and_longer_texts(variant: Variant) -> None:
+    engine = llm(variant, rows=1)
+    [first] = engine.generate(as_prompts(PROMPTS[:1]), NEUTRAL)
+    engine.grow(len(PROMPTS), engine.max_model_len + 32)
+    assert engine.target.slots > engine.max_model_len
+    outputs = engine.generate(as_prompts(PROMPTS), NEUTRAL)
+    assert tokens_of(outputs) == reference(NEUTRAL)
+    assert sum(output.outputs[0].speculation.drafter_errors for output in (first, *outputs)) == 0

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, TextStreamer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, StoppingCriteria, TextStreamer
 
 import forerun
 from forerun.errors import ArgumentError
@@ -38,6 +38,71 @@ def test_greedy_is_the_same_for_left_padded_batches(model: Any, batch: Any, opti
     expected = model.generate(**batch, **keywords)
     found = model.generate(**batch, **keywords, custom_generate=forerun.hf("ngram", num_speculative_tokens=4))
     assert found.tolist() == expected.tolist()
+
+
+class EveryFourth(LogitsProcessor):
+    """Forbids every fourth token id, in every row another."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = torch.arange(scores.shape[1]) + torch.arange(len(scores)).unsqueeze(1)
+        return scores.masked_fill(place % 4 == 0, -torch.inf)
+
+
+class AtLength(StoppingCriteria):
+    """Stops behind so many tokens, padding counted as transformers counts it."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= 17)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
+        {"cache_implementation": "static", "disable_compile": True},
+        {"cache_implementation": "dynamic", "use_cache": False},
+        {"eos_token_id": list(range(2, 278, 5)), "pad_token_id": 7},
+        {"eos_token_id": list(range(2, 278, 5)), "min_new_tokens": 9},
+        {"stopping_criteria": [AtLength()]},
+        {"logits_processor": [EveryFourth()], "renormalize_logits": True},
+        {"bad_words_ids": [[265], [266, 273]], "forced_eos_token_id": 5},
+        {"sequence_bias": {(260,): 4.0}, "temperature": 0.7, "do_sample": True, "top_p": 0.01, "min_p": 0.1},
+    ],
+    ids=str,
+)
+def test_sequences_and_scores_are_transformers_own(model: Any, batch: Any, options: Any) -> None:
+    keywords = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, **options}
+    keywords |= {"output_scores": True, "output_logits": True}
+    expected = model.generate(**batch, **keywords)
+    found = model.generate(**batch, **keywords, custom_generate=forerun.hf("suffix", num_speculative_tokens=4))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    new = expected.sequences[:, batch["input_ids"].shape[1] :]
+    ends = torch.isin(new, torch.tensor(options.get("eos_token_id", -1)))
+    alive = ends.cumsum(1) - ends.int() == 0
+    for own, others in ((found.scores, expected.scores), (found.logits, expected.logits)):
+        assert len(own) == len(others) == new.shape[1]
+        torch.testing.assert_close(torch.stack(own, 1)[alive], torch.stack(others, 1)[alive], atol=1e-4, rtol=1e-4)
+    own = torch.stack(found.scores, 1).log_softmax(-1).gather(-1, new.unsqueeze(-1)).squeeze(-1)
+    if keywords["do_sample"]:
+        torch.testing.assert_close(found.logprobs, own.where(alive, 0.0), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_log_probabilities_are_the_targets_whoever_drafted(
+    model: Any, batch: Any, draft_checkpoint: Path, mode: str
+) -> None:
+    options = {"model": str(draft_checkpoint), "num_speculative_tokens": 3, "adaptive": False}
+    loop = forerun.hf("draft_model", logprobs_mode=mode, **options)
+    keywords = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.7, "top_k": 0, "eos_token_id": None}
+    found = model.generate(**batch, **keywords, return_dict_in_generate=True, custom_generate=loop)
+    width = batch["input_ids"].shape[1]
+    for row, mask in enumerate(batch["attention_mask"].bool()):
+        ids = torch.cat([batch["input_ids"][row][mask], found.sequences[row, width:]])
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0)).logits[0, int(mask.sum()) - 1 : -1]
+        temperature = 1.7 if mode == "processed_logprobs" else 1.0
+        own = (logits / temperature).log_softmax(-1).gather(-1, ids[int(mask.sum()) :].unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(found.logprobs[row], own, atol=1e-4, rtol=1e-4)
 
 
 def test_sampling_follows_torchs_seed_and_its_processors(model: Any, batch: Any) -> None:
@@ -72,12 +137,12 @@ def test_a_draft_model_a_streamer_and_a_criterion(
 def test_what_a_speculative_loop_does_not_compute_is_refused(model: Any, batch: Any) -> None:
     with pytest.raises(ArgumentError, match="num_beams"):
         model.generate(**batch, max_new_tokens=4, num_beams=2, custom_generate=forerun.hf("ngram"))
-    with pytest.raises(ArgumentError, match="output_scores"):
+    with pytest.raises(ArgumentError, match="output_attentions"):
         model.generate(
             **batch,
             max_new_tokens=4,
             return_dict_in_generate=True,
-            output_scores=True,
+            output_attentions=True,
             custom_generate=forerun.hf("ngram"),
         )
 

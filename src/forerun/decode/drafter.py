@@ -233,6 +233,9 @@ class Drafter:
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shrink rows to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
 
+    def grow(self, rows: int, slots: int) -> None:
+        """Make room for so many cache rows of at most `slots` tokens each; it is shown none at present."""
+
     def memory_bytes(self) -> int:
         """Return the bytes that the drafter holds, weights and caches."""
         return 0

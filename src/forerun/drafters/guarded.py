@@ -124,6 +124,11 @@ class Guarded(Drafter):
                 self.drafter.truncate(list(asked), list(asked.values()))
             self._closed.difference_update(row for row, length in asked.items() if length == 0)
 
+    def grow(self, rows: int, slots: int) -> None:
+        """Let it make room. Where it fails to, the rows that it has no room for fail one by one."""
+        with self._guarding([], "to make room"):
+            self.drafter.grow(rows, slots)
+
     def memory_bytes(self) -> int:
         """Return the bytes that it states; 0 if that is no number of bytes."""
         return self._ask("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
@@ -245,6 +250,10 @@ class Deferred(Guarded):
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return super().kind(make_repeatable(sampler) if self._reproducible else sampler)
+
+    def grow(self, rows: int, slots: int) -> None:
+        super().grow(rows, slots)
+        self._most_rows = rows
 
     @property
     def watches(self) -> bool:

@@ -125,6 +125,13 @@ class Engine:
         self._prefixes = PrefixCache(self.target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
 
+    def grow(self, rows: int, slots: int) -> None:
+        """Give the cache so many rows of so many slots, with nothing running; drafters keep what they have learned."""
+        self.forget()
+        self.target.grow(rows, slots)
+        self.drafting.grow(rows, slots)
+        self._prefixes = PrefixCache(self.target, enabled=self.scheduling.enable_prefix_caching)
+
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
         """Run one pass: over prompts, or over the next tokens of all that have been read; returns

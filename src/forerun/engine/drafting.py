@@ -121,6 +121,13 @@ class DrafterPool:
         depth = drafter.depth or depth
         return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 
+    def grow(self, rows: int, slots: int) -> None:
+        """Let all drafters make room for so many cache rows of so many slots; none of them knows a row at present."""
+        self._setup = replace(self._setup, rows=rows, slots=slots)
+        for active in self._active.values():
+            for _, drafter in active.drafters:
+                drafter.grow(rows, slots)
+
     def requires(self, key: str | None) -> frozenset[Boundary]:
         """Return the layer boundaries whose hidden states the drafters read."""
         drafters = self._active[key].drafters if key is not None else []

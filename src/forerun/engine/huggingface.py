@@ -3,22 +3,29 @@ custom_generate=forerun.hf("ngram"))``.
 
 transformers prepares inputs, processors and stopping criteria as always; the decoding loop is ours. Its processors are
 applied at every node of the tree, so whatever it knows (temperature, n-gram bans, forced tokens) holds here too.
+
+A loop is made for training: the model's weights are read where they stand, one engine serves a model for its life, and
+the model is left in training mode if it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import NEUTRAL
-from forerun.types import LogitsProcessor, SamplingParams
+from forerun.types import LogitsProcessor, OutputToken, SamplingParams
 
 _SLOT_STEP = 512
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
@@ -27,9 +34,13 @@ prompt.
 """
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself obeys; all others are asked after every token."""
+_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+"""Processors that count their calls, of which a tree makes more than there are tokens."""
 
 
-def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> HuggingFaceGenerate:
+def hf(
+    drafter: str = "ngram", *, streamer: Any = None, logprobs_mode: str = "processed_logprobs", **options: Any
+) -> HuggingFaceGenerate:
     """Return a decoding loop for transformers: ``model.generate(**inputs,
     custom_generate=forerun.hf("ngram"))``.
 
@@ -39,9 +50,20 @@ def hf(drafter: str = "ngram", *, streamer: Any = None, **options: Any) -> Huggi
     Args:
         drafter: a name from ``forerun drafters``.
         streamer: a transformers streamer that gets the tokens as they are accepted.
+        logprobs_mode: of which distribution the log-probabilities in `GenerateOutput` are, as in `SamplingParams`.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
     """
-    return HuggingFaceGenerate({"method": drafter, **options}, streamer)
+    return HuggingFaceGenerate({"method": drafter, **options}, streamer, logprobs_mode)
+
+
+@dataclass
+class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
+    """The output of `generate` with ``return_dict_in_generate=True``. `scores` and `logits` are transformers', behind
+    an answer's end they are 0.
+    """
+
+    logprobs: Tensor | None = None
+    """(B, new) float32 log-probabilities of the new tokens as verification computed them; 0 behind an answer's end."""
 
 
 class HuggingFaceGenerate:
@@ -49,43 +71,47 @@ class HuggingFaceGenerate:
     model; threads take turns.
     """
 
-    def __init__(self, speculative_config: dict[str, Any], streamer: Any = None) -> None:
+    def __init__(
+        self, speculative_config: dict[str, Any], streamer: Any = None, logprobs_mode: str = "processed_logprobs"
+    ) -> None:
         self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
-        self._engines: WeakKeyDictionary[Any, LLM] = WeakKeyDictionary()
+        self._logprobs_mode = SamplingParams(logprobs_mode=logprobs_mode).logprobs_mode
+        self._engines: WeakKeyDictionary[Any, tuple[LLM, _EndModules]] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
-        """Return token ids (B, S + new), right-padded; or transformers' output object if it was
-        asked for. Raises ArgumentError for beams, scores and states that a speculative loop does
-        not compute, or a prompt that is more than token ids and a mask: embeddings, images,
-        positions of one's own.
+        """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if transformers' output
+        object was asked for. Raises ArgumentError for beams, attentions and hidden states, which a speculative loop
+        does not compute, for weights that are spread over processes, or a prompt that is more than token ids and a
+        mask: embeddings, images, positions of one's own.
         """
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
-        with self._turn:
+        _refuse_sharded(model)
+        with self._turn, _evaluating(model):
             return self._generate(model, input_ids, mask, generation_config, keywords)
 
     def _generate(
         self, model: Any, input_ids: Tensor, mask: Tensor, generation_config: Any, keywords: Mapping[str, Any]
     ) -> Any:
-        prompts = [row[kept.bool()].tolist() for row, kept in zip(input_ids, mask, strict=True)]
-        llm = self._engine(model, len(prompts), generation_config.max_length)
         streamer, processors = self._streamer, keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
-        answers: list[list[int]] = [[] for _ in prompts]
-        running: dict[str, int] = {}
-        for index, prompt in enumerate(prompts):
-            padding = input_ids[index, : input_ids.shape[1] - len(prompt)].tolist()
-            own = (_wrap(processors, padding, index, len(prompts)),) if len(processors) else ()
-            params = _params(generation_config, generation_config.max_length - input_ids.shape[1], own)
-            running[llm.submit(prompt, params)] = index
+        rows = list[_BatchRow]()
+        for index, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
+            prompt = [token for token, real in zip(ids, kept, strict=True) if real]
+            rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
+        llm = self._engine(model, len(rows), generation_config.max_length)
+        params = self._params(generation_config, generation_config.max_length - input_ids.shape[1])
+        running: dict[str, _BatchRow] = {}
+        for row in rows:
+            running[llm.submit(row.prompt, row.params(params, _wants_scores(generation_config)))] = row
 
-        def stops(index: int, token: int) -> bool:
+        def stops(row: _BatchRow, token: OutputToken) -> bool:
             """Append a token, and return whether a criterion ends the answer with it."""
-            answers[index].append(token)
+            row.append(token)
             if streamer is not None:
-                streamer.put(torch.tensor([token]))
-            ids = torch.tensor([[*prompts[index], *answers[index]]])
+                streamer.put(torch.tensor([token.id]))
+            ids = torch.tensor([[*row.ids, *row.answer]], device=input_ids.device)
             return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
 
         if streamer is not None:
@@ -97,32 +123,76 @@ class HuggingFaceGenerate:
                         continue
                     if chunk.error is not None:
                         raise chunk.error
-                    index = running[chunk.request_id]
-                    if any(stops(index, token.id) for token in chunk.tokens) or chunk.finish_reason is not None:
+                    row = running[chunk.request_id]
+                    if any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None:
                         llm.abort(chunk.request_id)
                         del running[chunk.request_id]
+                    row.seen.clear()
         finally:
             for request_id in running:
                 llm.abort(request_id)
         if streamer is not None:
             streamer.end()
-        return _result(input_ids, answers, generation_config)
+        return _result(input_ids, rows, generation_config)
+
+    def _params(self, config: Any, room: int) -> SamplingParams:
+        """Return the sampling parameters of all rows. Everything that shapes the distribution comes from
+        transformers' processors; the engine adds nothing.
+        """
+        ends = config.eos_token_id
+        return SamplingParams(
+            **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0},
+            max_tokens=room,
+            ignore_eos=True,
+            stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
+            detokenize=False,
+            logprobs=0 if config.return_dict_in_generate else None,
+            logprobs_mode=self._logprobs_mode,
+        )
 
     def _engine(self, model: Any, rows: int, length: int) -> LLM:
-        llm = self._engines.get(model)
-        if llm is None or llm.target.rows < rows or llm.max_model_len < length:
-            context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
-            slots = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
+        """Return the model's engine, with room for so many rows of that length. It is made anew only where the modules
+        at the model's ends are others.
+        """
+        llm, ends = self._engines.get(model, (None, None))
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
+        longest = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
+        now = model.get_input_embeddings(), model.get_output_embeddings()
+        if llm is None or ends != now:
             llm = LLM(
                 model,
                 tokenizer=False,
                 speculative_config=self._config,
                 max_num_seqs=rows,
                 enable_prefix_caching=False,
-                max_model_len=max(slots, min(length, context)),
+                max_model_len=longest,
             )
-            self._engines[model] = llm
+            self._engines[model] = llm, now
+        elif llm.target.rows < rows or llm.max_model_len < min(length, llm.target.max_length):
+            llm.grow(max(rows, llm.target.rows), max(longest, llm.max_model_len))
         return llm
+
+
+_EndModules = tuple[Any, Any]  # Embeddings and output head: the modules of a model that an engine refers to
+
+
+@contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Turn dropout and gradient checkpointing off while open, by evaluation mode, and put every module back as it
+    was.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _wants_scores(config: Any) -> bool:
+    return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
 
 def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
@@ -140,50 +210,101 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
         )
     found = ["num_beams"] if (config.num_beams or 1) > 1 else []
     if config.return_dict_in_generate:
-        outputs = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-        found += [name for name in outputs if getattr(config, name)]
+        found += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
+    names = [type(processor).__name__ for processor in keywords.get("logits_processor") or ()]
+    found += [name for name in names if name in _STATEFUL]
     if found:
         raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
 
 
-def _params(config: Any, room: int, processors: tuple[LogitsProcessor, ...]) -> SamplingParams:
-    """Return the sampling parameters. Everything that shapes the distribution comes from
-    transformers' processors; the engine adds nothing.
-    """
-    ends = config.eos_token_id
-    return SamplingParams(
-        **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0},
-        max_tokens=room,
-        ignore_eos=True,
-        stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
-        seed=int(torch.randint(2**62, (1,))),
-        detokenize=False,
-        logits_processors=processors,
-    )
+def _refuse_sharded(model: Any) -> None:
+    """Raise ArgumentError if processes hold parts of the weights: they would have to run the same number of passes."""
+    for name, weight in model.named_parameters():
+        if hasattr(weight, "ds_id") and weight.numel() == 0:
+            raise ArgumentError(
+                f"DeepSpeed ZeRO-3 holds a part of {name} in each process: gather the weights while generate() runs, "
+                "with TRL's unwrap_model_for_generation and ds3_gather_for_generation=True"
+            )
+    if any(
+        any("FullyShard" in kind.__name__ or kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+        for module in model.modules()
+    ):
+        raise ArgumentError(
+            "FSDP gathers weights pass by pass, in all processes at once, and speculation takes another number of "
+            "passes in each: generate with a whole copy of the model, or leave custom_generate out"
+        )
 
 
-def _wrap(processors: Any, padding: list[int], index: int, batch: int) -> LogitsProcessor:
-    """Wrap transformers' processors for row `index` of the batch."""
+@dataclass(kw_only=True, eq=False)
+class _BatchRow:
+    """One row of the batch, and its answer as it grows."""
 
-    def process(tokens: Sequence[int], logits: Tensor) -> Tensor:
+    index: int
+    ids: list[int]  # As given, padding included
+    prompt: list[int]  # Padding left out
+    batch: int  # Rows of the batch
+    processors: Any  # transformers'
+    answer: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    scored: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # Raw and processed logits (V,) of each token
+    seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Raw and processed logits behind every output that this step has looked at, where they are wanted."""
+
+    def params(self, params: SamplingParams, scores: bool) -> SamplingParams:
+        """Return this row's parameters from those of all rows; with `scores` they keep all logits for `append`."""
+        own: tuple[LogitsProcessor, ...] = (self._process,) if len(self.processors) else ()
+        own = (self._keep,) if scores else own
+        return replace(params, seed=int(torch.randint(2**62, (1,))), logits_processors=own)
+
+    def append(self, token: OutputToken) -> None:
+        """Append a token to the answer, with its log-probability and logits where these are wanted."""
+        if token.logprob is not None:
+            self.logprobs.append(token.logprob.logprob)
+        if self.seen:
+            self.scored.append(self.seen[tuple(self.answer)])
+        self.answer.append(token.id)
+
+    def _process(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Apply transformers' processors."""
         # Some processors hold a state per row and insist on the whole batch: give them this row that many times.
-        ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(batch, -1)
-        result: Tensor = processors(ids, logits.expand(batch, -1).clone())[index]
+        padding = self.ids[: len(self.ids) - len(self.prompt)]
+        ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(self.batch, -1)
+        result: Tensor = self.processors(ids, logits.expand(self.batch, -1).clone())[self.index]
         return result
 
-    return process
+    def _keep(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
+        """Apply transformers' processors, and keep what they were given and returned. What a drafter made of an output
+        is replaced when the target has run.
+        """
+        processed = self._process(tokens, logits) if len(self.processors) else logits
+        self.seen[tuple(tokens[len(self.prompt) :])] = logits.clone(), processed.clone()
+        return processed
 
 
-def _result(input_ids: Tensor, answers: list[list[int]], config: Any) -> Any:
-    width = max(len(answer) for answer in answers)
+def _result(input_ids: Tensor, rows: Sequence[_BatchRow], config: Any) -> Any:
     pad = config.pad_token_id
     if pad is None:
         ends = config.eos_token_id
         pad = ends[0] if isinstance(ends, list) else ends or 0
-    new = torch.tensor([answer + [pad] * (width - len(answer)) for answer in answers], device=input_ids.device)
-    sequences = torch.cat([input_ids, new.to(input_ids.dtype)], dim=1)
+    answers = [torch.tensor(row.answer, dtype=input_ids.dtype) for row in rows]
+    new = pad_sequence(answers, batch_first=True, padding_value=pad).to(input_ids.device)
+    sequences = torch.cat([input_ids, new], dim=1)
     if not config.return_dict_in_generate:
         return sequences
-    from transformers.generation import GenerateDecoderOnlyOutput
+    logprobs = pad_sequence([torch.tensor(row.logprobs) for row in rows], batch_first=True).to(input_ids.device)
+    raw, processed = (_by_token([[pair[part] for pair in row.scored] for row in rows]) for part in (0, 1))
+    return GenerateOutput(
+        sequences=sequences,
+        scores=processed if config.output_scores else None,
+        logits=raw if config.output_logits else None,
+        logprobs=logprobs,
+    )
 
-    return GenerateDecoderOnlyOutput(sequences=sequences)
+
+def _by_token(rows: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...] | None:
+    """Return the logits (B, V) at each new token, from those (V,) of each row, 0 where a row has ended."""
+    longest = max(map(len, rows))
+    if not longest:
+        return None
+    nothing = torch.zeros_like(rows[0][0])
+    return tuple(torch.stack([row[place] if place < len(row) else nothing for row in rows]) for place in range(longest))

@@ -10,6 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -52,6 +53,7 @@ own.
 
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
+_HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots behind the longest text, for drafted tokens
 _LOADING = (
     "backend",
     "device_map",
@@ -123,24 +125,23 @@ class LLM:
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
-        headroom = MAX_SPECULATIVE_TOKENS + 1
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
         self.target = load_target(
             model,
             rows=max_num_seqs,
-            slots=None if max_model_len is None else max_model_len + headroom,
+            slots=None if max_model_len is None else max_model_len + _HEADROOM,
             dtype=dtype,
             device=device,
             reserve_bytes=weights,
             reserve_bytes_per_slot=cached,
-            tokens=None if kv_cache_tokens is None else kv_cache_tokens + max_num_seqs * headroom,
+            tokens=None if kv_cache_tokens is None else kv_cache_tokens + max_num_seqs * _HEADROOM,
             tokenizer=own_tokenizer,
             **loading,
         )
         most, limit = self.target.max_length, self.target.cached_tokens_limit
         kv_cache_tokens = kv_cache_tokens if limit is None else min(limit, kv_cache_tokens or limit)
-        self.max_model_len = min(most, self.target.slots - headroom, kv_cache_tokens or most)
+        self.max_model_len = min(most, self.target.slots - _HEADROOM, kv_cache_tokens or most)
         if max_model_len is not None and max_model_len > most:
             raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
         self.tokenizer = own_tokenizer()
@@ -357,6 +358,26 @@ class LLM:
             answer.drafter = drafter
         self.engine.add(request)
         return request.id
+
+    def grow(self, max_num_seqs: int, max_model_len: int) -> None:
+        """Make room for more answers at once and for longer ones, while nothing runs. Nothing is loaded or checked
+        again, and drafters keep what they have learned.
+
+        Args:
+            max_num_seqs: as of `LLM`, at least as many as there are.
+            max_model_len: as of `LLM`; at most the model's context counts.
+
+        Raises:
+            ArgumentError: requests are waiting or running, or llama.cpp runs the model.
+            OutOfMemoryError: such a cache does not fit.
+        """
+        with self._alone():
+            if self.engine.busy:
+                raise ArgumentError("the engine grows between requests: wait for those that run, or abort them")
+            length = min(max_model_len, self.target.max_length)
+            self.engine.grow(max_num_seqs, length + _HEADROOM)
+            self.max_model_len = length
+            self._reader = replace(self._reader, context=length)
 
     def load_drafter(self, model: str | Path) -> None:
         """Have the requests to come drafted for by another head or draft model: the one in the directory `model`, of

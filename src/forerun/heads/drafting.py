@@ -93,8 +93,8 @@ class HeadDrafter(Drafter):
             raise ArgumentError(
                 f"{self.name}: the head drafts {deepest} tokens on one path, the shape asks for {self.tree.depth}"
             )
-        most = max(self.tree.run, self.sampled.run)
-        self.runner = RUNNERS[kind.drafts](self.head, target, setup.rows, setup.slots, most)
+        self._target, self._runner = target, RUNNERS[kind.drafts]
+        self.grow(setup.rows, setup.slots)
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
@@ -116,6 +116,10 @@ class HeadDrafter(Drafter):
     @property
     def requires(self) -> frozenset[Boundary]:
         return frozenset(self.head.config.boundaries)
+
+    def grow(self, rows: int, slots: int) -> None:
+        most = max(self.tree.run, self.sampled.run)
+        self.runner = self._runner(self.head, self._target, rows, slots, most)
 
     def memory_bytes(self) -> int:
         return self.runner.memory_bytes()

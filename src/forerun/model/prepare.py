@@ -214,8 +214,18 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
             f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
             "before, or pass its directory"
         )
-    device = None if is_spread(model) else place
-    return model.eval(), _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
+    return model.eval(), _slots_beside(model, sizes)
+
+
+def check_room(model: Any, rows: int, slots: int) -> None:
+    """Raise OutOfMemoryError unless a cache of so many rows and slots fits beside a loaded model."""
+    _slots_beside(model, _Sizes(rows, slots, 0, 0))
+
+
+def _slots_beside(model: Any, sizes: _Sizes) -> int:
+    """Return the slots of a row as `_slots` does, for a model that is loaded."""
+    device = None if is_spread(model) else device_of(model.get_input_embeddings())
+    return _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
 
 
 def _slots(

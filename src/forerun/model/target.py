@@ -145,6 +145,12 @@ class Target:
         self.lengths[target] = length
         self._ran.pop(target, None)
 
+    def grow(self, rows: int, slots: int) -> None:
+        """Give a cache that holds no tokens so many rows, of so many slots each. Raises ArgumentError if a row holds
+        tokens, or the back end's cache keeps its size.
+        """
+        raise ArgumentError(f"the back end that runs {self.name_or_path} gives its cache one size when it is loaded")
+
     def reusable(self, row: int, length: int) -> int:
         """Return how many of the first `length` tokens in a row's slots a sequence may begin with: all of them, or up
         to where the row's recurrent states were kept.

@@ -22,7 +22,7 @@ from forerun.model.kernels.packing import PackedLinear, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
-from forerun.model.prepare import default_slots, prepare
+from forerun.model.prepare import check_room, default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
 from forerun.model.states import RowStates, install, keep_outside, uses_cache
 from forerun.model.support import context_length, known_states, text_config
@@ -63,19 +63,24 @@ class TransformersTarget(Target):
         self._ranges = layers.LayerRanges(self._base, name, self._layers)
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = layers.device_of(self._embedding)
-        aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
-        self.cache = SlotCache(rows, aligned)
-        self.states = RowStates(rows) if states else None  # Of layers that keep more than keys and values
         install(states)
         self._counts = positions.install(model)  # Whether it would count positions itself, from the cache
         # Told to use no cache, what keeps states in one of its own makes none.
-        handed = {layers.cache_argument(self._base): self.cache} if uses_cache(model) else {}
-        self._caching: dict[str, Any] = {**handed, "use_cache": not keep_outside(states)}
+        self._caching: dict[str, Any] = {"use_cache": not keep_outside(states)}
         self._style = masks.MaskStyle.of(self.config)
-        records = recordable(self.config) and self.states is None
-        self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
+        self.states = RowStates(rows) if states else None  # Of layers that keep more than keys and values
+        self._make_cache()
         self.verifying = Recordings.on(self.device)  # Each holds copies of logits
         self.verifying.most = VERIFYING
+
+    def _make_cache(self) -> None:
+        """Make an empty cache of `rows` x `slots` tokens, and forget the recordings that read another."""
+        aligned = self.slots if self.device.type == "cpu" else -(-self.slots // ALIGNED) * ALIGNED
+        self.cache = SlotCache(self.rows, aligned)
+        if uses_cache(self.model):
+            self._caching[layers.cache_argument(self._base)] = self.cache
+        records = recordable(self.config) and self.states is None
+        self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
 
     @classmethod
     def load(
@@ -239,6 +244,16 @@ class TransformersTarget(Target):
         self.cache.reserve(other.cache)
         if self.states is not None and other.states is not None:
             self.states.reserve(other.states)
+
+    def grow(self, rows: int, slots: int) -> None:
+        if any(self.lengths):
+            raise ArgumentError(f"a cache grows while its rows are empty; they hold {self.lengths} tokens")
+        self._make_cache()  # Which lets go of the memory of the former one
+        check_room(self.model, rows, slots)
+        self.rows, self.slots, self.lengths, self.writes = rows, slots, [0] * rows, [0] * rows
+        if self.states is not None:
+            self.states = RowStates(rows)
+        self._make_cache()
 
     def reusable(self, row: int, length: int) -> int:
         return length if self.states is None else self.states.reusable(row, self.lengths[row], length)

@@ -58,7 +58,8 @@ class CascadeDrafter(Drafter):
 
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
         self.config = config
-        slots = setup.slots + config.num_speculative_tokens + config.inner_nodes + config.tail
+        self._behind = config.num_speculative_tokens + config.inner_nodes + config.tail
+        slots = setup.slots + self._behind
         self.model = load_draft(DraftTarget.load, config, setup, slots)
         check_vocabulary(setup, config.model, self.model.vocab_size)
         self.model.speak(setup.target.vocab_size)
@@ -79,6 +80,10 @@ class CascadeDrafter(Drafter):
     @property
     def depth(self) -> int:
         return self.config.num_speculative_tokens + self.config.tail
+
+    def grow(self, rows: int, slots: int) -> None:
+        self.model.grow(rows, slots + self._behind)
+        self._inner.grow(rows, slots + self._behind)
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes() + self._inner.memory_bytes()

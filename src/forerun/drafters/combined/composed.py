@@ -98,6 +98,10 @@ class Composed(Drafter):
         for member in self.members:
             member.truncate(rows, lengths)
 
+    def grow(self, rows: int, slots: int) -> None:
+        for member in self.members:
+            member.grow(rows, slots)
+
     def memory_bytes(self) -> int:
         return sum(member.memory_bytes() for member in self.members)
 

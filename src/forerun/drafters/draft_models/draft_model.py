@@ -230,6 +230,9 @@ class DraftModelDrafter(Drafter):
     def remembers(self) -> bool:
         return True
 
+    def grow(self, rows: int, slots: int) -> None:
+        self.model.grow(rows, self._room * slots + self._behind)
+
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 

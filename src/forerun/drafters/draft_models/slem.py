@@ -75,6 +75,9 @@ class SlemDrafter(Drafter):
 
         self._rows = defaultdict[int, _SlemRow](row)
 
+    def grow(self, rows: int, slots: int) -> None:
+        self.model.grow(rows, _ROOM * slots + self.config.num_speculative_tokens)
+
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
 

@@ -1,0 +1,166 @@
+"""``forerun.hf`` where a model is trained between the calls: one engine, weights as they stand, modes put back."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+
+import forerun
+from forerun import LLM
+from forerun.errors import ArgumentError, RequestError
+from forerun.model import prepare
+from model.families import make, random_tokens
+
+# peft 0.21 still reads an attribute that transformers 5.23 has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+PROMPT = torch.tensor([random_tokens(6, 1) * 2, random_tokens(6, 2) * 2])
+GREEDY = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.fixture
+def model() -> Any:
+    return make("llama", attention_dropout=0.5)
+
+
+def loop() -> Any:
+    return forerun.hf("suffix", num_speculative_tokens=4)
+
+
+def answers(model: Any, custom: Any = None, **more: Any) -> list[list[int]]:
+    found: list[list[int]] = model.generate(PROMPT, custom_generate=custom, **{**GREEDY, **more}).tolist()
+    return found
+
+
+def train(model: Any, rate: float = 0.05) -> None:
+    """One step of an optimiser that changes weights in place."""
+    optimiser = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=rate)
+    model(input_ids=PROMPT, labels=PROMPT).loss.backward()
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def test_one_engine_serves_more_rows_and_longer_texts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked, own = list[int](), loop()
+    proof = prepare.prove_model
+    monkeypatch.setattr(prepare, "prove_model", lambda *given: checked.append(1) or proof(*given))
+    engines = list[LLM]()
+    for prompt, length in ((PROMPT[:1], 8), (PROMPT, 24), (PROMPT.repeat(3, 1), 500), (PROMPT[:1], 8)):
+        keywords = {**GREEDY, "max_new_tokens": length}
+        expected = model.generate(prompt, **keywords)
+        assert model.generate(prompt, **keywords, custom_generate=own).tolist() == expected.tolist()
+        engines.append(own._engines[model][0])
+    assert len(checked) == 1
+    assert all(engine is engines[0] for engine in engines)
+    [(_, suffix)] = next(iter(engines[0].engine.drafting._active.values())).drafters
+    [domain] = suffix.drafter._domains.all()
+    assert domain.store.held > 3000, "the answers of all calls"
+
+
+def test_weights_that_an_optimiser_changes_are_seen(model: Any) -> None:
+    own, twin = loop(), copy.deepcopy(model)
+    assert answers(model, own) == answers(twin)
+    weights = dict(model.named_parameters())
+    for _ in range(2):
+        train(model.eval())
+        assert dict(model.named_parameters()) == weights, "the optimiser's weights are the model's"
+        twin.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()})
+        before, after = answers(model, own), answers(twin)
+        assert before == after
+
+
+def test_dropout_is_off_and_every_mode_is_put_back(model: Any) -> None:
+    own, expected = loop(), answers(model)
+    model.train()
+    model.lm_head.eval()
+    modes = {name: module.training for name, module in model.named_modules()}
+    assert answers(model, own) == expected
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    with pytest.raises(RequestError, match="a processor"):
+        answers(model, own, logits_processor=[_failing])
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    train(model)
+    assert answers(model, own) == answers(model.eval())
+
+
+def _failing(_ids: Any, _scores: Any) -> Any:
+    raise RuntimeError("a processor")
+
+
+def test_gradient_checkpointing_without_a_cache(model: Any) -> None:
+    own, expected = loop(), answers(model)
+    model.activation_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.config.use_cache = model.generation_config.use_cache = False
+    model.train()
+    for _ in range(2):
+        assert answers(model, own) == expected
+        train(model)
+        expected = answers(model.eval())
+        model.train()
+
+
+def adapted(model: Any) -> Any:
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, lora_dropout=0.5)
+    return peft.get_peft_model(model, config)
+
+
+def test_adapters_trained_disabled_merged_and_swapped(model: Any) -> None:
+    own, base = loop(), answers(model)
+    wrapped = adapted(model)
+
+    def both() -> list[list[int]]:
+        wrapped.train()
+        found = answers(wrapped, own)
+        assert found == answers(wrapped.eval())
+        return found
+
+    seen = [both()]
+    train(wrapped.train(), rate=1.0)
+    seen.append(both())
+    with wrapped.disable_adapter():
+        assert both() == base
+    wrapped.merge_adapter()
+    assert both() == seen[-1]
+    wrapped.unmerge_adapter()
+    wrapped.add_adapter("other", peft.LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False))
+    wrapped.set_adapter("other")
+    seen.append(both())
+    assert len({str(one) for one in (base, *seen)}) == 4, "each has answers of its own"
+    assert len(own._engines) == 1
+    merged = wrapped.merge_and_unload()
+    assert answers(merged, own) == seen[-1]
+
+
+def test_an_output_head_that_is_replaced_is_seen(model: Any) -> None:
+    own = loop()
+    answers(model, own)
+    model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    assert answers(model, own) == answers(model)
+
+
+@pytest.fixture
+def process_group(tmp_path: Any) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_weights_in_parts_are_refused_with_what_to_do(model: Any, process_group: None) -> None:
+    whole = model.lm_head.weight
+    part = nn.Parameter(torch.empty(0))
+    part.ds_id = 1  # As DeepSpeed leaves a weight that is not gathered
+    model.lm_head.weight = part
+    with pytest.raises(ArgumentError, match=r"ZeRO-3 holds a part of lm_head.weight.*unwrap_model_for_generation"):
+        answers(model, loop())
+    whole.ds_id = 1
+    model.lm_head.weight = whole
+    answers(model, loop())
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    with pytest.raises(ArgumentError, match="FSDP gathers weights pass by pass"):
+        answers(fully_shard(model, mesh=mesh), loop())
