@@ -18,6 +18,7 @@ from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import TransformersTarget
 from forerun.model.checks import explain_load_error
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, save_model, stored_bytes
+from forerun.model.states import functions
 from model.families import make, plain, random_tokens
 
 
@@ -186,7 +187,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named(checkpoint: Path, name: str) -
 
 
 SIZES: dict[str, dict[str, int]] = {
-    "DeepseekV4": {},
+    "Rwkv": {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 50},
     "T5": {"d_model": 16, "num_layers": 1, "vocab_size": 50},
     "ViT": {},
 }
@@ -199,15 +200,22 @@ def tiny(kind: str) -> Any:
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        ("DeepseekV4", "recurrent state of a kind of its own"),
+        ("Rwkv", "recurrent state of a kind of its own.*#another-kind-of-layer says how"),
         ("T5", "encoder-decoder"),
         ("ViT", "no causal language model"),
     ],
 )
-def test_what_cannot_be_verified_is_refused_before_any_weight_is_read(tmp_path: Path, kind: str, reason: str) -> None:
+def test_what_cannot_be_verified_is_refused_before_any_weight_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
+) -> None:
+    monkeypatch.setattr(functions, "METHODS", {})
+    monkeypatch.setattr(functions, "FORWARDS", {})
     tiny(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
         TransformersTarget.load(tmp_path)
+    if kind == "Rwkv":
+        with pytest.raises(UnsupportedModelError, match=reason):
+            TransformersTarget.load(transformers.RwkvForCausalLM(tiny("Rwkv")))
 
 
 def test_longrope_ends_where_it_would_switch(caplog: pytest.LogCaptureFixture) -> None:

@@ -278,11 +278,10 @@ def test_positions_that_are_counted_in_the_cache(
     [
         (partial(build, "bert"), "is not causal.*is_decoder"),
         (partial(build, "openai-gpt"), "does not take a 4D attention mask.*transformers' own generate"),
-        (partial(build, "deepseek_v4"), "recurrent state of a kind of its own.*transformers' own generate"),
         (partial(build, "roformer", is_decoder=True), "ignores the positions"),
         (partial(build, "mistral", per_layer_config={1: {"sliding_window": 30}}), "windows of different sizes"),
     ],
-    ids=["bert", "openai-gpt", "deepseek_v4", "roformer", "mistral"],
+    ids=["bert", "openai-gpt", "roformer", "mistral"],
 )
 def test_reasons_in_words(made: Any, reason: str) -> None:
     refused(made(), reason)

@@ -13,7 +13,7 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import TransformersTarget
+from forerun.model import TransformersTarget, compression
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.masks import Block
@@ -27,9 +27,11 @@ from model.tiny import build
 KINDS = (
     *("lfm2", "qwen3_next", "jamba", "bamba", "kimi_linear", "zamba", "lara_mini", "deepseek_v32"),
     *("recurrent_gemma", "minimax", "zaya", "rwkv", "xlstm", "inkling2_loop_text", "qwen4_exp_text"),
+    "deepseek_v4",
 )
 """Short convolutions, gated delta rule, Mamba, Mamba-2, KDA, several scans in a layer, windows, an index, RG-LRU,
-lightning attention, compressed convolutional attention, weighted keys, mLSTM, layers that run again, n-grams.
+lightning attention, compressed convolutional attention, weighted keys, mLSTM, layers that run again, n-grams,
+compressed windows.
 """
 NEW = 24
 
@@ -55,7 +57,9 @@ def prompts_of(kind: str) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("method", ["ngram", "recycling"])
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "lfm2", "recurrent_gemma", "zaya", "rwkv", "bloom", "mpt"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "jamba", "lfm2", "recurrent_gemma", "zaya", "rwkv", "bloom", "mpt", "deepseek_v4"]
+)
 def test_answers_are_those_of_transformers(kind: str, method: str) -> None:
     """Chains and trees, rows of unequal length, prompts that begin in the cache, more requests than rows."""
     model = model_of(kind)
@@ -232,6 +236,19 @@ def count_slots(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Block, "key_positions", lambda self, width: torch.arange(width).expand(len(self.lengths), -1))
 
 
+def pool_the_slots(patch: pytest.MonkeyPatch) -> None:
+    def by_slots(self: Block, places: Tensor) -> Tensor:
+        last = self.lengths.unsqueeze(1) + self.sees.shape[2] - 1
+        return places.clamp(min=0).minimum(last).unsqueeze(1).repeat(1, self.sees.shape[1], 1)
+
+    patch.setattr(Block, "slots_of", by_slots)
+
+
+def show_every_window(patch: pytest.MonkeyPatch) -> None:
+    mask = compression._mask
+    patch.setattr(compression, "_mask", lambda visible, like: mask(visible | visible.any(1, keepdim=True), like))
+
+
 FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "state of a sibling": ("qwen3_next", change_trees(follow_the_slot_before)),
     "state of the parent's parent": ("bamba", change_trees(skip_the_parent)),
@@ -247,6 +264,8 @@ FAULTS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
     "rejected token before the one that is mixed": ("zaya", keep_rejected_in_the_window),
     "rejected token in an n-gram": ("qwen4_exp_text", keep_rejected_in_the_window),
     "distances by slots": ("inkling_text", count_slots),
+    "a sibling in a compressed window": ("deepseek_v4", pool_the_slots),
+    "another node's compressed window": ("deepseek_v4", show_every_window),
     "biases by slots": ("bloom", count_slots),
     "biases by slots, for all rows": ("mpt", count_slots),
 }
@@ -316,5 +335,5 @@ def test_what_states_rule_out() -> None:
 
 def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functions, "KINDS", ())
-    with pytest.raises(UnsupportedModelError, match="Lfm2ShortConv keep a state in the cache by code of their own"):
+    with pytest.raises(UnsupportedModelError, match=r"Lfm2ShortConv \(update_conv_state\) keep a state"):
         TransformersTarget.load(model_of("lfm2"))

@@ -64,6 +64,11 @@ PARTICULAR: dict[str, dict[str, Any]] = {
         **{"loop_layer_index_start": 1, "loop_layer_index_end": 3, "n_layers_per_attn_res_block": 1},
     },
     "dory": {"n_input_layers": 1, "n_output_layers": 1},
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+        **{"index_n_heads": 16, "index_head_dim": 16, "index_topk": 3, "o_groups": 2, "o_lora_rank": 16},
+    },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "num_experts_per_tok": 1, "sliding_window": 12},

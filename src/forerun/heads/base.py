@@ -65,10 +65,11 @@ class HeadConfig(ABC):
         """The reason why such a head cannot draft although it can be read; None: it can."""
         return None
 
-    def check_target(self, model: Any) -> None:  # noqa: B027
+    def check_target(self, model: Any) -> None:
         """Raise UnsupportedModelError if a head of this shape could not draft for a transformers causal LM, before it
         is trained; most kinds draft for all that are served.
         """
+        return
 
     @classmethod
     def option_names(cls) -> list[str]:

@@ -17,6 +17,8 @@ from forerun.errors import UNSERVED, UnsupportedModelError
 STATES = ("linear_attention", "conv")  # Layer types that follow paths instead of a mask: see `states`
 UNMASKED = (*STATES, "mlp", "moe")  # Those that keep no keys and values
 _BOTH = {"hybrid": "full_attention", "hybrid_sliding": "sliding_attention"}  # Layers with a state and attention
+_COMPRESSED = dict.fromkeys(("compressed_sparse_attention", "heavily_compressed_attention"), "sliding_attention")
+"""Layers that see a window, and behind it entries that `compression` gives a mask of their own."""
 WITH_STATES = frozenset({*STATES, *_BOTH})
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 INDEXED = "indexed_attention"  # Chooses by keys of an index among the tokens that full attention sees
@@ -47,7 +49,8 @@ class MaskStyle:
                 f"{config.model_type}: layers of one kind have windows of different sizes; forerun makes one mask "
                 f"for each kind. {UNSERVED}"
             ) from error
-        named = {_BOTH.get(name, name) for name in listed or ()} - {*UNMASKED}
+        seen_as = {**_BOTH, **_COMPRESSED}
+        named = {seen_as.get(name, name) for name in listed or ()} - {*UNMASKED}
         both = tuple(name for name in _BOTH if name in (listed or ()))
         types = tuple(sorted(named)) or ((SLIDING,) if window and not listed else (FULL,))
         odd = [name for name in types if name not in (FULL, INDEXED, *WINDOWS)]
@@ -98,6 +101,19 @@ class Block:
         relative = slots - self.lengths.unsqueeze(1)
         node = relative.clamp(0, self.node_positions.shape[1] - 1)
         return torch.where(relative < 0, slots, self.node_positions.gather(1, node))
+
+    def slots_of(self, positions: Tensor) -> Tensor:
+        """Return where the tokens at `positions` (B, P) stand on each query's path: (B, N, P) int64 slots, any for
+        positions that a path does not have.
+        """
+        count, depth = self.sees.shape[2], self.node_positions - self.lengths.unsqueeze(1)
+        node = torch.where(self.sees, torch.arange(count, device=depth.device), 0)
+        place = depth.clamp(0, count - 1).unsqueeze(1).expand_as(node)
+        path = torch.zeros_like(node).scatter_reduce(2, place, node, "amax")  # (B, N, M) node by depth
+        behind = positions - self.lengths.unsqueeze(1)
+        index = behind.clamp(0, count - 1).unsqueeze(1).expand(-1, node.shape[1], -1)
+        slots = self.lengths.view(-1, 1, 1) + path.gather(2, index)
+        return torch.where((behind < 0).unsqueeze(1), positions.clamp(min=0).unsqueeze(1), slots)
 
 
 def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> AttentionMask:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.model.masks import Block
 from forerun.model.padding import Pass
 from forerun.model.switches import Function, lead, names_of
 
@@ -31,6 +32,7 @@ class Positions:
 
     queries: Tensor  # (B, N) int64, as they are handed to the model
     keys: Tensor  # (B, W) int64
+    tree: Block | None = None  # Where its tokens stand, if they branch
 
     @property
     def distances(self) -> Tensor:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from forerun.errors import UNSERVED, ForerunError, UnsupportedModelError
 from forerun.model.cache import SlotCache
+from forerun.model.compression import compresses
 from forerun.model.layers import base_of, device_of
 from forerun.model.masks import MaskStyle
-from forerun.model.states import KINDS, StateLayers, of_classes, state_layers
+from forerun.model.states import KEPT, KINDS, StateLayers, of_classes, state_layers
+from forerun.model.switches import names_of
 
 _log = logging.getLogger(__name__)
 _SIZE = re.compile(r"window|chunk|block|top_?k|compress|stride|sparse|local|span|segment|budget|mem_len|dense_len")
@@ -61,18 +63,25 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
         code = vars(sys.modules.get(model_class.__module__, object))
         wraps = config.get_text_config(decoder=True) is not config  # Its layers are of another file
         layers = [each for each in code.values() if isinstance(each, type) and issubclass(each, nn.Module)]
-        if getattr(model_class, "_is_stateful", False) and not wraps and not any(of_classes(layers).values()):
+        known = any(of_classes(layers).values()) or compresses(layers)
+        if getattr(model_class, "_is_stateful", False) and not wraps and not known:
             raise _unknown_states(kind)
     elif not getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
     MaskStyle.of(config.get_text_config(decoder=True))
 
 
+_HOW = (
+    "docs/hybrids.md#another-kind-of-layer says how to write the file in forerun/model/states that serves it. "
+    f"{UNSERVED}"
+)
+
+
 def _unknown_states(kind: str) -> UnsupportedModelError:
     """Return the error of a family whose recurrent state no file of `states` knows."""
     return UnsupportedModelError(
-        f"{kind} keeps a recurrent state of a kind of its own: its layers use none of {', '.join(KINDS)}, "
-        f"whose states forerun can take back. {UNSERVED}"
+        f"{kind} keeps a recurrent state of a kind of its own, in no way by which forerun could take it back: none of "
+        f"its layers has one of {', '.join(KINDS)}. {_HOW}"
     )
 
 
@@ -92,14 +101,14 @@ def known_states(model: Any) -> StateLayers:
     of `states` knows.
     """
     found = state_layers(model)
-    if getattr(type(model), "_is_stateful", False) and not found:
+    if getattr(type(model), "_is_stateful", False) and not found and not compresses(map(type, model.modules())):
         raise _unknown_states(model.config.model_type)
-    unknown = sorted(kind.__name__ for kind, names in found.items() if not names)
+    unknown = {kind.__name__: sorted(KEPT.intersection(names_of(kind))) for kind, names in found.items() if not names}
     if unknown:
+        kept = ", ".join(f"{name} ({', '.join(methods)})" for name, methods in sorted(unknown.items()))
         raise UnsupportedModelError(
-            f"{model.config.model_type}: layers of the class {', '.join(unknown)} keep a state in the cache by code of "
-            f"their own, with none of {', '.join(KINDS)}; to serve them, write their recurrence as in "
-            f"forerun/model/states. {UNSERVED}"
+            f"{model.config.model_type}: layers of the class {kept} keep a state in the cache by code of their own, "
+            f"with none of {', '.join(KINDS)}. {_HOW}"
         )
     return found
 

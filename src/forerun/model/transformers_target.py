@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, device_name, send, send_ints
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import layers, masks, positions
+from forerun.model import compression, layers, masks, positions
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate, compiling, native
@@ -64,7 +64,9 @@ class TransformersTarget(Target):
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = layers.device_of(self._embedding)
         install(states)
-        self._counts = positions.install(model)  # Whether it would count positions itself, from the cache
+        self._compresses = compression.install(model)
+        # Whether it would count positions itself, from the cache
+        self._counts = positions.install(model) or self._compresses
         # Told to use no cache, what keeps states in one of its own makes none.
         self._caching: dict[str, Any] = {"use_cache": not keep_outside(states)}
         self._style = masks.MaskStyle.of(self.config)
@@ -79,7 +81,7 @@ class TransformersTarget(Target):
         self.cache = SlotCache(self.rows, aligned)
         if uses_cache(self.model):
             self._caching[layers.cache_argument(self._base)] = self.cache
-        records = recordable(self.config) and self.states is None
+        records = recordable(self.config) and self.states is None and not self._compresses
         self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
 
     @classmethod
@@ -533,7 +535,7 @@ class TransformersTarget(Target):
             this.states = self.states.begin(rows, committed, nodes, missing=missing, appends=not padded)
         if paths:
             this.paths = TreePaths(block.lengths, *paths)
-        this.positions = self._positions(block, width, flat)
+        this.positions = self._positions(block, width, flat, branches=nodes.paths is not None)
         return self._inputs(block, ids, width, flat), this
 
     def _pack(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
@@ -572,12 +574,14 @@ class TransformersTarget(Target):
         paths = (nodes.chains() if found is None else found)[:, nodes.start :]
         return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
 
-    def _positions(self, block: masks.Block, width: int, flat: Flat | None) -> positions.Positions | None:
+    def _positions(
+        self, block: masks.Block, width: int, flat: Flat | None, *, branches: bool = False
+    ) -> positions.Positions | None:
         """Return the positions of a pass, for a model that would count them itself."""
         if not self._counts:
             return None
         queries = block.query_positions if flat is None else flat.flatten(block.query_positions)
-        return positions.Positions(queries, block.key_positions(width))
+        return positions.Positions(queries, block.key_positions(width), block if branches else None)
 
     def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
         positions = block.query_positions

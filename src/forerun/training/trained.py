@@ -244,8 +244,9 @@ class Trained(ABC):
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
 
-    def check_target(self, model: Any) -> None:  # noqa: B027
+    def check_target(self, model: Any) -> None:
         """Raise UnsupportedModelError if what is trained could not draft for the target, which is whole."""
+        return
 
     def fit(self, objective: Any, batches: Sequence[FeatureBatch], *, halves: bool) -> None:
         """Fit what starts afresh to the target's states on the first batches of the run, see `heads.start.fit`; a model

@@ -67,7 +67,7 @@ def fold_attention(
     this = current()
     if this.flat is not None:
         query = this.flat.restore(query.transpose(1, 2)).transpose(1, 2)
-    attended = attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout)
+    attended = attend(query, key, value, attention_mask, this, scaling=scaling, dropout=dropout).contiguous()
     return attended if this.flat is None else this.flat.flatten(attended), None
 
 
@@ -168,8 +168,10 @@ def refusal(model: Any, ids: Tensor) -> str | None:
 
     wrong = list[str]()
 
-    def compared(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **others: Any) -> Any:
-        right: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, mask, **others)
+    def compared(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
+    ) -> Any:
+        right: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **others)
         count, lowest = query.shape[2], torch.finfo(query.dtype).min
         seen = (
             torch.full((count, count), lowest, device=query.device)
@@ -177,11 +179,11 @@ def refusal(model: Any, ids: Tensor) -> str | None:
             .to(query.dtype)
             .expand(len(query), 1, -1, -1)
         )
-        if mask is not None and mask.dtype != torch.bool:
-            seen = mask
-        elif mask is not None:
-            seen = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, lowest)
-        moved, _ = sdpa_attention_forward(module, acceptance.nudge(query), key, value, mask, **others)
+        if attention_mask is not None and attention_mask.dtype != torch.bool:
+            seen = attention_mask
+        elif attention_mask is not None:
+            seen = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
+        moved, _ = sdpa_attention_forward(module, acceptance.nudge(query), key, value, attention_mask, **others)
         found = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
         if (fault := acceptance.fault(found, right[0], moved)) is not None:
             wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {fault}")

@@ -1,6 +1,7 @@
 """Recurrent states as a part of the cache: one file for each kind of recurrence."""
 
 from forerun.model.states.functions import (
+    KEPT,
     KINDS,
     StateLayers,
     install,
@@ -12,6 +13,7 @@ from forerun.model.states.functions import (
 from forerun.model.states.rows import MOST, Recurrence, RowStates, StatePass, Tree
 
 __all__ = [
+    "KEPT",
     "KINDS",
     "MOST",
     "Recurrence",
