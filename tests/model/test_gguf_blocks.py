@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Type
 from forerun.core.tree import TokenTree
 from forerun.model import TransformersTarget
 from forerun.model.gguf_blocks import find_stored, saved_bytes
-from forerun.model.kernels import products
+from forerun.model.kernels import blocks, products
 from forerun.model.kernels.packing import list_in_blocks, packed_bytes
 from forerun.model.load import LoadOptions
 from forerun.model.names import resolve
@@ -25,6 +25,7 @@ IDS = list(range(3, 40))
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(blocks, "fast", lambda: True)
 
 
 def loaded(source: Any, **more: Any) -> TransformersTarget:
@@ -75,6 +76,11 @@ def test_a_checkpoint_by_its_own_name_has_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize("more", [{"dtype": "float32"}, {"repack": False}], ids=str)
 def test_where_weights_are_not_packed_in_bf16_there_are_none(tmp_path: Path, more: dict[str, Any]) -> None:
     assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0), **more).model)
+
+
+def test_where_blocks_are_slower_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "fast", lambda: False)
+    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)).model)
 
 
 def test_types_without_blocks_are_dequantised(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Weights in the blocks of a GGUF file: the bits of the package ``gguf``, and products with the bits of bf16 panels."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -121,6 +122,33 @@ def test_what_blocks_take() -> None:
     for kind in (Type.F32, Type.F16, Type.IQ4_NL, Type.MXFP4):
         assert not blocks.stored_bytes(kind, 64, 512)
     assert not blocks.stored_bytes(Type.Q4_K, 64, 128)
+
+
+@pytest.mark.parametrize(("slower", "fast"), [(0, True), (1, False)])
+def test_whether_blocks_pay_is_measured_once(
+    slower: int, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The memory that they save is worth no products that take clearly longer."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(products, "kind_of", lambda _: ProductKind.WIDENED)
+    monkeypatch.setattr(blocks, "_TRIAL", (32, 64))
+    clock = [0.0]
+    monkeypatch.setattr(blocks.time, "perf_counter", lambda: clock[0])
+
+    def takes(seconds: float) -> Callable[..., None]:
+        def multiply(*_: Any) -> None:
+            clock[0] += seconds
+
+        return multiply
+
+    monkeypatch.setattr(blocks, "multiply", takes(1.0 + slower))
+    monkeypatch.setattr(products, "multiply", takes(1.0))
+    blocks.fast.cache_clear()
+    assert blocks.fast() is fast
+    blocks.fast.cache_clear()
+    monkeypatch.setattr(blocks, "_takes_of_bf16", lambda: pytest.fail("measured again"))
+    assert blocks.fast() is fast
+    blocks.fast.cache_clear()
 
 
 class _Model(nn.Module):

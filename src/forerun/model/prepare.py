@@ -36,8 +36,9 @@ from forerun.devices import trim_heap
 from forerun.errors import UNSERVED, ArgumentError, ForerunError, OutOfMemoryError, UnsupportedModelError, refuse
 from forerun.model import self_check
 from forerun.model.cache import promised_bytes
+from forerun.model.gguf import file_of
 from forerun.model.gguf_blocks import find_stored, saved_bytes
-from forerun.model.kernels import accelerate, products
+from forerun.model.kernels import accelerate, blocks, products
 from forerun.model.kernels.blocks import StoredRows
 from forerun.model.kernels.packing import freed_bytes
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
@@ -78,7 +79,7 @@ def prepare(
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
-    stored = find_stored(model) if named and faster and _keeps_blocks(options, model.config) else {}
+    stored = find_stored(model) if faster and _keeps_blocks(model.name_or_path, options, model.config) else {}
     faster_now = partial(_accelerate, model, options, named, stored) if faster else None
     tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
     if tokenizer is None and Path(folder).is_dir():
@@ -167,7 +168,9 @@ def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes
     config = read_config(name, options)
     if options.tokenizer is not None:
         options.tokenizer()  # A checkpoint without one fails before its weights are read
-    weights = stored_bytes(name, options, config) - (saved_bytes(Path(name)) if _keeps_blocks(options, config) else 0)
+    weights = stored_bytes(name, options, config)
+    if _keeps_blocks(name, options, config):
+        weights -= saved_bytes(Path(name))
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     dtype = resolved_dtype(options, config) or torch.float32
     states = 0 if device is None else states_bytes_per_row(cls, config, dtype)
@@ -179,15 +182,19 @@ def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes
     return model, slots
 
 
-def _keeps_blocks(options: LoadOptions, config: Any) -> bool:
-    """Return whether weights may stay in a GGUF file's blocks: they do where our own products in bf16 take them."""
+def _keeps_blocks(name: str | Path, options: LoadOptions, config: Any) -> bool:
+    """Return whether weights may stay in a GGUF file's blocks: they do where our own products in bf16 take them and
+    are no slower for it.
+    """
     placed = options.device_map is not None or options.tp_plan is not None or options.adapter is not None
     return (
-        not placed
+        file_of(Path(name)) is not None
+        and not placed
         and options.repack is not False
         and options.first_device().type == "cpu"
         and resolved_dtype(options, config) is torch.bfloat16
         and products.ready(torch.bfloat16)
+        and blocks.fast()
     )
 
 

@@ -53,29 +53,6 @@ INLINE int64_t panel_bytes(int64_t type, int64_t inputs) {
     return type == BF16 ? inputs * LANES * 2 : inputs / f.held * head_bytes(f) + inputs / f.inputs * block_bytes(f);
 }
 
-// LANES numbers in float16.
-INLINE void load_halves(const uint8_t *from, float *to) {
-    for (int part = 0; part < 2; part++)
-        _mm256_storeu_ps(to + part * 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from + part)));
-}
-
-enum { VECTORS = LINE / WIDTH };
-
-// LANES numbers, one for each output -> one for each value of a line.
-INLINE void spread(const float *from, Lanes *to) {
-#ifdef __AVX512F__
-    __m512i two = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-    for (int at = 0; at < VECTORS; at++)
-        to[at] = _mm512_permutexvar_ps(two, _mm512_castps256_ps512(_mm256_loadu_ps(from + at * 8)));
-#else
-    __m256i two = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
-    for (int at = 0; at < VECTORS; at++)
-        to[at] = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(from + at * 4)), two);
-#endif
-}
-
-// WIDTH integers of a line, from `at` on.
-INLINE Lanes integers(const int BITS, const int SIGNED, const uint8_t *line, int at) {
 #ifdef __AVX512F__
 #define bytes_to_words(from) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from)))
 #define unsigned_bytes_to_words(from) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from)))
@@ -84,6 +61,8 @@ INLINE Lanes integers(const int BITS, const int SIGNED, const uint8_t *line, int
 #define shift_right_signed _mm512_srai_epi32
 #define mask_words(words, bits) _mm512_and_si512(words, _mm512_set1_epi32(bits))
 #define words_to_lanes _mm512_cvtepi32_ps
+#define halves_to_lanes(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
+#define multiply_lanes _mm512_mul_ps
 #else
 #define bytes_to_words(from) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
 #define unsigned_bytes_to_words(from) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
@@ -92,7 +71,25 @@ INLINE Lanes integers(const int BITS, const int SIGNED, const uint8_t *line, int
 #define shift_right_signed _mm256_srai_epi32
 #define mask_words(words, bits) _mm256_and_si256(words, _mm256_set1_epi32(bits))
 #define words_to_lanes _mm256_cvtepi32_ps
+#define halves_to_lanes(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
+#define multiply_lanes _mm256_mul_ps
 #endif
+
+enum { VECTORS = LINE / WIDTH };
+
+// WIDTH numbers, one for each output -> one for each value of a line, 2 * WIDTH.
+INLINE void spread(Lanes from, Lanes *to) {
+#ifdef __AVX512F__
+    to[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), from);
+    to[1] = _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), from);
+#else
+    to[0] = _mm256_permutevar8x32_ps(from, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
+    to[1] = _mm256_permutevar8x32_ps(from, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7));
+#endif
+}
+
+// WIDTH integers of a line, from `at` on.
+INLINE Lanes integers(const int BITS, const int SIGNED, const uint8_t *line, int at) {
     if (BITS == 8) return words_to_lanes(bytes_to_words(line + at));
     int upper = at >= LANES;
     Words words = unsigned_bytes_to_words(line + at % LANES);
@@ -133,17 +130,18 @@ INLINE const uint8_t *read_scales(Form f, const uint8_t *panel, int64_t at, Lane
     int64_t block = block_bytes(f), head = head_bytes(f), each = divide(f.held, f.inputs);
     const uint8_t *outer = panel + divide(at, f.held) * (head + each * block);
     const uint8_t *here = outer + head + divide(at & (f.held - 1), f.inputs) * block;
-    float scales[LANES], leasts[LANES];
-    for (int lane = 0; lane < LANES; lane++) leasts[lane] = -0.0f;
-    load_halves(f.nested ? outer : here, scales);
-    if (f.least) load_halves((f.nested ? outer : here) + 2 * LANES, leasts);
-    if (f.nested) {
-        for (int lane = 0; lane < LANES; lane++) scales[lane] *= (float)(int8_t)here[lane];
-        if (f.least)
-            for (int lane = 0; lane < LANES; lane++) leasts[lane] = -(leasts[lane] * (float)here[LANES + lane]);
+    if (!f.nested) outer = here;
+    for (int part = 0; part < PARTS; part++) {
+        Lanes scales = halves_to_lanes(outer + part * WIDTH * 2), leasts = all_lanes(-0.0f);
+        if (f.least) leasts = halves_to_lanes(outer + (LANES + part * WIDTH) * 2);
+        if (f.nested) scales = multiply_lanes(scales, words_to_lanes(bytes_to_words(here + part * WIDTH)));
+        if (f.nested && f.least) {
+            Lanes negative = multiply_lanes(leasts, all_lanes(-1.0f));
+            leasts = multiply_lanes(negative, words_to_lanes(bytes_to_words(here + LANES + part * WIDTH)));
+        }
+        spread(scales, scale + 2 * part);
+        spread(leasts, least + 2 * part);
     }
-    spread(scales, scale);
-    spread(leasts, least);
     return here + (f.nested ? 1 : 2) * LANES * (1 + f.least);
 }
 
@@ -184,28 +182,27 @@ static void expand(const uint8_t *panel, int64_t type, int64_t from, int64_t to,
 }
 
 #ifdef __AVX512BF16__
-// What `tile` of `product.c` adds up, of panels in blocks of one type, whose lines are expanded as they are multiplied: the
-// processor does both at once. They are stored in `out` (COUNT, `apart`), too, unless that is NULL.
+// What `tile` of `product.c` adds up, for MOST_PANELS panels in blocks of one type, whose lines are expanded as they are
+// multiplied: the processor does both at once. They are stored in `out` (MOST_PANELS, `apart`), too, unless that is NULL.
 INLINE void block_tile(
-    const int BITS, const int SIGNED, const int ROWS, const int COUNT, const uint16_t *states, int64_t depth,
-    const Panel *panel, const uint8_t *weights, int64_t from, int64_t to, float *sums, uint16_t *out, int64_t apart,
-    const char *const *next) {
+    const int BITS, const int SIGNED, const int ROWS, const uint16_t *states, int64_t depth, const Panel *panel,
+    const uint8_t *weights, int64_t from, int64_t to, float *sums, uint16_t *out, int64_t apart, const char *const *next) {
     Lanes sum[MOST_ROWS][MOST_PANELS];
     UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int one = 0; one < COUNT; one++)
-            sum[r][one] = from ? load_lanes(sums + (r * COUNT + one) * LANES) : all_lanes(0.0f);
+        UNROLL for (int one = 0; one < MOST_PANELS; one++)
+            sum[r][one] = from ? load_lanes(sums + (r * MOST_PANELS + one) * LANES) : all_lanes(0.0f);
     Form f = form_of(panel->type);
     int64_t block = block_bytes(f), ahead = 0;
     for (int64_t start = from; start < to; start += f.inputs, ahead += block) {
         Lanes scale[MOST_PANELS][VECTORS], least[MOST_PANELS][VECTORS];
         const uint8_t *line[MOST_PANELS];
-        UNROLL for (int one = 0; one < COUNT; one++) {
+        UNROLL for (int one = 0; one < MOST_PANELS; one++) {
             line[one] = read_scales(f, weights + panel[one].at, start, scale[one], least[one]);
             fetch_bytes(next[one] + ahead, block);
         }
         for (int64_t at = start; at < start + f.inputs; at += 2) {
             __m512bh weight[MOST_PANELS];
-            UNROLL for (int one = 0; one < COUNT; one++) {
+            UNROLL for (int one = 0; one < MOST_PANELS; one++) {
                 Lanes low = values_of(BITS, SIGNED, line[one], 0, scale[one], least[one]);
                 Lanes high = values_of(BITS, SIGNED, line[one], LANES, scale[one], least[one]);
                 weight[one] = _mm512_cvtne2ps_pbh(high, low);
@@ -216,32 +213,27 @@ INLINE void block_tile(
             UNROLL for (int r = 0; r < ROWS; r++) {
                 int pair;
                 memcpy(&pair, states + r * depth + at, sizeof pair);
-                UNROLL for (int one = 0; one < COUNT; one++)
+                UNROLL for (int one = 0; one < MOST_PANELS; one++)
                     sum[r][one] = _mm512_dpbf16_ps(sum[r][one], weight[one], (__m512bh)_mm512_set1_epi32(pair));
             }
         }
     }
     UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int one = 0; one < COUNT; one++) store_lanes(sums + (r * COUNT + one) * LANES, sum[r][one]);
+        UNROLL for (int one = 0; one < MOST_PANELS; one++)
+            store_lanes(sums + (r * MOST_PANELS + one) * LANES, sum[r][one]);
 }
 
 static void block_tiles(
-    int64_t rows, int64_t count, const uint16_t *states, int64_t depth, const Panel *panel, const uint8_t *weights,
-    int64_t from, int64_t to, float *sums, uint16_t *out, int64_t apart, const char *const *next) {
+    int64_t rows, const uint16_t *states, int64_t depth, const Panel *panel, const uint8_t *weights, int64_t from,
+    int64_t to, float *sums, uint16_t *out, int64_t apart, const char *const *next) {
     Form f = form_of(panel->type);
-#define TILE(BITS, SIGNED, ROWS, COUNT) \
-    block_tile(BITS, SIGNED, ROWS, COUNT, states, depth, panel, weights, from, to, sums, out, apart, next)
-#define TILES_OF(ROWS)                                                          \
-    case ROWS:                                                                  \
-        if (count == 1) {                                                       \
-            if (f.bits == 8) TILE(8, 1, ROWS, 1);                               \
-            else if (f.least) TILE(4, 0, ROWS, 1);                              \
-            else TILE(4, 1, ROWS, 1);                                           \
-        } else {                                                                \
-            if (f.bits == 8) TILE(8, 1, ROWS, MOST_PANELS);                     \
-            else if (f.least) TILE(4, 0, ROWS, MOST_PANELS);                    \
-            else TILE(4, 1, ROWS, MOST_PANELS);                                 \
-        }                                                                       \
+#define TILE(BITS, SIGNED, ROWS) \
+    block_tile(BITS, SIGNED, ROWS, states, depth, panel, weights, from, to, sums, out, apart, next)
+#define TILES_OF(ROWS)                            \
+    case ROWS:                                    \
+        if (f.bits == 8) TILE(8, 1, ROWS);        \
+        else if (f.least) TILE(4, 0, ROWS);       \
+        else TILE(4, 1, ROWS);                    \
         break;
     switch (rows) {
         TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4) TILES_OF(5) TILES_OF(6) TILES_OF(7) TILES_OF(8)

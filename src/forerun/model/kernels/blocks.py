@@ -7,19 +7,26 @@ them as panels of bf16.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.model.kernels import products
+from forerun.devices import measure_once
+from forerun.model.kernels import compiling, products
 from forerun.model.kernels.products import LANES
 
 _PLAIN = 30  # The number of bf16 among GGUF's types of tensors
 _BEHIND = 3  # Entries behind the last panel, for what looks ahead
 _LINE = 64  # Bytes that lie at a multiple of themselves
+_TRIAL = 4096, 16384  # Outputs and depth of the products that are timed: more than a cache holds
+_TRIAL_ROWS = (1, 8)
+_REPEATS = 9
+_MUCH = 1.1  # Times that blocks take of bf16's from which on they are not worth the memory that they save
 
 
 class StoredRows(NamedTuple):
@@ -33,6 +40,38 @@ class StoredRows(NamedTuple):
 def stored_bytes(kind: int, outputs: int, depth: int) -> int:
     """Return the bytes that such a matrix takes in memory; 0 where its type cannot stay in blocks."""
     return -(-outputs // LANES) * int(_library().forerun_block_bytes(kind, depth))
+
+
+@cache
+def fast() -> bool:
+    """Return whether products of few rows take no longer in blocks than in bf16 on this machine, which depends on its
+    instructions and on its memory. Measured once and kept on disk.
+    """
+    name = f"few rows in blocks by {products.kind_of(torch.bfloat16).name}, kernels {compiling.version()}"
+    return float(measure_once(name, _takes_of_bf16)) < _MUCH
+
+
+@torch.inference_mode()
+def _takes_of_bf16() -> float:
+    """Return the time of products of few rows in blocks of 4 bits, as a multiple of that in bf16, by turns."""
+    outputs, depth = _TRIAL
+    q4_1, inputs, size = 3, 32, 20
+    content = np.zeros((outputs, depth // inputs * size), dtype=np.uint8)
+    packed = pack([StoredRows(q4_1, content, np.arange(outputs))], depth)
+    panels = expand(packed, outputs, depth)
+    total = [0.0, 0.0]
+    for count in _TRIAL_ROWS:
+        rows = torch.ones(count, depth, dtype=torch.bfloat16)
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(_REPEATS):
+            began = time.perf_counter()
+            multiply(rows, packed, None, outputs)
+            between = time.perf_counter()
+            products.multiply(rows, panels, None, outputs)
+            times[0].append(between - began)
+            times[1].append(time.perf_counter() - between)
+        total = [sum_so_far + min(taken) for sum_so_far, taken in zip(total, times, strict=True)]
+    return total[0] / total[1]
 
 
 def pack(parts: Sequence[StoredRows | Tensor], depth: int) -> Tensor:

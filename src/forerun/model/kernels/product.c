@@ -190,9 +190,9 @@ static void begin_with_blocks(
         same &= at[one].type == at->type && at->type != BF16;
     }
 #ifdef __AVX512BF16__
-    if (p->kind == DOTS && same) {
+    if (p->kind == DOTS && same && count == MOST_PANELS) {
         const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-        block_tiles(rows, count, states, p->depth, at, weights, from, to, sums, alone ? NULL : *room, LINES * LINE, next);
+        block_tiles(rows, states, p->depth, at, weights, from, to, sums, alone ? NULL : *room, LINES * LINE, next);
         return;
     }
 #endif
