@@ -1,5 +1,6 @@
 """``model.generate(custom_generate=forerun.hf(...))`` against transformers' own loop."""
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, StoppingCriteria, TextStreamer
 
 import forerun
+from contract.harness import p_value
 from forerun.errors import ArgumentError
+from forerun.model import TransformersTarget
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +106,54 @@ def test_log_probabilities_are_the_targets_whoever_drafted(
         temperature = 1.7 if mode == "processed_logprobs" else 1.0
         own = (logits / temperature).log_softmax(-1).gather(-1, ids[int(mask.sum()) :].unsqueeze(-1)).squeeze(-1)
         torch.testing.assert_close(found.logprobs[row], own, atol=1e-4, rtol=1e-4)
+
+
+def test_rows_of_one_prompt_read_it_once(model: Any, batch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, prefill = list[int](), TransformersTarget.prefill
+
+    def counted(self: Any, rows: Any, tokens: Any, **others: Any) -> Any:
+        read.extend(map(len, tokens))
+        return prefill(self, rows, tokens, **others)
+
+    loop = forerun.hf("ngram")
+    model.generate(**batch, max_new_tokens=2, custom_generate=loop)  # checks the model
+    monkeypatch.setattr(TransformersTarget, "prefill", counted)
+    keywords = {"do_sample": True, "temperature": 0.9, "top_p": 0.99, "num_return_sequences": 5}
+    found = model.generate(**batch, max_new_tokens=8, **keywords, custom_generate=loop)
+    assert sorted(read) == [2, 8]
+    assert len({str(row) for row in found.tolist()}) > 6, "each row has an answer of its own"
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "draft_model"])
+def test_a_batch_of_groups_has_the_distribution_of_plain_sampling(
+    model: Any, batch: Any, draft_checkpoint: Path, drafter: str
+) -> None:
+    """2,048 answers of two tokens to two prompts by chi-square. A token drawn from p in place of the residual moves
+    a tenth of the mass of a rejected draft, which so many answers show with a probability above 0.99."""
+    sampled = {"model": str(draft_checkpoint), "adaptive": False} if drafter == "draft_model" else {}
+    loop = forerun.hf(drafter, num_speculative_tokens=2, **sampled)
+    torch.manual_seed(3)
+    keywords = {"max_new_tokens": 3, "do_sample": True, "temperature": 1.0, "top_k": 4, "eos_token_id": None}
+    counts = [Counter[tuple[int, ...]](), Counter[tuple[int, ...]]()]
+    for _ in range(16):
+        found = model.generate(**batch, **keywords, num_return_sequences=64, custom_generate=loop)
+        for row, answer in enumerate(found[:, batch["input_ids"].shape[1] :].tolist()):
+            counts[row // 64][tuple(answer[:2])] += 1
+    for row, counted in enumerate(counts):
+        prompt = batch["input_ids"][row][batch["attention_mask"][row].bool()].tolist()
+        expected = {
+            (one, two): p * q
+            for one, p in likely(model, prompt).items()
+            for two, q in likely(model, [*prompt, one]).items()
+        }
+        assert p_value(counted, expected) > 1e-3
+
+
+def likely(model: Any, tokens: list[int]) -> dict[int, float]:
+    """The distribution of the token behind these with top-k 4."""
+    with torch.no_grad():
+        best = model(torch.tensor([tokens])).logits[0, -1].topk(4)
+    return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
 
 
 def test_sampling_follows_torchs_seed_and_its_processors(model: Any, batch: Any) -> None:

@@ -34,6 +34,15 @@ prompt.
 """
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself obeys; all others are asked after every token."""
+_WARPERS = (("TopPLogitsWarper", "top_p"), ("TopKLogitsWarper", "top_k"), ("TemperatureLogitsWarper", "temperature"))
+"""Processors that the engine itself applies where they come last, the last first, by its own parameters."""
+_BY_ROW = (
+    "PrefixConstrainedLogitsProcessor",
+    "RepetitionPenaltyLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "EncoderNoRepeatNGramLogitsProcessor",
+)
+"""transformers' processors that treat each row of a batch otherwise."""
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 """Processors that count their calls, of which a tree makes more than there are tokens."""
 
@@ -96,15 +105,22 @@ class HuggingFaceGenerate:
     ) -> Any:
         streamer, processors = self._streamer, keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
+        scores = _wants_scores(generation_config)
+        processors, warpers = (processors, {}) if scores else _take_warpers(processors)
         rows = list[_BatchRow]()
         for index, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
             prompt = [token for token, real in zip(ids, kept, strict=True) if real]
             rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
         llm = self._engine(model, len(rows), generation_config.max_length)
-        params = self._params(generation_config, generation_config.max_length - input_ids.shape[1])
-        running: dict[str, _BatchRow] = {}
+        params = self._params(generation_config, generation_config.max_length - input_ids.shape[1], warpers)
+        # Rows of one prompt are the answers to one request, which reads it once; not where each is treated by itself.
+        alike = not (scores or len(processors) or criteria)
+        groups = dict[Any, list[_BatchRow]]()
         for row in rows:
-            running[llm.submit(row.prompt, row.params(params, _wants_scores(generation_config)))] = row
+            groups.setdefault(tuple(row.prompt) if alike else row.index, []).append(row)
+        running: dict[str, list[_BatchRow]] = {}
+        for group in groups.values():
+            running[llm.submit(group[0].prompt, group[0].params(params, len(group), scores))] = group
 
         def stops(row: _BatchRow, token: OutputToken) -> bool:
             """Append a token, and return whether a criterion ends the answer with it."""
@@ -123,11 +139,13 @@ class HuggingFaceGenerate:
                         continue
                     if chunk.error is not None:
                         raise chunk.error
-                    row = running[chunk.request_id]
-                    if any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None:
+                    group = running[chunk.request_id]
+                    row = group[chunk.index]
+                    row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
+                    row.seen.clear()
+                    if all(other.ended for other in group):
                         llm.abort(chunk.request_id)
                         del running[chunk.request_id]
-                    row.seen.clear()
         finally:
             for request_id in running:
                 llm.abort(request_id)
@@ -135,13 +153,13 @@ class HuggingFaceGenerate:
             streamer.end()
         return _result(input_ids, rows, generation_config)
 
-    def _params(self, config: Any, room: int) -> SamplingParams:
+    def _params(self, config: Any, room: int, warpers: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters of all rows. Everything that shapes the distribution comes from
-        transformers' processors; the engine adds nothing.
+        transformers' processors, of which these `warpers` are the last; the engine adds nothing.
         """
         ends = config.eos_token_id
         return SamplingParams(
-            **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0},
+            **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0, **warpers},
             max_tokens=room,
             ignore_eos=True,
             stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
@@ -189,6 +207,15 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the processors without the last ones that the engine applies itself, and these as its parameters."""
+    left, taken = list(processors), dict[str, Any]()
+    for kind, name in _WARPERS:
+        if left and type(left[-1]).__name__ == kind and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
+            taken[name] = getattr(left.pop(), name)
+    return left, taken
 
 
 def _wants_scores(config: Any) -> bool:
@@ -245,16 +272,19 @@ class _BatchRow:
     batch: int  # Rows of the batch
     processors: Any  # transformers'
     answer: list[int] = field(default_factory=list)
+    ended: bool = False
     logprobs: list[float] = field(default_factory=list)
     scored: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # Raw and processed logits (V,) of each token
     seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Raw and processed logits behind every output that this step has looked at, where they are wanted."""
 
-    def params(self, params: SamplingParams, scores: bool) -> SamplingParams:
-        """Return this row's parameters from those of all rows; with `scores` they keep all logits for `append`."""
+    def params(self, params: SamplingParams, count: int, scores: bool) -> SamplingParams:
+        """Return the parameters of a request for `count` answers to this row's prompt, from those of all rows; with
+        `scores` they keep all logits for `append`.
+        """
         own: tuple[LogitsProcessor, ...] = (self._process,) if len(self.processors) else ()
         own = (self._keep,) if scores else own
-        return replace(params, seed=int(torch.randint(2**62, (1,))), logits_processors=own)
+        return replace(params, n=count, seed=int(torch.randint(2**62, (1,))), logits_processors=own)
 
     def append(self, token: OutputToken) -> None:
         """Append a token to the answer, with its log-probability and logits where these are wanted."""
@@ -266,11 +296,16 @@ class _BatchRow:
 
     def _process(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Apply transformers' processors."""
-        # Some processors hold a state per row and insist on the whole batch: give them this row that many times.
         padding = self.ids[: len(self.ids) - len(self.prompt)]
-        ids = torch.tensor([[*padding, *tokens]], device=logits.device).expand(self.batch, -1)
-        result: Tensor = self.processors(ids, logits.expand(self.batch, -1).clone())[self.index]
-        return result
+        ids, values = torch.tensor([[*padding, *tokens]], device=logits.device), logits.unsqueeze(0).clone()
+        for processor in self.processors:
+            kind = type(processor)
+            if kind.__module__.startswith("transformers.") and kind.__name__ not in _BY_ROW:
+                values = processor(ids, values)
+            else:  # It may hold a state per row and insist on the whole batch: give it this row that many times
+                every = processor(ids.expand(self.batch, -1), values.expand(self.batch, -1).clone())
+                values = every[self.index : self.index + 1]
+        return values[0]
 
     def _keep(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Apply transformers' processors, and keep what they were given and returned. What a drafter made of an output
