@@ -13,6 +13,7 @@ import forerun
 from forerun import LLM
 from forerun.errors import ArgumentError, RequestError
 from forerun.model import prepare
+from forerun.model.kernels import attention
 from model.families import make, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
@@ -52,7 +53,7 @@ def test_one_engine_serves_more_rows_and_longer_texts(model: Any, monkeypatch: p
         keywords = {**GREEDY, "max_new_tokens": length}
         expected = model.generate(prompt, **keywords)
         assert model.generate(prompt, **keywords, custom_generate=own).tolist() == expected.tolist()
-        engines.append(own._engines[model][0])
+        engines.append(own._engines[model].llm)
     assert len(checked) == 1
     assert all(engine is engines[0] for engine in engines)
     [(_, suffix)] = next(iter(engines[0].engine.drafting._active.values())).drafters
@@ -88,6 +89,22 @@ def test_dropout_is_off_and_every_mode_is_put_back(model: Any) -> None:
 
 def _failing(_ids: Any, _scores: Any) -> Any:
     raise RuntimeError("a processor")
+
+
+def test_attention_is_the_models_own_before_and_after(model: Any) -> None:
+    own, kinds = loop(), list[str]()
+    hook = model.model.layers[0].self_attn.register_forward_pre_hook(
+        lambda *_: kinds.append(model.config._attn_implementation)
+    )
+    answers(model, own)
+    hook.remove()
+    assert kinds[-1] == attention.NAME, "keys of grouped heads are read without copies"
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(RequestError, match="a processor"):
+        answers(model, own, logits_processor=[_failing])
+    assert model.config._attn_implementation == "sdpa"
+    eager = make("llama", attn_implementation="eager")
+    assert answers(eager, own) == answers(eager)
 
 
 def test_gradient_checkpointing_without_a_cache(model: Any) -> None:

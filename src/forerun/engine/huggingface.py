@@ -10,7 +10,7 @@ the model is left in training mode if it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -24,6 +24,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
+from forerun.model.kernels import attention
+from forerun.model.kernels.accelerate import COMPARED
+from forerun.model.layers import base_of, device_of, turn_of
+from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
 from forerun.types import LogitsProcessor, OutputToken, SamplingParams
 
@@ -85,7 +89,7 @@ class HuggingFaceGenerate:
     ) -> None:
         self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
         self._logprobs_mode = SamplingParams(logprobs_mode=logprobs_mode).logprobs_mode
-        self._engines: WeakKeyDictionary[Any, tuple[LLM, _EndModules]] = WeakKeyDictionary()
+        self._engines: WeakKeyDictionary[Any, _Served] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
         """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if transformers' output
@@ -97,7 +101,7 @@ class HuggingFaceGenerate:
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
         _refuse_sharded(model)
-        with self._turn, _evaluating(model):
+        with self._turn, turn_of(base_of(model)), _evaluating(model):
             return self._generate(model, input_ids, mask, generation_config, keywords)
 
     def _generate(
@@ -111,7 +115,8 @@ class HuggingFaceGenerate:
         for index, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
             prompt = [token for token, real in zip(ids, kept, strict=True) if real]
             rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
-        llm = self._engine(model, len(rows), generation_config.max_length)
+        served = self._engine(model, len(rows), generation_config.max_length)
+        llm = served.llm
         params = self._params(generation_config, generation_config.max_length - input_ids.shape[1], warpers)
         # Rows of one prompt are the answers to one request, which reads it once; not where each is treated by itself.
         alike = not (scores or len(processors) or criteria)
@@ -133,19 +138,8 @@ class HuggingFaceGenerate:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         try:
-            while running:
-                for chunk in llm.engine.step():
-                    if chunk.request_id not in running:
-                        continue
-                    if chunk.error is not None:
-                        raise chunk.error
-                    group = running[chunk.request_id]
-                    row = group[chunk.index]
-                    row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
-                    row.seen.clear()
-                    if all(other.ended for other in group):
-                        llm.abort(chunk.request_id)
-                        del running[chunk.request_id]
+            with _folding(model, served.folds):
+                _run(llm, running, stops)
         finally:
             for request_id in running:
                 llm.abort(request_id)
@@ -168,30 +162,73 @@ class HuggingFaceGenerate:
             logprobs_mode=self._logprobs_mode,
         )
 
-    def _engine(self, model: Any, rows: int, length: int) -> LLM:
+    def _engine(self, model: Any, rows: int, length: int) -> _Served:
         """Return the model's engine, with room for so many rows of that length. It is made anew only where the modules
         at the model's ends are others.
         """
-        llm, ends = self._engines.get(model, (None, None))
         context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
         longest = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
-        now = model.get_input_embeddings(), model.get_output_embeddings()
-        if llm is None or ends != now:
-            llm = LLM(
-                model,
-                tokenizer=False,
-                speculative_config=self._config,
-                max_num_seqs=rows,
-                enable_prefix_caching=False,
-                max_model_len=longest,
-            )
-            self._engines[model] = llm, now
-        elif llm.target.rows < rows or llm.max_model_len < min(length, llm.target.max_length):
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        served = self._engines.get(model)
+        if served is None or served.ends != ends:
+            folds = attention.suits(model) and attention.refusal(model, _tokens_for(model)) is None
+            with _folding(model, folds):
+                llm = LLM(
+                    model,
+                    tokenizer=False,
+                    speculative_config=self._config,
+                    max_num_seqs=rows,
+                    enable_prefix_caching=False,
+                    max_model_len=longest,
+                )
+            served = self._engines[model] = _Served(llm=llm, ends=ends, folds=folds)
+        llm = served.llm
+        if llm.target.rows < rows or llm.max_model_len < min(length, llm.target.max_length):
             llm.grow(max(rows, llm.target.rows), max(longest, llm.max_model_len))
-        return llm
+        return served
 
 
-_EndModules = tuple[Any, Any]  # Embeddings and output head: the modules of a model that an engine refers to
+def _run(llm: LLM, running: dict[str, list[_BatchRow]], stops: Callable[[_BatchRow, OutputToken], bool]) -> None:
+    """Step the engine until every row of these requests has ended."""
+    while running:
+        for chunk in llm.engine.step():
+            if chunk.request_id not in running:
+                continue
+            if chunk.error is not None:
+                raise chunk.error
+            group = running[chunk.request_id]
+            row = group[chunk.index]
+            row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
+            row.seen.clear()
+            if all(other.ended for other in group):
+                llm.abort(chunk.request_id)
+                del running[chunk.request_id]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Served:
+    """A model's engine."""
+
+    llm: LLM
+    ends: tuple[Any, Any]  # Embeddings and output head: the modules that it refers to
+    folds: bool  # Whether attention may read the keys of grouped heads without copies of them
+
+
+def _tokens_for(model: Any) -> Tensor:
+    return torch.tensor([draw_tokens(model, COMPARED)], device=device_of(model.get_input_embeddings()))
+
+
+@contextmanager
+def _folding(model: Any, folds: bool) -> Iterator[None]:
+    """Let attention read the keys of grouped heads without copies while open, if it `folds`."""
+    if not folds:
+        yield
+        return
+    attention.install(model)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation("sdpa")
 
 
 @contextmanager
