@@ -107,7 +107,11 @@ def _turned(weights: Any, **_: Any) -> Any:
     return weights.T
 
 
-@pytest.mark.parametrize("change", [_shifted, _turned])
+def _counted(weights: Any, **_: Any) -> Any:
+    return weights.reshape(len(weights), 64)
+
+
+@pytest.mark.parametrize("change", [_shifted, _turned, _counted])
 def test_what_the_converter_changes_is_not_taken_as_it_is(
     tmp_path: Path, change: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import numpy as np
 from forerun.model.gguf import converter_of, file_of, read_tensors
 from forerun.model.gguf_files import GgufTensor
 from forerun.model.kernels.blocks import StoredRows, stored_bytes
+
+_log = logging.getLogger(__name__)
 
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 _HALF = 2  # Bytes of a dequantised weight
@@ -42,9 +45,13 @@ def _order_of_rows(processor: Any, names: dict[str, str], tensor: GgufTensor) ->
     place of the weights; None where it does anything else with them.
     """
     numbers = np.arange(tensor.shape[0])
-    made = processor.process(
-        weights=numbers[:, None], name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
-    )
+    try:
+        made = processor.process(
+            weights=numbers[:, None], name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        )
+    except Exception as error:  # Bloom's counts the columns
+        _log.debug("%s is dequantised: %s", tensor.name, error)
+        return None
     order = np.array(made.weights)
     kept = made.name == tensor.name and order.shape == (len(numbers), 1)
     return order[:, 0] if kept and np.array_equal(np.sort(order[:, 0]), numbers) else None
