@@ -23,6 +23,7 @@ from forerun.model.kernels import products
 from forerun.model.self_check import divergence
 from forerun.types import Drawn
 from model.ggufs import TOKENS, needs_llama_cpp, tiny, write_tiny, write_tiny_hybrid
+from model.soak import soak
 
 NEAR = 2e-4  # Mean divergence, nats, that float16 keys and values explain; a sibling seen has 1e-2 and more
 ROWS, SLOTS = 4, 160
@@ -456,6 +457,12 @@ def test_a_hybrids_answers_are_those_of_plain_decoding(hybrid: Path, tmp_path: P
 
 
 @needs_llama_cpp
+def test_requests_leave_nothing_behind(file: Path) -> None:
+    """Forty of them, chains, trees and plain ones, of which some are aborted; `tests/real` has a thousand."""
+    soak(LLM(file, max_num_seqs=3, max_model_len=120, backend="llama.cpp", device="cpu"), 40, tokens=10)
+
+
+@needs_llama_cpp
 @pytest.mark.parametrize("which", ["file", "hybrid"])
 def test_answers_are_those_of_llama_cpp_itself(which: str, request: pytest.FixtureRequest) -> None:
     import llama_cpp as other
@@ -481,6 +488,7 @@ def test_drafters_that_need_the_targets_layers_are_refused_by_name(file: Path, c
         UnsupportedModelError, match=rf"{config['method']} reads hidden states or runs layers.*llama.cpp"
     ):
         LLM(file, speculative_config=config, max_model_len=64, backend="llama.cpp")
+    assert isinstance(LLM(file, speculative_config=config, max_model_len=64).target, TransformersTarget)
 
 
 @needs_llama_cpp

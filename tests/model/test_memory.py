@@ -114,7 +114,7 @@ def test_a_cache_that_does_not_fit_says_what_to_lower() -> None:
     text = str(caught.value)
     assert "19.81 GiB are needed on cuda:0, 16.00 GiB are free" in text
     assert "weights 10.00, KV cache 7.81 (8 rows x 999 slots), logits and probabilities 1.00, drafter 1.00" in text
-    assert "Lower slots to 511, or rows to 4." in text
+    assert "Lower slots (max_model_len, kv_cache_tokens) to 511, or rows (max_num_seqs) to 4." in text
     plan(slots=511).check(16 * 2**30, "cuda:0")
     plan(rows=4).check(16 * 2**30, "cuda:0")
 
@@ -145,7 +145,7 @@ def test_recurrent_states_that_do_not_fit_are_told_before_anything_is_loaded(
     assert states == (1 + MOST) * target.states.nbytes() // 2
     monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**23)
     monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
-    with pytest.raises(OutOfMemoryError, match=r"recurrent states 0\.08, .*Lower rows to \d+\."):
+    with pytest.raises(OutOfMemoryError, match=r"recurrent states 0\.08, .*Lower rows \(max_num_seqs\) to \d+\."):
         TransformersTarget.load(tmp_path, rows=500, slots=64, device="cpu")
     assert prepare.states_bytes_per_row(TransformersTarget, make("llama").config, torch.float32) == 0
 

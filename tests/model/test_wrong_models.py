@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import huggingface_hub.constants
 import pytest
 import torch
@@ -15,7 +16,7 @@ from engine.conftest import _write
 from forerun import LLM
 from forerun.cli import BAD_INPUT, main
 from forerun.errors import ForerunError
-from model.ggufs import tiny, write_tiny
+from model.ggufs import TOKENS, tiny, write_tiny
 
 WEIGHTS = "model.safetensors"
 
@@ -78,6 +79,35 @@ def _cut(folder: Folder) -> Path:
     return folder.path / "tiny.gguf"
 
 
+def _newer(folder: Folder) -> Path:
+    content = bytearray(_gguf(folder).read_bytes())
+    content[4:8] = (4).to_bytes(4, "little")
+    (folder.path / "tiny.gguf").write_bytes(content)
+    return folder.path / "tiny.gguf"
+
+
+def _two(folder: Folder) -> Path:
+    write_tiny(folder.path / "one-Q8_0.gguf")
+    write_tiny(folder.path / "other.gguf")
+    write_tiny(folder.path / "mmproj-one.gguf")
+    return folder.path
+
+
+def _told(folder: Folder, more: Callable[[gguf.GGUFWriter], None]) -> Path:
+    """A GGUF file that says something more of itself."""
+    return write_tiny(folder.path / "tiny.gguf", more=more)
+
+
+def _tongue(folder: Folder) -> Path:
+    """A GGUF file with a tokenizer of a kind that nobody has heard of."""
+
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("pigeon")
+        writer.add_token_list(TOKENS)
+
+    return write_tiny(folder.path / "tiny.gguf", tokens=None, more=more)
+
+
 WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
     "nothing of the name": (lambda at: at.path / "nothing", "there is no directory"),
     "our model misspelt": (lambda _: "smolm2", "Did you mean 'smollm2'?"),
@@ -97,6 +127,15 @@ WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
     "a number that is none": (Folder.broken, "model.layers.1.mlp.up_proj.weight is not finite"),
     "a GGUF file with a number that is none": (Folder.nan, "weight is not finite"),
     "a GGUF file that is cut": (_cut, "is cut short"),
+    "a GGUF file of a newer version": (_newer, "has GGUF version 4; 2 and 3 are read"),
+    "a GGUF file with an unknown tokenizer": (_tongue, "pigeon"),
+    "a projector": (lambda at: _told(at, lambda writer: writer.add_type("mmproj")), "the projector of a multimodal"),
+    "an adapter in a GGUF file": (lambda at: _told(at, lambda writer: writer.add_type("adapter")), "no language model"),
+    "a model for embeddings": (
+        lambda at: _told(at, lambda writer: writer.add_pooling_type(gguf.PoolingType.MEAN)),
+        "generates no text",
+    ),
+    "two GGUF models": (_two, "holds 2 GGUF models (one-Q8_0.gguf, other.gguf): name one of them"),
 }
 """What it is -> what is typed, and words of the message."""
 

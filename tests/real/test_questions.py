@@ -30,12 +30,16 @@ SAMPLES = ("draft_model", "early_exit", "skip_layers", "quantized_self", "tli", 
 
 @pytest.fixture(scope="session")
 def prompts(llm: LLM) -> list[dict[str, Any]]:
+    return questions(llm, COUNT)
+
+
+def questions(llm: LLM, count: int) -> list[dict[str, Any]]:
     """The questions, as many as there are of an even spread, each as the model reads it."""
     if not FILE.is_file():
         pytest.skip(f"no questions: there is no {FILE}; name a file in FORERUN_QUESTIONS")
     records = [record for record in read_records(FILE, BadRecords(skip=True)) if record.messages]
     asked = [[dict(record.messages[0])] for record in records]
-    asked = asked[:: max(1, len(asked) // COUNT)][:COUNT]
+    asked = asked[:: max(1, len(asked) // count)][:count]
     read = (llm.chat_prompt(messages)["prompt_token_ids"] for messages in asked)
     # A long one loses its middle, not its question or the mark of the answer.
     half = PROMPT_TOKENS // 2

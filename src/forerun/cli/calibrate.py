@@ -72,12 +72,12 @@ def calibrate(
         cost = load_or_measure(llm.target, seconds=seconds, force=force, tell=tell, **sizes)
         if config is not None and (force or config.key not in cost.drafts):
             cost = _drafter(llm, cost, config, tell)
-    where = f"{model}, {llm.target.dtype_name} on {device_name(llm.target.device)}"
+    where = f"{model}, {llm.target.runs_as} ({device_name(llm.target.device)})"
     path = file_of(llm.target)
     if plot is not None:
         draw_cost(cost, plot, where)
     if json:
-        record = {"model": model, "device": device_name(llm.target.device), "dtype": str(llm.target.dtype)}
+        record = {"model": model, "device": device_name(llm.target.device), "dtype": llm.target.dtype_name}
         table_of_v = [
             {"context": context, "rows": rows, "v": [cost.v(nodes, rows, context) for nodes in cost.nodes]}
             for context in cost.contexts

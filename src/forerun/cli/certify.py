@@ -107,9 +107,13 @@ def certify(
     plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=wanted)
     if servers.server is None:
         assert model is not None
+        from forerun.control.config import SpeculativeConfig, reads_layers
         from forerun.model.back_ends import file_for_llama_cpp
 
-        if loading.dtype == "auto" and file_for_llama_cpp(model, backend=loading.backend) is None:
+        if reads_layers(SpeculativeConfig.parse(config)):
+            loading = loading.handing_out_layers()
+        file = file_for_llama_cpp(model, backend=loading.backend, dtype=loading.dtype, device=loading.device)
+        if loading.dtype == "auto" and file is None:
             loading = replace(loading, dtype="float32")  # Rounding moves the border of what top-k and others cut
         llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
         from forerun.certify.checks import certify as examine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -110,6 +110,10 @@ class TargetOptions:
     """Compile the step; pays for itself in long sessions."""
     reproducible: bool = False
     """Keep the bits the same with and without speculation in bfloat16 too, at some cost."""
+
+    def handing_out_layers(self) -> TargetOptions:
+        """Return the same for what reads hidden states or runs layers of the target: transformers runs it."""
+        return replace(self, backend="transformers") if self.backend == "auto" else self
 
 
 SPECULATION = SpeculationOptions()

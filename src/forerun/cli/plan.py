@@ -341,7 +341,7 @@ def on_model(asked: PlanOptions, model: str) -> Shown:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
         if asked.measuring:
             return _measure(asked, llm, cost, tell)
-    return _with_costs(asked, cost, _batch_note(asked))
+    return _with_costs(asked, cost, [f"passes were measured here, {llm.target.runs_as}", *_batch_note(asked)])
 
 
 def _measure(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
@@ -372,7 +372,8 @@ def _measure(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
         assert config is not None
         found = measured.measure_drafter(llm, config, answers, tell)
         measured.save_draft_cost(llm, cost, config, found.draft)
-    notes = [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(asked)
+    notes = [f"passes were measured here, {llm.target.runs_as}"]
+    notes += [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(asked)
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
     return Shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, ranking=ranking)

@@ -82,7 +82,7 @@ def speedup(
 
     def load() -> LLM:
         how: dict[str, Any] = {"max_num_seqs": SETTINGS.rows, "enable_prefix_caching": False}
-        return session.load(model, loading, {"method": "auto"}, longest=SETTINGS.longest, **how)
+        return session.load(model, loading.handing_out_layers(), {"method": "auto"}, longest=SETTINGS.longest, **how)
 
     run = SpeedupRun(asked, load, _Console())
     if dry_run:

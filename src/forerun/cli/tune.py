@@ -84,7 +84,7 @@ def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, lo
         questions = list(itertools.islice(read_records(asked.prompts, BadRecords(skip=False)), asked.limit))
         if not questions:
             raise DataError(f"{asked.prompts} holds no prompt")
-    llm = session.load(model, loading, None, max_num_seqs=len(questions) or asked.limit)
+    llm = session.load(model, loading.handing_out_layers(), None, max_num_seqs=len(questions) or asked.limit)
     params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
     found = _tokens(llm, questions, asked)
     probe = tuning.Probe(

@@ -299,6 +299,23 @@ def check_models_named(config: SpeculativeConfig | None, target_name: str) -> No
             check_found(model)
 
 
+def reads_layers(config: SpeculativeConfig | None) -> bool:
+    """Return whether a drafter reads hidden states or runs layers of the target, which only transformers hands out."""
+    if config is None:
+        return False
+    members = config.options.get("drafters", ())
+    named: list[Any] = [{**config.options, "method": config.method}]
+    named += members if isinstance(members, list | tuple) else []
+    for one in named:
+        options = one if isinstance(one, Mapping) else {"method": one}
+        method = options.get("method")
+        if method in (None, AUTO) and options.get("model") is not None:
+            method = method_of(options["model"])
+        if method in DRAFTERS and method != AUTO and drafter_class(str(method)).reads_layers:
+            return True
+    return False
+
+
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
     """Return the bytes of the weights of the models that draft, and of their caches for each token
     of a row, as their directories state them; 0 where there is none to ask.

@@ -172,6 +172,7 @@ class Drafter:
 
     name: ClassVar[str]
     Config: ClassVar[type[Any]]  # Frozen dataclass of the method's options; each field documented with its unit
+    reads_layers: ClassVar[bool] = False  # True if it reads hidden states or runs layers of the target
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Return what `propose` may return for a request with these sampling parameters, which

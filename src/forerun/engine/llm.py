@@ -26,6 +26,7 @@ from forerun.control.config import (
     check_sizes,
     drafter_bytes,
     from_old_keywords,
+    reads_layers,
 )
 from forerun.control.measuring import known_or_nominal
 from forerun.decode.drafter import DrafterSetup
@@ -127,6 +128,7 @@ class LLM:
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
+        loading["backend"] = _back_end(loading.get("backend", "auto"), self.speculative)
         self.target = load_target(
             model,
             rows=max_num_seqs,
@@ -472,6 +474,11 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
+
+
+def _back_end(asked: str, config: SpeculativeConfig | None) -> str:
+    """Return the back end that is asked for, or that hands out what a drafter reads."""
+    return "transformers" if asked == "auto" and reads_layers(config) else asked
 
 
 def _check_keywords(loading: Mapping[str, Any]) -> None:

@@ -81,6 +81,7 @@ class HeadDrafter(Drafter):
     """Drafts with a head; a kind of head adds its name and its default tree."""
 
     Config = HeadDrafterConfig
+    reads_layers = True
 
     def __init__(self, config: HeadDrafterConfig, setup: DrafterSetup) -> None:
         self.config = config

@@ -61,7 +61,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
         return None
     if not llama_context.installed():
         _log.warning(
-            "%s is dequantised once and runs on transformers; on llama.cpp it would keep its size: %s",
+            "%s is converted once and runs on transformers; llama.cpp would run the file as it is: %s",
             file.name,
             llama_context.INSTALL,
         )

@@ -95,6 +95,7 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
     if dtype is None and found:
         return found[0]
     header = join_parts([header_once(*state) for state in states])
+    header.check_generates()
     wanted = DTYPES.get(dtype or "auto", header.dtype)
     folder = kept[list(DTYPES.values()).index(wanted)]
     if not folder.is_dir():
@@ -358,7 +359,8 @@ def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
     except Exception as error:
         kind = header.metadata.get("tokenizer.ggml.model")
         raise CheckpointError(
-            f"the tokenizer of {header.path} ({kind}) cannot be converted: {first_line(error)}"
+            f"the tokenizer of {header.path} ({kind}) cannot be converted: {first_line(error)}; in Python, "
+            "tokenizer=DIRECTORY takes that of the model which the file was made from"
         ) from error
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
 

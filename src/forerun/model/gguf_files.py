@@ -314,7 +314,7 @@ def _read_header(path: Path, reader: GgufReader) -> GgufHeader:
     if of_format not in VERSIONS:
         raise CheckpointError(
             f"{path} has GGUF version {of_format}; {' and '.join(map(str, VERSIONS))} are read, on little-endian "
-            "machines"
+            "machines: update forerun, or take the file in one of these"
         )
     metadata, short = dict[str, Any](), list[tuple[int, int]]()
     try:

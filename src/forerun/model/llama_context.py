@@ -60,7 +60,10 @@ class Context:
             model.n_gpu_layers = layers
             self._model = api.llama_model_load_from_file(str(header.path).encode(), model)
             if not self._model:
-                raise CheckpointError(f"llama.cpp cannot load {header.path}: {said.last}")
+                raise CheckpointError(
+                    f"llama.cpp cannot load {header.path}: {said.last}. If the file is newer than llama-cpp-python "
+                    f"{version('llama_cpp_python')}, update that: {INSTALL} -U"
+                )
             self.keeps_states = bool(
                 api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model)
             )
@@ -175,7 +178,7 @@ def load_api() -> Any:
         why = "is not installed" if not installed() else f"cannot be imported ({type(error).__name__}: {error})"
         raise UnsupportedModelError(
             f"llama.cpp runs GGUF files, and llama-cpp-python {why}: {INSTALL}; or open the file with "
-            "backend='transformers', which dequantises it once and keeps the checkpoint"
+            "backend='transformers' (--backend transformers), which converts it once"
         ) from error
     fields = {name for name, _ in llama_cpp.llama_context_params._fields_}
     if not {"kv_unified", "swa_full"} <= fields or not hasattr(llama_cpp, "llama_memory_seq_cp"):

@@ -298,9 +298,10 @@ class MemoryPlan:
         advice = 'Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.'
         if (slots := self.fitting_slots(available)) > 0:
             rows = max(1, slots * self.rows // self.slots)
-            advice = f"Lower slots to {slots}" + (f", or rows to {rows}." if rows < self.rows else ".")
+            advice = f"Lower slots (max_model_len, kv_cache_tokens) to {slots}"
+            advice += f", or rows (max_num_seqs) to {rows}." if rows < self.rows else "."
         elif (rows := self.fitting_rows(available)) > 0:
-            advice = f"Lower rows to {rows}."
+            advice = f"Lower rows (max_num_seqs) to {rows}."
         states = f"recurrent states {self.states / _GIB:.2f}, " if self.states else ""
         raise OutOfMemoryError(
             f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "

@@ -47,6 +47,7 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
     name = "quantized_self"
     Config: ClassVar[type[Any]] = QuantizedSelfConfig
+    reads_layers = True
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
         tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}

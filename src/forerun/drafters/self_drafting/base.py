@@ -24,6 +24,8 @@ from forerun.types import Budget, DraftKind
 class SelfDrafter(Drafter):
     """The base of drafters that run a part of the target; a method provides `logits`."""
 
+    reads_layers = True
+
     def __init__(self, tree: FixedTree, target: Target) -> None:
         self.target = require_layers(target, self.name)
         self._tree = tree
