@@ -42,7 +42,21 @@ class Positions:
 
 def install(model: nn.Module) -> bool:
     """Lead what counts positions in a model to ours while a pass of forerun runs. Returns whether there is any."""
-    found = False
+    found = _find(model)
+    for kind, wanted in found.items():
+        for name, ours in wanted.items():
+            lead(kind, name, ours, _of)
+    return bool(found)
+
+
+def counts_positions(model: nn.Module) -> bool:
+    """Return whether a model counts positions from its cache, or from the place of a token, whatever it is given."""
+    return bool(_find(model))
+
+
+def _find(model: nn.Module) -> dict[type[nn.Module], dict[str, Function]]:
+    """Return the classes of a model's modules that count positions, and by name what is led to ours of each."""
+    found: dict[type[nn.Module], dict[str, Function]] = {}
     for kind, module in {type(module): module for module in model.modules()}.items():
         names = set(names_of(kind))
         wanted: dict[str, Function] = dict.fromkeys(names.intersection(ALIBI), take_biases)
@@ -55,9 +69,8 @@ def install(model: nn.Module) -> bool:
         elif names >= DISTANT:
             wanted["forward"] = weigh_distances
         wanted.update(dict.fromkeys(names.intersection({DISTANCE}), take_distances))
-        for name, ours in wanted.items():
-            lead(kind, name, ours, _of)
-        found = found or bool(wanted) or INDEXED in names
+        if wanted or INDEXED in names:
+            found[kind] = wanted
     return found
 
 

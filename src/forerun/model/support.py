@@ -19,6 +19,7 @@ from forerun.model.cache import SlotCache
 from forerun.model.compression import compresses
 from forerun.model.layers import base_of, device_of
 from forerun.model.masks import MaskStyle
+from forerun.model.positions import counts_positions
 from forerun.model.states import KEPT, KINDS, StateLayers, of_classes, state_layers
 from forerun.model.switches import names_of
 
@@ -88,6 +89,11 @@ def _unknown_states(kind: str) -> UnsupportedModelError:
 def keeps_states(model: Any) -> bool:
     """Return whether a model has layers with recurrent states, which no mask keeps from the tokens behind."""
     return bool(state_layers(model)) or getattr(type(model), "_is_stateful", False)
+
+
+def reads_apart(model: Any) -> bool:
+    """Return whether no mask and no positions keep texts apart in one row: each has to be a row of its own."""
+    return keeps_states(model) or counts_positions(model)
 
 
 def refuse_stateful(model: Any, why: str) -> None:

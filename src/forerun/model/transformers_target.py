@@ -64,9 +64,8 @@ class TransformersTarget(Target):
         self._embedding: nn.Module = model.get_input_embeddings()
         self.device = layers.device_of(self._embedding)
         install(states)
-        self._compresses = compression.install(model)
         # Whether it would count positions itself, from the cache
-        self._counts = positions.install(model) or self._compresses
+        self._counts = any([positions.install(model), compression.install(model)])
         # Told to use no cache, what keeps states in one of its own makes none.
         self._caching: dict[str, Any] = {"use_cache": not keep_outside(states)}
         self._style = masks.MaskStyle.of(self.config)
@@ -81,7 +80,7 @@ class TransformersTarget(Target):
         self.cache = SlotCache(self.rows, aligned)
         if uses_cache(self.model):
             self._caching[layers.cache_argument(self._base)] = self.cache
-        records = recordable(self.config) and self.states is None and not self._compresses
+        records = recordable(self.config) and self.states is None and not self._counts
         self.recordings = Recordings.on(self.device) if records else Recordings(None)  # For scoring
 
     @classmethod
@@ -487,8 +486,7 @@ class TransformersTarget(Target):
         def recorded(*tensors: Tensor) -> list[Tensor]:
             (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
             inputs = self._announce(masks.Block(*block), places, ids, width)
-            this = Pass(positions=self._positions(masks.Block(*block), width, None))
-            with running(this), attention_kernels(self.device):
+            with running(Pass()), attention_kernels(self.device):
                 found: list[Tensor] = work(inputs, *more)
             return found
 
@@ -575,7 +573,7 @@ class TransformersTarget(Target):
         return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
 
     def _positions(
-        self, block: masks.Block, width: int, flat: Flat | None, *, branches: bool = False
+        self, block: masks.Block, width: int, flat: Flat | None, *, branches: bool
     ) -> positions.Positions | None:
         """Return the positions of a pass, for a model that would count them itself."""
         if not self._counts:

@@ -31,7 +31,7 @@ from forerun.model.layers import base_of
 from forerun.model.load import LoadOptions
 from forerun.model.masks import MaskStyle, additive
 from forerun.model.prepare import open_named
-from forerun.model.support import keeps_states, text_config
+from forerun.model.support import reads_apart, text_config
 from forerun.training.features.online import PackedPass
 from forerun.types import LAST_HIDDEN
 
@@ -56,7 +56,7 @@ class DraftStates:
         in states.
         """
         self.model, self._base, self._style = model, base_of(model), MaskStyle.of(text_config(model))
-        self._apart = keeps_states(model)
+        self._apart = reads_apart(model)
         self._check()
         if gradient_checkpointing:
             # transformers has renamed it.

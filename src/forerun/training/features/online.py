@@ -22,7 +22,7 @@ from forerun.losses.chunked_loss import working_dtype
 from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
 from forerun.model.masks import AttentionMask, MaskStyle, additive
-from forerun.model.support import context_length, keeps_states, text_config
+from forerun.model.support import context_length, reads_apart, text_config
 from forerun.types import LAST_HIDDEN, Boundary
 
 
@@ -45,7 +45,7 @@ class OnlineFeatures:
         self._base = base_of(model)
         self._layers = layers_of(self._base, config.num_hidden_layers)[1]
         self._style = MaskStyle.of(config)
-        self._apart = keeps_states(model)
+        self._apart = reads_apart(model)
         self._embedding: nn.Module = model.get_input_embeddings()
 
     @torch.no_grad()
