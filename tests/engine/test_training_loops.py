@@ -1,6 +1,7 @@
 """``forerun.hf`` where a model is trained between the calls: one engine, weights as they stand, modes put back."""
 
 import copy
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,17 @@ def test_attention_is_the_models_own_before_and_after(model: Any) -> None:
     assert model.config._attn_implementation == "sdpa"
     eager = make("llama", attn_implementation="eager")
     assert answers(eager, own) == answers(eager)
+
+
+def test_a_forward_that_a_trainer_wraps(model: Any) -> None:
+    model = make("llama", dtype=torch.bfloat16)
+    original, own = model.forward, loop()
+
+    def wrapped(self: Any, *args: Any, **keywords: Any) -> Any:
+        return original(*args, **keywords)
+
+    model.forward = types.MethodType(wrapped, model)
+    assert len(answers(model, own)[0]) == 36, "it is not refused"
 
 
 def test_gradient_checkpointing_without_a_cache(model: Any) -> None:

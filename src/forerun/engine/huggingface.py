@@ -52,7 +52,7 @@ _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuid
 
 
 def hf(
-    drafter: str = "ngram", *, streamer: Any = None, logprobs_mode: str = "processed_logprobs", **options: Any
+    drafter: str | None = "ngram", *, streamer: Any = None, logprobs_mode: str = "processed_logprobs", **options: Any
 ) -> HuggingFaceGenerate:
     """Return a decoding loop for transformers: ``model.generate(**inputs,
     custom_generate=forerun.hf("ngram"))``.
@@ -61,12 +61,14 @@ def hf(
     here, and stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Args:
-        drafter: a name from ``forerun drafters``.
+        drafter: a name from ``forerun drafters``; None decodes plainly.
         streamer: a transformers streamer that gets the tokens as they are accepted.
         logprobs_mode: of which distribution the log-probabilities in `GenerateOutput` are, as in `SamplingParams`.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
     """
-    return HuggingFaceGenerate({"method": drafter, **options}, streamer, logprobs_mode)
+    if drafter is None and options:
+        raise ArgumentError(f"{', '.join(options)} are options of a drafter, and drafter=None drafts nothing")
+    return HuggingFaceGenerate({"method": drafter, **options} if drafter else None, streamer, logprobs_mode)
 
 
 @dataclass
@@ -85,7 +87,7 @@ class HuggingFaceGenerate:
     """
 
     def __init__(
-        self, speculative_config: dict[str, Any], streamer: Any = None, logprobs_mode: str = "processed_logprobs"
+        self, speculative_config: dict[str, Any] | None, streamer: Any = None, logprobs_mode: str = "processed_logprobs"
     ) -> None:
         self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
         self._logprobs_mode = SamplingParams(logprobs_mode=logprobs_mode).logprobs_mode

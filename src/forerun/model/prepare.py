@@ -480,6 +480,8 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
     twin = copy.deepcopy(part)
     for _ in accelerate.undo(twin):  # packed weights have no other dtype
         pass
+    for module in twin.modules():
+        module.__dict__.pop("forward", None)  # What a trainer puts there calls the original
     rounded = [module for module in twin.modules() if _keeps_rounded_tables(module)]
     twin = twin.float().eval()
     for module in rounded:  # As it computes them in float32, or its own ways of running would differ by the rounding
