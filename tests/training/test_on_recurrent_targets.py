@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
 from forerun.cli import main
+from forerun.errors import UnsupportedModelError
 from forerun.losses.objective import TokenBatch
 from forerun.training.data.store import write_prepared
 from forerun.training.distill import DraftStates
@@ -66,6 +67,13 @@ def test_documents_that_are_left_packed_are_seen(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(online, "reads_apart", lambda _model: False)
     with pytest.raises(Exception):  # noqa: B017 (a wrong number, or a layer that takes no mask of pairs)
         is_as_alone(model_of(kind))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "qwen4_exp_text"])
+def test_streams_that_no_head_reads_are_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="hands several streams on between its layers"):
+        OnlineFeatures(model_of(kind), (2,)).features(packed())
+    assert OnlineFeatures(model_of(kind), ()).features(packed()).features[LAST_HIDDEN].shape[2] == 64
 
 
 def test_gradients_reach_what_learns_and_stay_within_a_document() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cosine_similarity
 
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, DataError, UnsupportedModelError
 from forerun.losses.chunked_loss import working_dtype
 from forerun.losses.objective import FeatureBatch, TokenBatch
 from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
@@ -71,6 +71,13 @@ class OnlineFeatures:
         one = PackedPass.of(batch, self._style, working_dtype(device, self.model.dtype), apart=self._apart)
         with evaluating(self._base), capture_states(self._layers, frozenset(self.boundaries)) as caught:
             last = self._run(one.inputs)
+        for boundary, value in caught.items():
+            if value.shape[2:] != (self.hidden_size,):
+                raise UnsupportedModelError(
+                    f"{type(self.model).__name__} hands several streams on between its layers: its states at boundary "
+                    f"{boundary} are {tuple(value.shape[2:])} a token, and a head reads {self.hidden_size}. Train one "
+                    "that reads the last state alone"
+                )
         states = {**{boundary: caught[boundary] for boundary in self.boundaries}, LAST_HIDDEN: last}
         found = {boundary: one.restore(value.to(device)) for boundary, value in states.items()}
         return FeatureBatch(batch=batch, features=found)
