@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError
+from forerun.errors import ArgumentError, CheckpointError, ForerunError, OutOfMemoryError, UnsupportedModelError
 from forerun.model import Target, TransformersTarget, llama_context, llama_cpp
 from forerun.model.back_ends import file_for_llama_cpp, load_target
 from forerun.model.inputs import Nodes
@@ -500,6 +500,8 @@ def test_options_that_llama_cpp_does_not_have_are_refused(file: Path, tmp_path: 
     ):
         with pytest.raises(ArgumentError, match=words):
             load_target(file, backend="llama.cpp", **more)
+    with pytest.raises(OutOfMemoryError, match=r"GiB are needed .*kv_cache_tokens\) to \d+"):
+        LLM(file, backend="llama.cpp", kv_cache_tokens=10**10, device="cpu")
     with pytest.raises(ArgumentError, match=r"reproducible=True cannot hold on llama\.cpp"):
         LLM(file, backend="llama.cpp", reproducible=True, max_model_len=64)
     with pytest.raises(ArgumentError, match=r"llama\.cpp runs GGUF files"):

@@ -18,7 +18,7 @@ from forerun.model import compression, layers, masks, positions
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate, compiling, native
-from forerun.model.kernels.packing import PackedLinear, packed_bytes
+from forerun.model.kernels.packing import PackedLinear, list_in_blocks, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
@@ -274,6 +274,11 @@ class TransformersTarget(Target):
                 f"reproducible=True cannot hold for {self.name_or_path}: its recurrent states are rounded otherwise "
                 "where several drafted tokens are kept at once; float32 gives equal answers without it"
             )
+
+    @property
+    def runs_as(self) -> str:
+        blocks = ", weights in the GGUF file's blocks" if list_in_blocks(self.model) else ""
+        return super().runs_as + blocks
 
     def identity(self) -> dict[str, Any]:
         on_cpu, modules = self.device.type == "cpu", list(self.model.modules())
