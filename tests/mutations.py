@@ -45,6 +45,7 @@ RULES = "tests/core/test_exact_laws.py tests/core/test_rules.py"
 LADDER = "tests/decode/test_residuals.py"
 SAMPLING = "tests/core/test_sampling.py"
 TREE = "tests/core/test_tree.py"
+HF, LOOPS = "tests/engine/test_huggingface.py", "tests/engine/test_training_loops.py"
 BLOCKS = "tests/model_kernels/test_blocks.py"
 FAULTS = [
     # --- rules ---
@@ -145,6 +146,50 @@ FAULTS = [
         "share = torch.where(total > 0, kept / total, torch.ones_like(total))",
         "share = kept",
         LADDER,
+    ),
+    # --- rollouts ---
+    Fault(
+        "rollouts",
+        "a loaded model is repacked, and what its optimiser changes is not seen",
+        "plain = named and not (",
+        "plain = not (",
+        f"{LOOPS} -k optimiser",
+    ),
+    Fault(
+        "rollouts",
+        "log-probabilities are the draft's where a token was drawn from one",
+        "scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]",
+        "drafts = self._scores.trees[self._index].draft_probs\n"
+        "        scored = [drafts.get(node, self.probs(node).values).log() for node in nodes]",
+        f"{HF} -k log_probabilities",
+    ),
+    Fault(
+        "rollouts",
+        "the rejected token's replacement is drawn from p in place of the residual",
+        "left = torch.sub(self.values, draft, alpha=self.mass / (mass * weight)).clamp_(min=0)",
+        "left = self.values.clone()",
+        f"{HF} -k plain_sampling",
+    ),
+    Fault(
+        "rollouts",
+        "an engine that grows is made anew, and drafters forget",
+        "if served is None or served.ends != ends:",
+        "if served is None or served.ends != ends or served.llm.target.rows < rows:",
+        f"{LOOPS} -k one_engine",
+    ),
+    Fault(
+        "rollouts",
+        "dropout stays on while a model that is trained generates",
+        "        module.training = False\n",
+        "        pass\n",
+        f"{LOOPS} -k dropout",
+    ),
+    Fault(
+        "rollouts",
+        "logits of a token are those behind another output",
+        "self.scored.append(self.seen[tuple(self.answer)])",
+        "self.scored.append(next(iter(self.seen.values())))",
+        f"{HF} -k own",
     ),
     # --- sampling ---
     Fault(

@@ -156,6 +156,22 @@ def likely(model: Any, tokens: list[int]) -> dict[int, float]:
     return dict(zip(best.indices.tolist(), best.values.softmax(0).tolist(), strict=True))
 
 
+def test_a_rollout_is_the_same_text_with_and_without_drafts(model: Any, batch: Any) -> None:
+    """So the gradient of a step is the same, too, bit for bit, where drafts are copied and weights are float32."""
+    texts, logprobs = list[Any](), list[torch.Tensor]()
+    for loop in (forerun.hf(None), forerun.hf("suffix", adaptive=False)):
+        torch.manual_seed(5)
+        keywords = {"do_sample": True, "temperature": 0.6, "num_return_sequences": 4, "return_dict_in_generate": True}
+        for _ in range(2):
+            found = model.generate(**batch, max_new_tokens=24, **keywords, custom_generate=loop)
+            texts.append(found.sequences.tolist())
+            logprobs.append(found.logprobs)
+    assert texts[:2] == texts[2:]
+    torch.testing.assert_close(logprobs[1], logprobs[3], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ArgumentError, match="num_speculative_tokens are options of a drafter"):
+        forerun.hf(None, num_speculative_tokens=3)
+
+
 def test_sampling_follows_torchs_seed_and_its_processors(model: Any, batch: Any) -> None:
     loop = forerun.hf("ngram")
     texts = []
