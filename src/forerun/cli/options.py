@@ -27,7 +27,7 @@ Many = Parameter(consume_multiple=True, negative="")
 """An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
 SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
-Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, or a GGUF file.")]
+Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, a GGUF file, or ollama:NAME.")]
 
 
 @Parameter(name="*")
