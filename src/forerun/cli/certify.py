@@ -107,6 +107,7 @@ def certify(
     plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=wanted)
     if servers.server is None:
         assert model is not None
+        session.check(model, loading, config, max_num_seqs=_ROWS)  # Before anything large is imported
         from forerun.control.config import SpeculativeConfig, reads_layers
         from forerun.model.back_ends import file_for_llama_cpp
 
