@@ -164,11 +164,13 @@ def test_adapters_trained_disabled_merged_and_swapped(model: Any) -> None:
     assert answers(merged, own) == seen[-1]
 
 
-def test_an_output_head_that_is_replaced_is_seen(model: Any) -> None:
+def test_an_output_head_that_is_replaced_and_another_dtype_are_seen(model: Any) -> None:
     own = loop()
     answers(model, own)
     model.lm_head = nn.Linear(model.lm_head.in_features, model.lm_head.out_features, bias=False)
     assert answers(model, own) == answers(model)
+    assert len(answers(model.bfloat16(), own)[0]) == 36
+    assert own._engines[model].llm.target.dtype == torch.bfloat16
 
 
 @pytest.fixture

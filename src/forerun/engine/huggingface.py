@@ -166,11 +166,11 @@ class HuggingFaceGenerate:
 
     def _engine(self, model: Any, rows: int, length: int) -> _Served:
         """Return the model's engine, with room for so many rows of that length. It is made anew only where the modules
-        at the model's ends are others.
+        at the model's ends, its dtype or its device are others.
         """
         context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
         longest = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
-        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        ends = model.get_input_embeddings(), model.get_output_embeddings(), model.dtype, model.device
         served = self._engines.get(model)
         if served is None or served.ends != ends:
             folds = attention.suits(model) and attention.refusal(model, _tokens_for(model)) is None
@@ -212,7 +212,7 @@ class _Served:
     """A model's engine."""
 
     llm: LLM
-    ends: tuple[Any, Any]  # Embeddings and output head: the modules that it refers to
+    ends: tuple[Any, ...]  # Embeddings and output head, the modules that it refers to, and the model's dtype and device
     folds: bool  # Whether attention may read the keys of grouped heads without copies of them
 
 
