@@ -33,7 +33,7 @@ from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_le
 from forerun.drafters.drawing import attempt
 from forerun.errors import UnsupportedModelError
 from forerun.model.inputs import Nodes
-from forerun.model.layers import LayerRange, is_quantised
+from forerun.model.layers import LayerRange, cache_argument, is_quantised
 from forerun.model.partial import compare
 from forerun.types import Budget, DraftKind
 
@@ -199,7 +199,7 @@ class Pipeline:
             "input_ids": inputs["input_ids"].reshape(-1, 1),
             "position_ids": inputs["position_ids"].reshape(-1, 1),
             "attention_mask": {k: apart(m) for k, m in masks.items()} if isinstance(masks, dict) else apart(masks),
-            target._cache_argument: _Cache(self, rows, slots.to(target.device), width, blocks),
+            cache_argument(target._base): _Cache(self, rows, slots.to(target.device), width, blocks),
         }
         block = LayerRange(start=self.size, stop=2 * self.size)
         return target._ranges.run(block, inputs, states.reshape(batch * count, 1, -1)).view(batch, count, -1)
