@@ -71,7 +71,7 @@ class AtLength(StoppingCriteria):
         {"bad_words_ids": [[265], [266, 273]], "forced_eos_token_id": 5},
         {"sequence_bias": {(260,): 4.0}, "temperature": 0.7, "do_sample": True, "top_p": 0.01, "min_p": 0.1},
     ],
-    ids=str,
+    ids=" ".join,  # The names of the options: what they hold has an address in its name
 )
 def test_sequences_and_scores_are_transformers_own(model: Any, batch: Any, options: Any) -> None:
     keywords = {"max_new_tokens": 16, "do_sample": False, "return_dict_in_generate": True, **options}
