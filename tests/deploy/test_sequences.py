@@ -419,7 +419,8 @@ def test_what_is_cleared_is_forgotten_however_it_was_asked(method: str, asked: s
 
 
 def test_llama_cpp_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    for name in ("llama_cpp", "llama_cpp.llama_speculative"):
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "forerun.deploy.llama_cpp", raising=False)
     with pytest.raises(ArgumentError, match="pip install llama-cpp-python"):
         importlib.import_module("forerun.deploy.llama_cpp")
