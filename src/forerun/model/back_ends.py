@@ -71,7 +71,12 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
 
 def _multiplies_blocks(file: Path, device: Any) -> bool:
     """Return whether a file runs on a CPU, from its blocks, with our own kernels."""
-    accelerated = torch.accelerator.is_available() or (llama_context.installed() and llama_context.has_accelerator())
-    if torch.device(device).type != "cpu" if device is not None else accelerated:
-        return False
-    return products.ready(torch.bfloat16) and can_convert(file)
+    if device is not None:
+        on_cpu = torch.device(device).type == "cpu"
+    else:
+        on_cpu = not (torch.accelerator.is_available() or _llama_cpp_accelerates())
+    return on_cpu and products.ready(torch.bfloat16) and can_convert(file)
+
+
+def _llama_cpp_accelerates() -> bool:
+    return llama_context.installed() and llama_context.has_accelerator()

@@ -35,8 +35,7 @@ from forerun.model.gguf_files import (
     GgufHeader,
     GgufTensor,
     find_parts,
-    header_once,
-    join_parts,
+    read_model_header,
     readable,
 )
 from forerun.model.load import quiet_transformers, save_model
@@ -90,11 +89,11 @@ def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
         CheckpointError: no GGUF file, cut short, no language model, a part is missing, or there is no room.
         UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
     """
-    states, kept = _kept(path)
+    kept = _kept(path)
     found = [folder for folder in kept if folder.is_dir()]
     if dtype is None and found:
         return found[0]
-    header = join_parts([header_once(*state) for state in states])
+    header = read_model_header(path)
     header.check_generates()
     wanted = DTYPES.get(dtype or "auto", header.dtype)
     folder = kept[list(DTYPES.values()).index(wanted)]
@@ -108,10 +107,10 @@ def can_convert(path: Path) -> bool:
     """Return whether a file's checkpoint is kept, or can be made: transformers reads the architecture, and the
     checkpoint takes a quarter of the disk's free room at most.
     """
-    states, kept = _kept(path)
+    kept = _kept(path)
     if any(folder.is_dir() for folder in kept):
         return True
-    header = join_parts([header_once(*state) for state in states])
+    header = read_model_header(path)
     try:
         with quiet_transformers(quiet=True):
             refuse_config(_config(header, _settings(header)))
@@ -126,35 +125,30 @@ def tokenizer_of(path: Path) -> Path:
     tokenizer alone. Raises CheckpointError as `checkpoint_of` does, or if the tokenizer is missing or of a kind that is
     not read.
     """
-    states, kept = _kept(path)
+    kept = _kept(path)
     alone = kept[0].with_name(kept[0].name.replace(next(iter(DTYPES)), "tokenizer"))
     for folder in (*kept, alone):
         if folder.is_dir():
             return folder
     with quiet_transformers(quiet=True):
-        tokenizer = _tokenizer(join_parts([header_once(*state) for state in states]))
+        tokenizer = _tokenizer(read_model_header(path))
     with replace_folder(alone) as fresh:
         tokenizer.save_pretrained(fresh)
     return alone
 
 
-def _kept(path: Path) -> tuple[list[tuple[Path, int, int]], list[Path]]:
-    """Return the files of a model with their sizes and times, and the folders where its checkpoints are kept, one for
-    each of `DTYPES`, there or not.
-    """
+def _kept(path: Path) -> list[Path]:
+    """Return the folders where a model's checkpoints are kept, one for each of `DTYPES`, there or not."""
     parts = find_parts(path.expanduser())
     seal = hashlib.sha256(f"{FORM} {version('transformers')} ".encode())
-    states = list[tuple[Path, int, int]]()
     for part in parts:
-        with readable(part):
-            file, about = part.resolve(), part.stat()
+        with readable(part), part.open("rb") as content:
+            about = part.stat()
             seal.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
-            with file.open("rb") as content:
-                seal.update(content.read(_SAMPLE))
-        states.append((file, about.st_size, about.st_mtime_ns))
-    key, stem = seal.hexdigest()[:12], states[0][0].stem
+            seal.update(content.read(_SAMPLE))
+    key, stem = seal.hexdigest()[:12], parts[0].resolve().stem
     name = re.sub(r"[^\w.-]", "_", stem if len(parts) == 1 else PART.sub(r"\g<name>", stem)) or CACHE
-    return states, [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
+    return [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
 
 
 def file_of(folder: Path) -> GgufHeader | None:

@@ -9,6 +9,7 @@ accepted path is copied to the row's sequence, and the rest is removed.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Sequence, Set
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from forerun.core.tree import TokenTree
 from forerun.devices import device_name
@@ -69,6 +71,10 @@ class _Row:
     positions: list[int] = field(default_factory=list)  # By node
     lies: list[int | None] = field(default_factory=list)  # By node: a sequence that holds its path; None: no longer
     ends: dict[int, int] = field(default_factory=dict)  # By sequence: the last node on it
+
+    def forget_nodes(self) -> None:
+        """Forget which nodes this step has run."""
+        self.tokens, self.positions, self.lies, self.ends = (), [], [], {}
 
 
 class _Shape(NamedTuple):
@@ -200,7 +206,7 @@ class LlamaCppTarget(Target):
             self._ran.pop(row, None)
         if not all_logits:
             return Scored(logits=logits.unsqueeze(1))
-        return Scored(logits=_restore(logits, counts))
+        return Scored(logits=_by_row(logits, counts))
 
     @torch.inference_mode()
     def score(
@@ -222,12 +228,11 @@ class LlamaCppTarget(Target):
         self._ran.update(zip(rows, counts, strict=True))
         if len(set(counts)) == 1:
             return Scored(logits=logits.view(len(rows), counts[0] - start, -1))
-        logits, flat = (
-            logits.unsqueeze(0),
-            Flat.of(torch.arange(start, max(counts)) < torch.tensor(counts).unsqueeze(1)),
-        )
-        assert flat is not None, "unequal rows are padded"
-        return Scored(logits=flat.restore(logits)) if padded else Scored(logits=logits, flat=flat)
+        fresh = [max(0, count - start) for count in counts]
+        if padded:
+            return Scored(logits=_by_row(logits, fresh))
+        flat = Flat.of(torch.arange(max(fresh)) < torch.tensor(fresh).unsqueeze(1))
+        return Scored(logits=logits.unsqueeze(0), flat=flat)
 
     def _groups(self, shapes: Sequence[_Shape], start: int) -> list[range]:
         """Return which of the rows are run together: all, as long as there is a sequence for every branch."""
@@ -312,7 +317,7 @@ class LlamaCppTarget(Target):
         if state.held > length:
             self._context.remove(row, length)
             state.held = length
-        state.tokens, state.positions, state.lies, state.ends = (), [], [], {}
+        state.forget_nodes()
         self.writes[row] += 1
 
     def _leave_branches(self, row: int) -> None:
@@ -394,9 +399,7 @@ class LlamaCppTarget(Target):
         UnsupportedModelError if they differ by more than three times what a pass over a chain differs by. A result is
         kept on disk, by the file and the machine.
         """
-        from hashlib import sha256
-
-        key = sha256(repr(("llama.cpp", self.identity(), self.rows > 1)).encode()).hexdigest()[:32]
+        key = hashlib.sha256(repr(("llama.cpp", self.identity(), self.rows > 1)).encode()).hexdigest()[:32]
         if read_verdict(key) is not None:
             return
         text = [] if tokenizer is None else list(tokenizer(TEXT).input_ids)
@@ -468,7 +471,7 @@ class LlamaCppStatesTarget(LlamaCppTarget):
             self._context.remove(self._before[row])
             self._context.copy(row, self._before[row], 0, length)
             self._saved[row] = length
-        state.tokens, state.positions, state.lies, state.ends = (), [], [], {}
+        state.forget_nodes()
         self.writes[row] += 1
 
     def _go_back(self, row: int, length: int) -> None:
@@ -579,9 +582,6 @@ def _shapes_of(nodes: Nodes) -> list[_Shape]:
     return [_Shape(ids[:count], depths[:count], above[:count]) for ids, depths, above, count in found]
 
 
-def _restore(logits: Tensor, counts: Sequence[int]) -> Tensor:
+def _by_row(logits: Tensor, counts: Sequence[int]) -> Tensor:
     """Pad the logits (M, V) of rows of so many tokens -> (B, N, V), zeros behind a row's last."""
-    padded = logits.new_zeros(len(counts), max(counts), logits.shape[-1])
-    for row, values in enumerate(torch.split(logits, list(counts))):
-        padded[row, : len(values)] = values
-    return padded
+    return pad_sequence(list(torch.split(logits, list(counts))), batch_first=True)
