@@ -26,7 +26,7 @@ from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.model.kernels import attention
 from forerun.model.kernels.accelerate import COMPARED
-from forerun.model.layers import base_of, device_of, turn_of
+from forerun.model.layers import base_of, device_of, evaluating, turn_of
 from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
 from forerun.types import LogitsProcessor, OutputToken, SamplingParams
@@ -103,7 +103,7 @@ class HuggingFaceGenerate:
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
         _refuse_sharded(model)
-        with self._turn, turn_of(base_of(model)), _evaluating(model):
+        with self._turn, turn_of(base_of(model)), evaluating(model):
             return self._generate(model, input_ids, mask, generation_config, keywords)
 
     def _generate(
@@ -231,21 +231,6 @@ def _folding(model: Any, folds: bool) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("sdpa")
-
-
-@contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    """Turn dropout and gradient checkpointing off while open, by evaluation mode, and put every module back as it
-    was.
-    """
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -426,3 +426,18 @@ class LayerRanges:
         raise UnsupportedModelError(
             f"{type(module).__name__} has no sublayer named {' or '.join(names)}: cannot skip {(layer, part)}"
         )
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn dropout and gradient checkpointing off while open, by evaluation mode, and put every module back as it
+    was.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

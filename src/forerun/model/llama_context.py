@@ -55,31 +55,27 @@ class Context:
     def __init__(self, api: Any, header: GgufHeader, *, rows: int, tokens: int, layers: int) -> None:
         """Load the file; -1 `layers` are all of them on the accelerator. CheckpointError: llama.cpp cannot load it."""
         self._api, self.layers_offloaded, self.build = api, layers, _build(api)
-        with _messages(api) as said:
-            model = api.llama_model_default_params()
-            model.n_gpu_layers = layers
-            self._model = api.llama_model_load_from_file(str(header.path).encode(), model)
-            if not self._model:
-                raise CheckpointError(
-                    f"llama.cpp cannot load {header.path}: {said.last}. If the file is newer than llama-cpp-python "
-                    f"{version('llama_cpp_python')}, update that: {INSTALL} -U"
-                )
-            self.keeps_states = bool(
-                api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model)
+        said = _Messages(api)
+        model = api.llama_model_default_params()
+        model.n_gpu_layers = layers
+        self._model = api.llama_model_load_from_file(str(header.path).encode(), model)
+        if not self._model:
+            raise CheckpointError(
+                f"llama.cpp cannot load {header.path}: {said.last}. If the file is newer than llama-cpp-python "
+                f"{version('llama_cpp_python')}, update that: {INSTALL} -U"
             )
-            # llama.cpp allocates a recurrent state for each sequence: one for each row, and one from before the pass.
-            self.sequences = 2 * rows if self.keeps_states else MOST_SEQUENCES
-            params = api.llama_context_default_params()
-            params.n_ctx, params.n_seq_max, params.kv_unified = tokens, self.sequences, True
-            params.n_batch = params.n_ubatch = min(tokens, PREFILL_CHUNK)
-            params.n_threads = params.n_threads_batch = self.threads = torch.get_num_threads()
-            params.no_perf = True
-            params.swa_full = True  # Rows are cut back, and prefixes are used again
-            self._context = api.llama_init_from_model(self._model, params)
-            if not self._context:
-                raise OutOfMemoryError(
-                    f"llama.cpp cannot make a cache of {tokens} tokens for {header.path}: {said.last}"
-                )
+        self.keeps_states = bool(api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
+        # llama.cpp allocates a recurrent state for each sequence: one for each row, and one from before the pass.
+        self.sequences = 2 * rows if self.keeps_states else MOST_SEQUENCES
+        params = api.llama_context_default_params()
+        params.n_ctx, params.n_seq_max, params.kv_unified = tokens, self.sequences, True
+        params.n_batch = params.n_ubatch = min(tokens, PREFILL_CHUNK)
+        params.n_threads = params.n_threads_batch = self.threads = torch.get_num_threads()
+        params.no_perf = True
+        params.swa_full = True  # Rows are cut back, and prefixes are used again
+        self._context = api.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise OutOfMemoryError(f"llama.cpp cannot make a cache of {tokens} tokens for {header.path}: {said.last}")
         self._most = int(params.n_batch)
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(self._most, 0, self.sequences)
@@ -139,8 +135,8 @@ def _free(api: Any, batch: Any, context: Any, model: Any) -> None:
     api.llama_model_free(model)
 
 
-class _messages:
-    """Collects what llama.cpp says while open, and passes it to `logging`, level debug."""
+class _Messages:
+    """Collects what llama.cpp says from now on, and passes it to `logging`, level debug."""
 
     def __init__(self, api: Any) -> None:
         self._lines = list[str]()
@@ -153,12 +149,6 @@ class _messages:
         if line and level >= _INFO:
             self._lines = [*self._lines[-15:], line]
             _log.debug("llama.cpp: %s", line)
-
-    def __enter__(self) -> _messages:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
 
     @property
     def last(self) -> str:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from forerun.errors import DataError
 from forerun.losses.objective import ObjectiveSettings, TokenBatch, pick_counted
+from forerun.model.layers import evaluating
 from forerun.model.support import context_length, text_config
 from forerun.training.data.store import UNWRITTEN
-from forerun.training.features.online import evaluating
 from forerun.types import SamplingParams, Source
 from forerun.writing import replace_file
 

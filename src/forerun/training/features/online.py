@@ -7,8 +7,8 @@ compares them with what the model reports itself: with a layer id off by one a h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.nn.functional import cosine_similarity
 from forerun.errors import ArgumentError, DataError, UnsupportedModelError
 from forerun.losses.chunked_loss import working_dtype
 from forerun.losses.objective import FeatureBatch, TokenBatch
-from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, layers_of
+from forerun.model.layers import base_of, capture_states, check_boundaries, device_of, evaluating, layers_of
 from forerun.model.masks import AttentionMask, MaskStyle, additive
 from forerun.model.support import context_length, reads_apart, text_config
 from forerun.types import LAST_HIDDEN, Boundary
@@ -166,19 +166,6 @@ def packed_mask(batch: TokenBatch, style: MaskStyle, dtype: torch.dtype) -> Atte
     """
     visible = (batch.documents.unsqueeze(2) == batch.documents.unsqueeze(1)).tril()
     return additive(visible, style, batch.positions, batch.positions, dtype)
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Put a module into evaluation mode and back: a trainer's ``train()`` reaches the frozen target too."""
-    switched = [child for child in module.modules() if child.training]
-    for child in switched:
-        child.training = False
-    try:
-        yield
-    finally:
-        for child in switched:
-            child.training = True
 
 
 COSINE = 0.999  # Mean cosine over the tokens that features must exceed
