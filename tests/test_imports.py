@@ -95,6 +95,12 @@ def edges(tree: ast.Module, known: Set[str]) -> set[str]:
     return {found for name in imported(tree) if (found := innermost(name, known)) is not None}
 
 
+@cache
+def graph() -> dict[str, set[str]]:
+    """The modules of the package that each one of them imports."""
+    return {name: edges(tree, modules().keys()) for name, tree in modules().items()}
+
+
 def named(tree: ast.Module, known: Set[str]) -> set[str]:
     """Modules that a file names in a string, as registries do: ``"forerun.drafters.lookup.ngram:NgramDrafter"``; or, as
     vLLM wants a plug-in named, ``"forerun.deploy.vllm.ForerunProposer"``."""
@@ -123,9 +129,8 @@ def reached(graph: Graph, start: Set[str]) -> set[str]:
 def used() -> set[str]:
     """What is reached from the public names, the command line, ``python -m``, entry points and scripts of `USERS`."""
     known = modules().keys()
-    graph = {
-        name: edges(tree, known) | named(tree, known) | {name.rpartition(".")[0]} - {""}
-        for name, tree in modules().items()
+    ways = {
+        name: graph()[name] | named(tree, known) | {name.rpartition(".")[0]} - {""} for name, tree in modules().items()
     }
     start = {"forerun", *(name for name in known if name.endswith(".__main__"))}
     verbs = re.search(
@@ -138,22 +143,20 @@ def used() -> set[str]:
     for path in (path for folder in USERS for path in (ROOT / folder).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         start |= edges(tree, known) | named(tree, known)
-    return reached(graph, start)
+    return reached(ways, start)
 
 
 def test_no_import_cycle() -> None:
-    known = modules().keys()
-    found = knots({name: edges(tree, known) - {name} for name, tree in modules().items()})
+    found = knots({name: others - {name} for name, others in graph().items()})
     assert not found, f"modules that import one another: {sorted(map(sorted, found))}"
 
 
 def test_no_arrow_up() -> None:
-    known = modules().keys()
     level = {name: height for height, names in enumerate(ORDER) for name in names}
     found: dict[tuple[str, str], set[str]] = {}
-    for name, tree in modules().items():
+    for name, others in graph().items():
         own = name.split(".")[1] if name.startswith("forerun.") else None
-        for other in edges(tree, known) if own is not None else ():
+        for other in others if own is not None else ():
             theirs = other.split(".")[1] if other.startswith("forerun.") else None
             assert own in level, f"{own} stands nowhere in ORDER"
             if theirs is not None and level[theirs] > level[own]:
@@ -168,10 +171,9 @@ def test_no_module_for_tests_alone() -> None:
 
 
 def test_the_package_needs_nothing_that_is_not_installed() -> None:
-    known = modules().keys()
-    found = {name for name, tree in modules().items() if name.startswith("forerun") and beside(edges(tree, known))}
+    found = {name for name, others in graph().items() if name.startswith("forerun") and beside(others)}
     assert not found, f"they import the benchmarks: {sorted(found)}"
-    assert beside(known), "nobody looks at the benchmarks any more"
+    assert beside(modules().keys()), "nobody looks at the benchmarks any more"
 
 
 def beside(names: Set[str]) -> set[str]:

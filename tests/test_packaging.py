@@ -113,18 +113,19 @@ def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: 
         words = [sys.executable, *command]
         return subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
 
-    where = run("-c", "import forerun; print(forerun.__file__)")
-    assert Path(where.stdout.strip()).is_relative_to(installed)
-    command = ["-m", "forerun.cli", "generate", "demo", "--prompt", "import os", "-n", "8", "--drafter", "eagle3"]
+    command = ["generate", "demo", "--prompt", "import os", "-n", "8", "--drafter", "eagle3"]
     command += ["--drafter-model", "demo-eagle3", "-t", "0", "--json"]
     environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9", "FORERUN_MODELS": str(tmp_path / "models")}
-    for words in (command, ["-m", "forerun.cli", "demo"], ["-m", "forerun.cli", "demo", "--offline"]):
-        refused = run(*words)
-        [line] = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
-        assert refused.returncode == 2 and "pip install forerun-demo" in line
+    program = "import json, sys, forerun.cli; print(forerun.__file__); "
+    program += "print([forerun.cli.main(words) for words in json.loads(sys.argv[1])])"
+    refused = run("-c", program, json.dumps([command, ["demo"], ["demo", "--offline"]]))
+    where, codes = refused.stdout.splitlines()
+    assert Path(where).is_relative_to(installed) and codes == "[2, 2, 2]"
+    lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 3 and all("pip install forerun-demo" in line for line in lines)
     shutil.unpack_archive(models, tmp_path / "wheel", "zip")  # not `demo`: a folder of that name would be the model
     environment["PYTHONPATH"] += os.pathsep + str(tmp_path / "wheel")
-    answered = run(*command)
+    answered = run("-m", "forerun.cli", *command)
     assert answered.returncode == 0, answered.stderr
     assert json.loads(answered.stdout)["text"]
 

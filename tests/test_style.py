@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ LAWS_LIVE_HERE = ("core", "decode", "drafters", "certify")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 

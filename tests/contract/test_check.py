@@ -1,5 +1,6 @@
 """What ``forerun drafters check`` says of drafters that are right, and of those with a fault of each kind."""
 
+import itertools
 import json
 import random
 import sys
@@ -12,7 +13,7 @@ import pytest
 from contract.harness import installed
 from contract.test_isolated import Leaking, OneStore
 from contract.wrong import NoOptions, Whimsical, Wrong
-from forerun.certify import contract
+from forerun.certify import checks, contract
 from forerun.certify.contract import CHECKS
 from forerun.cli import main
 from forerun.core.tree import TokenTree
@@ -150,11 +151,16 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_the_command_checks_a_file_outside_the_tree(
     mine: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contract, "PLAN", replace(contract.PLAN, prompts=1, detect=0.6))
+    quick = replace(contract.PLAN, prompts=1, detect=0.9)
+    settings_for, check_rules = checks.settings_for, checks.check_rules  # tests/certify and tests/core make every one
+    monkeypatch.setattr(contract, "PLAN", quick)
+    monkeypatch.setattr(checks, "settings_for", lambda run, warm: settings_for(run, warm)[:1])
+    monkeypatch.setattr(checks, "check_rules", lambda names: itertools.islice(check_rules(names), 3))
     assert main(["drafters", "check", mine, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = {one["name"] for one in found["checks"]}
     assert found["passed"] and {*CHECKS, "greedy equality", "rule argmax_walk", "rule sample_walk"} <= names
+    monkeypatch.setattr(contract, "PLAN", replace(quick, temperatures=(0.0,)))
     assert main(["drafters", "check", mine, "--drafter-option", "fail=true"]) == 1
     said = capsys.readouterr().out
     assert "FAIL  drafts are sound" in said and "breaks its contract" in said

@@ -60,7 +60,7 @@ ONLY_PARSED = {
     r"python -m benchmarks\.suite": "measures for an hour; tests/bench runs its parts",
     r"python -m benchmarks\.gpu": "needs a GPU",
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
-    r"^forerun demo( --prompt-name edit -t 0)?\s*(#|$)": "downloads a real model; tests/real runs it",
+    r"^(\S+/)?forerun demo( --prompt-name edit -t 0)?\s*(#|$)": "downloads a real model; tests/real runs it",
     r"^forerun speedup ": "takes its whole budget of time; tests/speedup runs it",
     r"^forerun certify --server ": "asks a server hundreds of times; tests/certify runs it",
     r"^forerun doctor .* --run ": "runs vLLM; tests/deploy/test_trial.py stands in for it",

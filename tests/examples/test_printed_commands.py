@@ -296,9 +296,11 @@ def endpoint() -> Iterator[str]:
 def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ...]]]:
     """What has been run; what costs seconds and is the same for all of it is done once."""
     check_rules = certifying.check_rules  # of which tests/core makes every check
+    settings_for = certifying.settings_for  # of which tests/certify makes every one
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(certifying, "check_rules", lambda names: itertools.islice(check_rules(names), 3))
+        patch.setattr(certifying, "settings_for", lambda run, warm: settings_for(run, warm)[:1])
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)
         for name in ("FILES", "EDITS"):
             patch.setattr(leaderboard, name, 1)
