@@ -191,6 +191,27 @@ FAULTS = [
         "self.scored.append(next(iter(self.seen.values())))",
         f"{HF} -k own",
     ),
+    Fault(
+        "rollouts",
+        "the answers of neighbouring seeds share their random numbers",
+        "return (seed & (2**64 - 1)) | index << 64",
+        "return seed + index",
+        "tests/engine/test_seeds.py -k neighbouring",
+    ),
+    Fault(
+        "rollouts",
+        "an optimiser's step in the middle of a rollout is not seen",
+        "if now == self._before:",
+        "if len(now) == len(self._before):",
+        f"{LOOPS} -k while_it_generates",
+    ),
+    Fault(
+        "rollouts",
+        "log-probabilities of a lossy rule are given for those that were sampled from",
+        "params.greedy or params.allow_biased or not asked",
+        "params.greedy or params.allow_biased or asked or not asked",
+        "tests/serve/test_rollouts.py -k lossy",
+    ),
     # --- sampling ---
     Fault(
         "sampling",

@@ -84,6 +84,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # The same for the prompt's tokens, always of the raw logits
     truncate_prompt_tokens: int | None = None  # Read only so many last ones; -1: what fits beside `max_tokens`
     logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from
+    allow_biased: bool = False
+    """Give ``processed_logprobs`` also where a lossy rule verifies: they are the target's then, and the answer was not
+    sampled from them.
+    """
     detokenize: bool = True
     skip_special_tokens: bool = True
 

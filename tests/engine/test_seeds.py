@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.core.rng import request_seed
+from forerun.core.rng import Rng, answer_seed, request_seed
 
 PROMPT = "the cat sat"
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
@@ -54,13 +54,30 @@ def test_engines_do_not_share_a_counter(checkpoint: Path) -> None:
     assert [found for found, _ in pairs] == [found for _, found in pairs] == [[answer] for answer in alone]
 
 
-def test_a_seed_of_its_own_means_what_it_means_in_vllm(checkpoint: Path) -> None:
-    """Whatever the engine's is, and however many came before; answer i of n has the seed plus i."""
+def test_a_seed_of_its_own_is_the_first_answers(checkpoint: Path) -> None:
+    """Whatever the engine's is, however many came before, and however many answers are asked for."""
     own = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=5)
     seeded, other = engine(checkpoint, seed=0), engine(checkpoint)
     assert len({*answers(seeded, 2, own), *answers(other, 2, own)}) == 1
-    several = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=4, n=2)
-    assert answers(other, 1, several)[1] == answers(seeded, 1, own)[0]
+    several = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=5, n=2)
+    assert answers(other, 1, several)[0] == answers(seeded, 1, own)[0]
+
+
+@pytest.mark.parametrize("drafter", [None, {"method": "ngram"}], ids=["plain", "ngram"])
+def test_answers_to_neighbouring_seeds_are_others(checkpoint: Path, drafter: Any) -> None:
+    """Also where a loop counts its seeds up by one, and each asks for several answers."""
+    llm = engine(checkpoint, speculative_config=drafter)
+    asked = [SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=seed, n=4) for seed in range(-1, 4)]
+    found = [one for params in asked for one in answers(llm, 1, params)]
+    assert len(set(found)) == 20
+    assert found == [one for params in asked for one in answers(llm, 1, params)]
+
+
+def test_no_two_pairs_of_seed_and_index_have_the_same_numbers() -> None:
+    seeds, indices = [-(2**63), -3, 0, 1, 2, 2**63 - 1, 2**64 - 2], [0, 1, 2, 2**20]
+    rngs = [Rng(answer_seed(seed, index), 3) for seed in seeds for index in indices]
+    assert len({rng.seed for rng in rngs}) == 28
+    assert len({float(rng.exponentials(0, 8)[0]) for rng in rngs}) == 28
 
 
 def test_asyncio_counts_alike(checkpoint: Path) -> None:

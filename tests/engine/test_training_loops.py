@@ -195,3 +195,43 @@ def test_weights_in_parts_are_refused_with_what_to_do(model: Any, process_group:
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
     with pytest.raises(ArgumentError, match="FSDP gathers weights pass by pass"):
         answers(fully_shard(model, mesh=mesh), loop())
+
+
+class _StepsAfter:
+    """A stopping criterion that ends nothing and, at the third token, changes a weight as an optimiser does."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.calls = model, 0
+
+    def __call__(self, ids: Any, _scores: Any) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            with torch.no_grad():
+                self.model.lm_head.weight.add_(0.1)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
+def test_a_step_while_it_generates_ends_the_rollout_and_names_both(model: Any) -> None:
+    own, criterion = loop(), _StepsAfter(model)
+    with pytest.raises(ArgumentError, match=r"optimiser's step.*lm_head\.weight.*rollout of 2 rows"):
+        answers(model, own, stopping_criteria=[criterion])
+    assert criterion.calls < 2 * 24
+    assert answers(model, own) == answers(model), "the next call reads the weights as they are now"
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_a_lossy_rule_is_refused_unless_the_bias_is_accepted(model: Any, mode: str) -> None:
+    with pytest.raises(ArgumentError, match=r"'typical' is lossy.*allow_biased=True"):
+        forerun.hf("ngram", rule="typical", logprobs_mode=mode)
+    own = forerun.hf("ngram", rule="typical", logprobs_mode=mode, allow_biased=True)
+    sampled = {**GREEDY, "do_sample": True, "return_dict_in_generate": True}
+    assert model.generate(PROMPT, custom_generate=own, **sampled).logprobs.shape == (2, 24)
+
+
+def test_neighbouring_seeds_of_a_call_give_other_answers(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampled, found = {**GREEDY, "do_sample": True, "num_return_sequences": 4, "custom_generate": loop()}, list[Any]()
+    model.generate(PROMPT[:1], **sampled)
+    for seed in range(4):
+        monkeypatch.setattr(torch, "randint", lambda *_, seed=seed: torch.tensor([seed]))
+        found += map(tuple, model.generate(PROMPT[:1], **sampled).tolist())
+    assert len(set(found)) == 16

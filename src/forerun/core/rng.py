@@ -34,7 +34,7 @@ class Rng:
     """Counter-based random numbers of one step of one sequence.
 
     Args:
-        seed: of the sequence.
+        seed: of the sequence, 128 bits of it.
         position: index, in the whole sequence, of the token that follows the root.
         draft_stream: the stream `drafted` draws use; an inner level of a cascade has its own.
     """
@@ -101,7 +101,14 @@ class Rng:
         return float(np.random.Generator(self._bits(position, stream, index)).random())
 
     def _bits(self, position: int, stream: int, index: int) -> np.random.Philox:
-        return np.random.Philox(key=self.seed & (2**64 - 1), counter=[index, stream, position, 0])
+        return np.random.Philox(key=self.seed & (2**128 - 1), counter=[index, stream, position, 0])
+
+
+def answer_seed(seed: int, index: int) -> int:
+    """Return the seed of answer `index` of a request with this `seed`: that of no other pair of seed and index, and
+    for the first answer the request's own.
+    """
+    return (seed & (2**64 - 1)) | index << 64
 
 
 def request_seed(seed: int, number: int) -> int:

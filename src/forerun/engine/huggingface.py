@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from forerun.control.config import SpeculativeConfig
+from forerun.core.rules import rule_named
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.model.kernels import attention
@@ -52,7 +54,12 @@ _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuid
 
 
 def hf(
-    drafter: str | None = "ngram", *, streamer: Any = None, logprobs_mode: str = "processed_logprobs", **options: Any
+    drafter: str | None = "ngram",
+    *,
+    streamer: Any = None,
+    logprobs_mode: str = "processed_logprobs",
+    allow_biased: bool = False,
+    **options: Any,
 ) -> HuggingFaceGenerate:
     """Return a decoding loop for transformers: ``model.generate(**inputs,
     custom_generate=forerun.hf("ngram"))``.
@@ -64,11 +71,14 @@ def hf(
         drafter: a name from ``forerun drafters``; None decodes plainly.
         streamer: a transformers streamer that gets the tokens as they are accepted.
         logprobs_mode: of which distribution the log-probabilities in `GenerateOutput` are, as in `SamplingParams`.
+        allow_biased: take a rule that is lossy (``rule="typical"``), and `logprobs` that are the target's and not those
+            of what was sampled from; without it such a rule is an ArgumentError.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
     """
     if drafter is None and options:
         raise ArgumentError(f"{', '.join(options)} are options of a drafter, and drafter=None drafts nothing")
-    return HuggingFaceGenerate({"method": drafter, **options} if drafter else None, streamer, logprobs_mode)
+    config = {"method": drafter, **options} if drafter else None
+    return HuggingFaceGenerate(config, streamer, logprobs_mode, allow_biased=allow_biased)
 
 
 @dataclass
@@ -87,10 +97,23 @@ class HuggingFaceGenerate:
     """
 
     def __init__(
-        self, speculative_config: dict[str, Any] | None, streamer: Any = None, logprobs_mode: str = "processed_logprobs"
+        self,
+        speculative_config: dict[str, Any] | None,
+        streamer: Any = None,
+        logprobs_mode: str = "processed_logprobs",
+        *,
+        allow_biased: bool = False,
     ) -> None:
         self._config, self._streamer, self._turn = speculative_config, streamer, Lock()
         self._logprobs_mode = SamplingParams(logprobs_mode=logprobs_mode).logprobs_mode
+        self._allow_biased = allow_biased
+        parsed = SpeculativeConfig.parse(speculative_config)
+        rule = None if parsed is None else parsed.rule
+        if rule is not None and not (allow_biased or rule_named(rule).lossless):
+            raise ArgumentError(
+                f"rule {rule!r} is lossy: answers are not sampled from the policy, and a gradient from them is biased; "
+                "leave the rule out, or accept that with allow_biased=True"
+            )
         self._engines: WeakKeyDictionary[Any, _Served] = WeakKeyDictionary()
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
@@ -141,7 +164,7 @@ class HuggingFaceGenerate:
             streamer.put(input_ids.cpu())
         try:
             with _folding(model, served.folds):
-                _run(llm, running, stops)
+                _run(llm, running, stops, _WeightWatch(model))
         finally:
             for request_id in running:
                 llm.abort(request_id)
@@ -162,6 +185,7 @@ class HuggingFaceGenerate:
             detokenize=False,
             logprobs=0 if config.return_dict_in_generate else None,
             logprobs_mode=self._logprobs_mode,
+            allow_biased=self._allow_biased,
         )
 
     def _engine(self, model: Any, rows: int, length: int) -> _Served:
@@ -190,10 +214,22 @@ class HuggingFaceGenerate:
         return served
 
 
-def _run(llm: LLM, running: dict[str, list[_BatchRow]], stops: Callable[[_BatchRow, OutputToken], bool]) -> None:
-    """Step the engine until every row of these requests has ended."""
+def _run(
+    llm: LLM,
+    running: dict[str, list[_BatchRow]],
+    stops: Callable[[_BatchRow, OutputToken], bool],
+    weights: _WeightWatch,
+) -> None:
+    """Step the engine until every row of these requests has ended. Raises ArgumentError if a weight changes."""
+    rows = sum(map(len, running.values()))
     while running:
-        for chunk in llm.engine.step():
+        chunks = llm.engine.step()
+        if (changed := weights.changed()) is not None:
+            raise ArgumentError(
+                f"an optimiser's step, or another write to {changed}, came while generate() ran a rollout of {rows} "
+                "rows: their tokens are from two policies, and it ends here; step once generate() has returned"
+            )
+        for chunk in chunks:
             if chunk.request_id not in running:
                 continue
             if chunk.error is not None:
@@ -205,6 +241,25 @@ def _run(llm: LLM, running: dict[str, list[_BatchRow]], stops: Callable[[_BatchR
             if all(other.ended for other in group):
                 llm.abort(chunk.request_id)
                 del running[chunk.request_id]
+
+
+class _WeightWatch:
+    """The weights of a model as they are now, for seeing that one was written to in place or exchanged."""
+
+    def __init__(self, model: Any) -> None:
+        self._weights = [(name, one) for name, one in model.named_parameters() if not one.is_inference()]
+        self._before = self._states()
+
+    def _states(self) -> list[tuple[int, int]]:
+        return [(weight._version, weight.data_ptr()) for _, weight in self._weights]
+
+    def changed(self) -> str | None:
+        """Return the name of a weight that has changed since, or None."""
+        now = self._states()
+        if now == self._before:
+            return None
+        states = zip(self._weights, now, self._before, strict=True)
+        return next(name for (name, _), new, old in states if new != old)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

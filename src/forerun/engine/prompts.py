@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.control.config import SpeculativeConfig
-from forerun.core.rng import request_seed
+from forerun.core.rng import answer_seed, request_seed
+from forerun.core.rules import rule_named
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.decode.row import Row
 from forerun.devices import trim_heap
@@ -106,6 +107,7 @@ class PromptReader:
         rule = speculative.rule if speculative is not None else None
         if rule == "argmax_walk" and not params.greedy:
             raise ArgumentError(f"rule {rule!r} is lossless at temperature 0 only; leave the rule out to sample")
+        _check_bias(rule, params)
         request = Request(
             id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
         )
@@ -119,7 +121,7 @@ class PromptReader:
                 tokens=list(ids),
                 prompt_length=len(ids),
                 sampler=sampler,
-                seed=seed + index,
+                seed=answer_seed(seed, index),
                 stop_ids=stop_ids,
                 tokens_left=min(
                     self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens
@@ -260,6 +262,18 @@ class PromptReader:
         texts = [text for word in words for text in (word, " " + word.lstrip())]
         found = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
         return [ids for ids in found if ids]
+
+
+def _check_bias(rule: str | None, params: SamplingParams) -> None:
+    """Raise ArgumentError for log-probabilities of what was sampled from under a rule that samples from another."""
+    asked = params.logprobs is not None and params.logprobs_mode == "processed_logprobs"
+    if rule is None or params.greedy or params.allow_biased or not asked or rule_named(rule).lossless:
+        return
+    raise ArgumentError(
+        f"rule {rule!r} is lossy: it does not sample from the distribution that logprobs_mode 'processed_logprobs' "
+        "tells of, and a gradient from them is biased; leave the rule out, ask for raw_logprobs, or take the target's "
+        "all the same with allow_biased=True"
+    )
 
 
 def pair_prompts(

@@ -356,7 +356,7 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
     names = {field.name for field in fields(SamplingParams)} & Sampling.model_fields.keys()
     values = {name: getattr(body, name) for name in names}
     values |= {"max_tokens": most if max_tokens is None else max_tokens, "logprobs": logprobs}
-    values["structured_outputs"] = _form(body)
+    values["structured_outputs"], values["logprobs_mode"] = _form(body), body.logprobs_mode or settings.logprobs_mode
     if body.logit_bias is not None:
         values["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
     try:

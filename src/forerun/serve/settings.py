@@ -57,6 +57,8 @@ class ServeSettings:
     """Tokens to draft per step that a request may ask for at most; of the server's own drafter no more than it has."""
     max_queue: int = 256
     """Answers that wait or run at once; more are told to come back (429). A quarter is kept for requests of one."""
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
+    """Log-probabilities of answers, unless a request says which: the model's own, or those that were sampled from."""
     max_n: int = 16
     """Most answers to one prompt."""
     max_tokens: int | None = None

@@ -212,6 +212,8 @@ class Sampling(Neutral):
     speculative: Speculation | None = None
     return_speculation_trace: bool = False  # Every step: what was drafted and accepted, probabilities, times
     return_token_ids: bool = False  # vLLM's: the ids of the prompt's and the answer's tokens
+    logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] | None = None  # vLLM's; None: as the server says
+    allow_biased: bool = False  # Give processed log-probabilities where a lossy rule verifies: they are the target's
     return_tokens_as_token_ids: bool = False  # vLLM's: log-probabilities name tokens ``token_id:ID``, never two alike
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0  # vLLM's: of a client's waiting the lowest comes first
     user: Name | None = None  # An end user's opaque name: a key's share of the rows is shared evenly among its users
