@@ -15,6 +15,7 @@ from forerun import LLM
 from forerun.errors import ArgumentError, RequestError
 from forerun.model import prepare
 from forerun.model.kernels import attention
+from forerun.types import SpeculationStats
 from model.families import make, random_tokens
 
 # peft 0.21 still reads an attribute that transformers 5.23 has renamed.
@@ -72,6 +73,31 @@ def test_weights_that_an_optimiser_changes_are_seen(model: Any) -> None:
         twin.load_state_dict({name: weight.detach().clone() for name, weight in weights.items()})
         before, after = answers(model, own), answers(twin)
         assert before == after
+
+
+def test_the_gradient_of_a_step_is_the_same_with_drafts_bit_for_bit(model: Any) -> None:
+    """Two steps of GRPO from one seed: in the second, weights have moved and drafts come from the first's texts."""
+    gradients, counts = list[dict[str, torch.Tensor]](), SpeculationStats()
+    for own in (forerun.hf(None), forerun.hf("suffix", adaptive=False)):
+        policy = copy.deepcopy(model).eval()
+        optimiser = torch.optim.SGD(policy.parameters(), lr=0.05)
+        torch.manual_seed(7)
+        for _ in range(2):
+            optimiser.zero_grad()
+            sampling = {**GREEDY, "do_sample": True, "top_k": 2, "num_return_sequences": 4}
+            texts = policy.generate(PROMPT, custom_generate=own, **sampling)
+            rewards = (texts % 5 == 0).float().mean(1).view(2, 4)
+            advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+            laws = policy(texts[:, :-1]).logits.log_softmax(-1)
+            chosen = laws.gather(-1, texts[:, 1:].unsqueeze(-1)).squeeze(-1)[:, PROMPT.shape[1] - 1 :]
+            (-advantages * chosen).mean().backward()
+            optimiser.step()
+            counts.add(own.speculation)
+        gradients.append({name: weight.grad for name, weight in policy.named_parameters()})
+    assert counts.num_accepted_draft_tokens > 20
+    plain, drafted = gradients
+    assert all(bool(gradient.any()) for gradient in plain.values())
+    assert not [name for name, gradient in plain.items() if not torch.equal(gradient, drafted[name])]
 
 
 def test_dropout_is_off_and_every_mode_is_put_back(model: Any) -> None:

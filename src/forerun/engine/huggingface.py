@@ -31,7 +31,7 @@ from forerun.model.kernels.accelerate import COMPARED
 from forerun.model.layers import base_of, device_of, evaluating, turn_of
 from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
-from forerun.types import LogitsProcessor, OutputToken, SamplingParams
+from forerun.types import LogitsProcessor, OutputToken, SamplingParams, SpeculationStats
 
 _SLOT_STEP = 512
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
@@ -115,6 +115,10 @@ class HuggingFaceGenerate:
                 "leave the rule out, or accept that with allow_biased=True"
             )
         self._engines: WeakKeyDictionary[Any, _Served] = WeakKeyDictionary()
+        self.speculation = SpeculationStats()
+        """Counts of the last call, all rows together; answers that a stopping criterion of one's own ended are not in
+        them.
+        """
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
         """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if transformers' output
@@ -164,7 +168,7 @@ class HuggingFaceGenerate:
             streamer.put(input_ids.cpu())
         try:
             with _folding(model, served.folds):
-                _run(llm, running, stops, _WeightWatch(model))
+                self.speculation = _run(llm, running, stops, _WeightWatch(model))
         finally:
             for request_id in running:
                 llm.abort(request_id)
@@ -219,9 +223,11 @@ def _run(
     running: dict[str, list[_BatchRow]],
     stops: Callable[[_BatchRow, OutputToken], bool],
     weights: _WeightWatch,
-) -> None:
-    """Step the engine until every row of these requests has ended. Raises ArgumentError if a weight changes."""
-    rows = sum(map(len, running.values()))
+) -> SpeculationStats:
+    """Step the engine until every row of these requests has ended, and return what was counted. Raises ArgumentError if
+    a weight changes.
+    """
+    counts, rows = SpeculationStats(), sum(map(len, running.values()))
     while running:
         chunks = llm.engine.step()
         if (changed := weights.changed()) is not None:
@@ -238,9 +244,13 @@ def _run(
             row = group[chunk.index]
             row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
             row.seen.clear()
+            if chunk.output is not None:
+                for answer in chunk.output.outputs:
+                    counts.add(answer.speculation)
             if all(other.ended for other in group):
                 llm.abort(chunk.request_id)
                 del running[chunk.request_id]
+    return counts
 
 
 class _WeightWatch:
