@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from forerun.control.settings import SETTINGS
 from forerun.core.acceptance import Acceptance
@@ -108,53 +109,72 @@ class ModelTrials(TrialSchedule):
         self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
 
 
-class LookupTrials(TrialSchedule):
-    """The schedule for asking a drafter that copies: always if that is cheap or repays itself, else
-    on trial, for a few rows.
+class LookupTrials:
+    """The schedule for asking a drafter that copies: in every step while that repays itself, else for a
+    few rows, as often as takes `trial_share` of the time, until what it holds repays asking. A long
+    copy does so at once.
     """
 
     def __init__(self) -> None:
-        super().__init__(first=0)
+        self._due = 0
+        self.off = False
         self._seen = deque[tuple[float, float]](maxlen=SETTINGS.window)
         """Pairs (ms added, ms saved) of the latest steps that it was asked in."""
-        self._needed = SETTINGS.window
+
+    def due(self, step: int) -> bool:
+        """Return whether it is asked in this step."""
+        return step >= self._due
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
-        """Return the members to ask it for: in a trial a few represent all."""
-        trying = self._needed == SETTINGS.few and len(self._seen) <= self._needed
-        return few(members) if trying else members
+        """Return the members to ask it for: while it is off a few represent all."""
+        return few(members) if self.off else members
 
     def looked_up(self, *, ms: float, gain_ms: float) -> None:
-        """Record that it was asked, which added `ms` to the step; what it drafts is expected to
-        save `gain_ms` of decoding.
+        """Record that it was asked, which adds `ms` to a step if it is asked for all rows; what it
+        drafts is expected to save `gain_ms` of decoding.
         """
         self._seen.append((ms, gain_ms))
+        saved = sum([gain for _, gain in [*self._seen][-SETTINGS.few :]])
+        if self.off and saved > SETTINGS.few * ms:
+            self.off = False
+            self._seen.clear()
 
-    def loss_ms(self, plain_ms: float) -> float:
-        """Return what asking takes beyond what it saves, a step; 0 if it is cheap, repays itself or
-        is too new to tell.
-        """
-        if len(self._seen) < self._needed:
+    def loss_ms(self) -> float:
+        """Return what asking takes beyond what it saves, a step; 0 if it repays itself or is too new to tell."""
+        if self.off or len(self._seen) < SETTINGS.window:
             return 0.0
         cost = median([ms for ms, _ in self._seen])
-        gain = sum([gain for _, gain in self._seen]) / len(self._seen)
-        return max(0.0, cost - gain) if cost > SETTINGS.cheap * plain_ms else 0.0
+        return max(0.0, cost - sum([gain for _, gain in self._seen]) / len(self._seen))
+
+    def put_off(self, step: int, spent: float) -> None:
+        """Ask it rarely from now on; asking it now took `spent` plain steps."""
+        self.off = True
+        self._due = step + max(1, round(spent / SETTINGS.trial_share))
 
 
-def settle(asked: Sequence[tuple[LookupTrials, float, float]], step: int, *, plain_ms: float) -> None:
-    """Put off the drafter that loses most by being asked; the others are looked at again: they may
-    have drafted the same. `asked` holds the trials of each drafter, what asking it added to the
-    step (ms, for all rows), and what is saved by what nobody else drafted (ms).
+class Asked(NamedTuple):
+    """A drafter that copies was asked in a step: the cost, and what it saves."""
+
+    trials: LookupTrials
+    spent_ms: float  # For the rows that it was asked for
+    ms: float  # If it is asked for all rows
+    gain_ms: float  # Saved by what nobody else drafted, for all rows
+
+
+def settle(asked: Sequence[Asked], step: int, *, plain_ms: float) -> None:
+    """Put off the drafter that loses most by being asked; the others are looked at again, for they may have drafted the
+    same. Those that are off stay off unless what they hold repays asking them.
     """
-    for trials, ms, gain_ms in asked:
-        trials.looked_up(ms=ms, gain_ms=gain_ms)
-    losses = [trials.loss_ms(plain_ms) for trials, *_ in asked]
+    for one in asked:
+        one.trials.looked_up(ms=one.ms, gain_ms=one.gain_ms)
+    losses = [one.trials.loss_ms() for one in asked]
     if max(losses, default=0.0) > 0.0:
-        worst = asked[losses.index(max(losses))][0]
-        worst.wait_after(step, SETTINGS.few * max(losses) / plain_ms)
-        worst._needed = SETTINGS.few
-        for trials, *_ in asked:
-            trials._seen.clear()
+        asked[losses.index(max(losses))].trials.off = True
+        for one in asked:
+            one.trials._seen.clear()
+    for one in asked:
+        if one.trials.off:
+            one.trials.put_off(step, one.spent_ms / plain_ms)
 
 
 class Survival:

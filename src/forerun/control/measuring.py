@@ -33,12 +33,17 @@ CONTEXTS = (64, 512, 2048)
 """Committed tokens that are measured by default, as far as they fit; the cost of attention is a
 line between them.
 """
-_FIRST_NODES = (1, 2, 4, 8, 16)  # Sizes that are timed before the first draft
+_FIRST_NODES = (1, 2, 4, 8, 16, 32)  # Sizes that are timed before the first draft
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
+_UNASKED: Grid = {
+    "nodes": (),
+    "rows": (),
+    "contexts": (),
+}  # Sizes that nobody asked for: steps correct them
 
 
 def load_or_measure(
@@ -74,37 +79,35 @@ def load_or_measure(
         rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
     if not rows or not nodes or min(*rows, *nodes, 1) < 1 or max(rows) > target.rows:
         raise ArgumentError(f"rows must be in 1..{target.rows} and node counts at least 1, got {rows} and {nodes}")
-    room = min(target.slots, target.max_length)
-    sizes = sorted({1, *(size for size in nodes if size < room)})
-    fitting = {max(0, min(context, room - sizes[-1])) for context in contexts}
-    grid: Grid = {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
+    room, grid = min(target.slots, target.max_length), _grid(target, rows, nodes, contexts)
     kept = None if force else _read(target)
     if kept is not None:
-        if all(set(sizes) <= set(kept[0][name]) for name, sizes in grid.items()):
+        if all(set(wanted) <= set(kept[0][name]) for name, wanted in grid.items()):
             return kept[1]
         most = {"nodes": room, "rows": target.rows, "contexts": room}
         known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
         grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
-    free = free_rows(target, grid["rows"][-1])
-    try:
-        samples = _sample(target, free, grid, repeats, seconds, tell)
-    finally:
-        target.truncate(free, [0] * len(free))
-    drafts = {} if kept is None else kept[1].drafts
-    cost = replace(_fit(grid, samples), drafts=drafts, stairs=bool(target.buckets.nodes))
+    cost = replace(_measure(target, grid, repeats, seconds, tell), drafts={} if kept is None else kept[1].drafts)
     _write(target, grid, cost)
     return cost
 
 
 def known_or_nominal(target: Target) -> PassCost:
-    """Return what passes cost as far as it is kept for this target, from a calibration or from the
-    steps of another process; else a nominal figure, which steps correct. No first token waits for a measurement, except
-    where a nominal figure would tell nothing (`Target.measured_at_start`): there a few sizes are timed once.
+    """Return what passes cost as far as it is kept for this target, from a calibration or from another process.
+
+    Else a few sizes are timed on a free row of a CPU and kept until steps know better: kernels differ, and a second
+    node costs a hundredth or all of the first. An accelerator, where a first pass of a size is recorded, begins with a
+    nominal figure, which steps correct.
     """
     kept = _read(target)
-    if kept is None and target.measured_at_start:
-        return load_or_measure(target, rows=(1,), nodes=_FIRST_NODES, contexts=CONTEXTS[:1], repeats=4, seconds=1.0)
-    return Nominal() if kept is None else kept[1]
+    if kept is not None:
+        return kept[1]
+    if target.device.type != "cpu" or all(target.lengths):
+        return Nominal()
+    grid = _grid(target, (1,), _FIRST_NODES, CONTEXTS[:1])
+    cost = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None)
+    _write(target, _UNASKED, cost)
+    return cost
 
 
 def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
@@ -112,8 +115,8 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
 
     It is kept as what a row of so many nodes takes, from which the rest follows: of each number of rows alone too few
     sizes are seen to tell what others would take. Fewer than four sizes say too little; a calibration knows better and
-    stays. Passes larger than any that was seen are assumed to cost what `Nominal` says of each further node: the
-    largest ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost
+    stays. Passes larger than any that was seen are assumed to cost at least what `Nominal` says of each further node:
+    the largest ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost
     nothing.
     """
     often = defaultdict[int, list[float]](list)
@@ -131,18 +134,20 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
     grid: Grid = {"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}
     samples = {(context, 1, nodes): times for nodes, times in often.items()}
     cost = replace(_beyond(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
-    _write(target, {"nodes": (), "rows": (), "contexts": ()}, cost)  # Nothing of it was asked for
+    _write(target, _UNASKED, cost)
 
 
 def _beyond(cost: CostModel) -> CostModel:
     """Return a copy with a size twice as large as its largest one, each further node of it at the
-    nominal price.
+    nominal price, or at that of the last ones if it is higher.
     """
     last, price = cost.nodes[-1], Nominal().slope
+
+    def beyond(rows: int, times: Sequence[float]) -> float:
+        return max(times[-1] + price * rows * last * times[0], along(cost.nodes, times, 2 * last))
+
     planes = tuple(
-        tuple(
-            (*times, times[-1] + price * rows * last * times[0]) for rows, times in zip(cost.rows, plane, strict=True)
-        )
+        tuple((*times, beyond(rows, times)) for rows, times in zip(cost.rows, plane, strict=True))
         for plane in cost.pass_times_ms
     )
     return replace(cost, nodes=(*cost.nodes, 2 * last), pass_times_ms=planes)
@@ -157,6 +162,24 @@ def free_rows(target: Target, count: int) -> list[int]:
         raise ArgumentError(f"{count} free rows are needed to measure, the target has {len(free)}; measure before use")
     runs = [free[start : start + count] for start in range(len(free) - count + 1)]
     return min(runs, key=lambda run: run[-1] - run[0])
+
+
+def _grid(target: Target, rows: Sequence[int], nodes: Sequence[int], contexts: Sequence[int]) -> Grid:
+    """Return what fits the target of these sizes, and one node."""
+    room = min(target.slots, target.max_length)
+    sizes = sorted({1, *(size for size in nodes if size < room)})
+    fitting = {max(0, min(context, room - sizes[-1])) for context in contexts}
+    return {"nodes": tuple(sizes), "rows": tuple(sorted(set(rows))), "contexts": tuple(sorted(fitting))}
+
+
+def _measure(target: Target, grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]) -> CostModel:
+    """Time these sizes on free rows, which are free again afterwards."""
+    free = free_rows(target, grid["rows"][-1])
+    try:
+        samples = _sample(target, free, grid, repeats, seconds, tell)
+    finally:
+        target.truncate(free, [0] * len(free))
+    return replace(_fit(grid, samples), stairs=bool(target.buckets.nodes))
 
 
 def _sample(

@@ -30,6 +30,7 @@ from forerun.control.choice import Bid, Offer, allocate, best_depth, choose
 from forerun.control.config import SpeculativeConfig
 from forerun.control.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.control.explore import (
+    Asked,
     LookupTrials,
     ModelTrials,
     PassTrials,
@@ -227,6 +228,8 @@ class Policy:
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
         arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
+        # One that was not asked and reads text alone is shown it when it is asked.
+        waits = arm.copies and not arm.drafter.requires and all(found.arm != index for found in plan.lookups)
         deepest = arm.limit if offer is None else min(arm.limit, offer.depth)
         return Group(
             name=arm.name,
@@ -234,7 +237,7 @@ class Policy:
             members=chosen,
             depths=[min(deepest, plan.limits[row]) for row in chosen],
             nodes=self._nodes,
-            listeners=[row for row in plan.rows if plan.taken.get(row) != index],
+            listeners=[] if waits else [row for row in plan.rows if plan.taken.get(row) != index],
             trees=[plan.merged[row].tree for row in chosen] if arm.copies and chosen else None,
         )
 
@@ -331,15 +334,14 @@ class Policy:
         """Record what asking took and what it saves, so that drafters for which it is not worth it
         are put off.
         """
-        asked, plain = [], plan.times[0]
+        asked = list[Asked]()
         for index, found, ms, each in plan.lookups:
-            cost = gain = each * self.costs.lookup_ms(plan.batch, ms)
-            if cost > SETTINGS.cheap * plain:
-                others = {row: self._gains(plan.merged[row].worth_without(index), plan) for row in found}
-                lost = sum(plan.gained[row] - max(gains) for row, gains in others.items())
-                gain = each * lost * plan.batch / plan.goodput
-            asked.append((self.arms[index].lookup_trials, cost, gain))
-        settle(asked, self.steps, plain_ms=plain)
+            cost = self.costs.lookup_ms(plan.batch, ms)
+            others = {row: self._gains(plan.merged[row].worth_without(index), plan) for row in found}
+            lost = sum(plan.gained[row] - max(gains) for row, gains in others.items())
+            gain = each * lost * plan.batch / plan.goodput
+            asked.append(Asked(self.arms[index].lookup_trials, cost, each * cost, gain))
+        settle(asked, self.steps, plain_ms=plan.times[0])
 
     # --- drafters that cost a forward pass ----------------------------------------------------------------------------
 

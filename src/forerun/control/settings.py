@@ -56,10 +56,6 @@ class PolicySettings:
     """Rows that are tried for all, steps of a trial, tokens of an answer before a drafter reads a text while others
     wait, least nodes that copies are asked for. Asking copies for 64 rows took 37 ms of the host, a model read 64 texts
     in 1.0 to 1.6 s: with 8 rows `auto` at batch 64 went from 0.973 to 1.002 of plain decoding."""
-    cheap: float = 0.03
-    """Share of a plain step that asking a copying drafter may always take. With 0.01, drafters whose long copies are
-    rare were put off on SmolLM2-135M (2.4 % of a step each) before one came: 0.97 of the speed. With 0.05 asking 16
-    rows took that of every step and seldom paid: 0.92 of plain decoding's speed there, now 0.95."""
     returns: float = 1.25
     """Times over that reading a text must repay itself: at 1.0 it paid on average before it paid for one row more (35
     ms gained for 48 ms of reading at 16 rows)."""

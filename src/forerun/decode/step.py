@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -225,30 +225,34 @@ def _teach(
     scores: Scores,
     hidden_states: Mapping[Boundary, Tensor],
 ) -> None:
+    shown = dict[tuple[tuple[int, ...], frozenset[Boundary]], DraftContext]()
+
+    def context(drafter: Drafter, members: Sequence[int]) -> DraftContext:
+        key = tuple(members), drafter.requires
+        if key not in shown:
+            shown[key] = _learning_context(rows, members, drafter.requires, verdicts, hidden_states)
+        return shown[key]
+
     for group in groups:
-        members = [index for index in group.members if rows[index].error is None]
+        drafter, members = group.drafter, [index for index in group.members if rows[index].error is None]
         everyone = sorted([*members, *(index for index in group.listeners if rows[index].error is None)])
-        watched = everyone if group.drafter.watches else members
+        watched = everyone if drafter.watches else members
         if watched:
-            chosen = [verdicts[index] for index in watched]
-            context = _learning_context(rows, watched, group.drafter, verdicts, hidden_states)
-            group.drafter.observe(context, chosen, scores.of(watched))
-        if len(everyone) > len(watched):
-            context = _learning_context(rows, everyone, group.drafter, verdicts, hidden_states)
+            drafter.observe(context(drafter, watched), [verdicts[index] for index in watched], scores.of(watched))
         if everyone:
-            group.drafter.extend(context)
+            drafter.extend(context(drafter, everyone))
 
 
 def _learning_context(
     rows: Sequence[Row],
     members: Sequence[int],
-    drafter: Drafter,
+    boundaries: Set[Boundary],
     verdicts: Sequence[Verdict],
     hidden_states: Mapping[Boundary, Tensor],
 ) -> DraftContext:
-    """Return what a drafter is shown of these rows after a step."""
+    """Return what a drafter that reads these boundaries is shown of these rows after a step."""
     chosen = [verdicts[index] for index in members]
-    wanted = {boundary: hidden_states[boundary] for boundary in drafter.requires}
+    wanted = {boundary: hidden_states[boundary] for boundary in boundaries}
     return context_for(
         rows, members, [len(verdict.path) + 1 for verdict in chosen], _gather_states(wanted, members, chosen)
     )

@@ -88,8 +88,6 @@ class _Shape(NamedTuple):
 class LlamaCppTarget(Target):
     """A GGUF file with a cache of `rows` sequences of at most `slots` tokens, and of `tokens` in all."""
 
-    measured_at_start = True  # A second row of a 4-bit product costs a tenth or all of the first: kernels differ
-
     def __init__(self, context: Context, header: GgufHeader, *, rows: int, slots: int, tokens: int) -> None:
         super().__init__(rows=rows, slots=slots)
         from transformers import GenerationConfig

@@ -39,7 +39,6 @@ class Target:
     buckets: Buckets  # Sizes that passes are padded to; may be replaced where `check_reproducible` allows it
     verifying: Recordings  # For rules' questions about its logits
     chains_only = False  # True if a tree may have no branches
-    measured_at_start = False  # True if what a further node costs has to be measured before the first draft
     cached_tokens_limit: int | None = None  # Most tokens that all rows together hold; None: all slots of all rows
 
     def __init__(self, *, rows: int, slots: int) -> None:
