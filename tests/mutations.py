@@ -46,6 +46,7 @@ LADDER = "tests/decode/test_residuals.py"
 SAMPLING = "tests/core/test_sampling.py"
 TREE = "tests/core/test_tree.py"
 HF, LOOPS = "tests/engine/test_huggingface.py", "tests/engine/test_training_loops.py"
+WEIGHTS = "tests/engine/test_new_weights.py"
 BLOCKS = "tests/model_kernels/test_blocks.py"
 FAULTS = [
     # --- rules ---
@@ -211,6 +212,50 @@ FAULTS = [
         "params.greedy or params.allow_biased or not asked",
         "params.greedy or params.allow_biased or asked or not asked",
         "tests/serve/test_rollouts.py -k lossy",
+    ),
+    Fault(
+        "rollouts",
+        "a packed weight stays that of the former policy, and nobody reads it back",
+        "    for _, weight, layers in packed:\n        weight.rewrite(layers)\n",
+        "    packed.clear()\n",
+        f"{WEIGHTS} -k began_with",
+    ),
+    Fault(
+        "rollouts",
+        "the prefix cache keeps what the former weights computed",
+        "        self.target.write_weights(weights, folder)\n        self.forget()\n",
+        "        self.target.write_weights(weights, folder)\n",
+        f"{WEIGHTS} -k began_with",
+    ),
+    Fault(
+        "rollouts",
+        "a rounded twin goes on drafting with the former weights",
+        "        self.forget()\n        self.drafting.reread()\n",
+        "        self.forget()\n",
+        f"{WEIGHTS} -k began_with",
+    ),
+    Fault(
+        "rollouts",
+        "requests that come while others run out join them before the weights change",
+        "kept_from is None or answer.order < kept_from",
+        "kept_from is None or answer.order >= 0",
+        f"{WEIGHTS} -k end_as_asked",
+    ),
+    Fault(
+        "rollouts",
+        "answers are cut off before it is known whether the checkpoint fits",
+        "        opened = await self._by_worker(self.llm.open_weights, model_path)\n"
+        "        async with self._between_requests(mode):\n",
+        "        async with self._between_requests(mode):\n"
+        "            opened = await self._by_worker(self.llm.open_weights, model_path)\n",
+        f"{WEIGHTS} -k end_as_asked",
+    ),
+    Fault(
+        "rollouts",
+        "token ids of another tokenizer are taken for the server's",
+        "if here.vocabulary != there.vocabulary:",
+        "if here.vocab_size < 0:",
+        f"{WEIGHTS} -k nothing_is_lost",
     ),
     # --- sampling ---
     Fault(

@@ -237,6 +237,9 @@ class Drafter:
     def grow(self, rows: int, slots: int) -> None:
         """Make room for so many cache rows of at most `slots` tokens each; it is shown none at present."""
 
+    def reread(self) -> None:
+        """Make anew what was made of the target's weights: they have changed. It is shown no row at present."""
+
     def memory_bytes(self) -> int:
         """Return the bytes that the drafter holds, weights and caches."""
         return 0

@@ -129,6 +129,11 @@ class Guarded(Drafter):
         with self._guarding([], "to make room"):
             self.drafter.grow(rows, slots)
 
+    def reread(self) -> None:
+        """Let it make anew what it has made of the target's weights."""
+        with self._guarding([], "to read the target's weights"):
+            self.drafter.reread()
+
     def memory_bytes(self) -> int:
         """Return the bytes that it states; 0 if that is no number of bytes."""
         return self._ask("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)

@@ -13,19 +13,20 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from forerun.control.config import SpeculativeConfig
 from forerun.engine.completion import Request
 from forerun.engine.llm import LLM, Speculative
 from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
-from forerun.errors import CLOSED, EngineError, RequestError, SlowReaderError
+from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
+Mode = Literal["wait", "abort"]  # vLLM's names of what becomes of the answers that run
 _Item = StreamChunk | Exception  # An error ends the request
 
 _LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
@@ -53,6 +54,7 @@ class AsyncLLM:
         self._inboxes: dict[str, _Inbox] = {}
         self._handover = _Handover()
         self._stepping = self._closed = False
+        self._drained: Future[None] | None = None  # For whom requests are kept waiting; done when nothing runs
 
     @property
     def busy_s(self) -> float:
@@ -159,12 +161,39 @@ class AsyncLLM:
         """`LLM.load_drafter`, between two steps: answers that run wait while the files are read."""
         await asyncio.wrap_future(self._worker.submit(self.llm.load_drafter, model))
 
+    async def update_weights_from_disk(self, model_path: str | Path, *, mode: Mode = "wait") -> None:
+        """`LLM.update_weights_from_disk`, once the answers that run have ended; requests that come meanwhile wait, and
+        are answered with the new weights. Every answer is from one policy.
+
+        Args:
+            mode: ``"wait"`` lets the answers that run or wait come to their ends, ``"abort"`` ends them where they
+                stand, with the finish reason ``"abort"``. Nothing happens to them if the checkpoint does not fit.
+
+        Raises:
+            ArgumentError: another update, or `sleep`, is under way.
+        """
+        opened = await self._by_worker(self.llm.open_weights, model_path)
+        async with self._between_requests(mode):
+            await self._by_worker(self.llm.write_weights, opened)
+
+    async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
+        """`LLM.sleep`, once the answers that run have ended, see `update_weights_from_disk`."""
+        async with self._between_requests(mode):
+            await self._by_worker(self.llm.sleep, level)
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """`LLM.wake_up`."""
+        await self._by_worker(self.llm.wake_up, tags)
+        await self._by_worker(self._end_pause)
+
     async def close(self) -> None:
         """Finish the step in progress and stop the worker. Running requests, and all that come
         later, end with an EngineError.
         """
         self._closed = True
         self._lanes.close()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_exception(EngineError(CLOSED))
         for inbox in list(self._inboxes.values()):
             with suppress(RuntimeError):  # its loop was closed: nobody waits
                 inbox.loop.call_soon_threadsafe(inbox.put_nowait, EngineError(CLOSED))
@@ -179,6 +208,42 @@ class AsyncLLM:
             raise EngineError(CLOSED)
         self._go_on()
         return request_id
+
+    async def _by_worker(self, task: Callable[..., T], *arguments: Any) -> T:
+        """Run a task between two steps."""
+        return await asyncio.wrap_future(self._worker.submit(task, *arguments))
+
+    @asynccontextmanager
+    async def _between_requests(self, mode: Mode) -> AsyncIterator[None]:
+        """Keep new requests waiting while open, which begins when no answer runs any more."""
+        drained = Future[None]()
+        await self._by_worker(self._begin_pause, mode, drained)
+        try:
+            await asyncio.wrap_future(drained)
+            yield
+        finally:
+            with suppress(EngineError):  # closed: nothing runs
+                self._worker.submit(self._end_pause)
+
+    def _begin_pause(self, mode: Mode, drained: Future[None]) -> None:
+        """Keep new requests waiting, in the worker; `drained` is done once nothing runs."""
+        if mode not in ("wait", "abort"):
+            raise ArgumentError(
+                f"mode {mode!r}: the answers that run are waited for ('wait') or end where they stand ('abort'); none "
+                "goes on with other weights than it began with"
+            )
+        if self._drained is not None:
+            raise ArgumentError("an update of the weights, or sleep, is under way already; try again when it has ended")
+        self._drained = drained
+        self.llm.engine.hold(cut=mode == "abort")
+        self._go_on()
+
+    def _end_pause(self) -> None:
+        """Let go on what waits, in the worker, unless the engine sleeps."""
+        self._drained = None
+        if not self.llm.is_sleeping:
+            self.llm.engine.resume()
+            self._go_on()
 
     def _release(self, request_id: str) -> None:
         del self._inboxes[request_id]
@@ -210,10 +275,14 @@ class AsyncLLM:
             failure = EngineError(f"a step of the engine failed: {error}")
             failure.__cause__ = error
             self._hand_over((request_id, failure) for request_id in list(self._inboxes))
+            if self._drained is not None and not self._drained.done():
+                self._drained.set_exception(failure)
             return
         self._hand_over((chunk.request_id, chunk.error or chunk) for chunk in chunks)
         if self.llm.engine.busy and not self._closed:
             self._go_on()
+        elif self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
 
     def _hand_over(self, items: Iterable[tuple[str, _Item]]) -> None:
         """Pass each item with its request's id, in the worker, to the loop in which it is awaited."""

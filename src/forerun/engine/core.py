@@ -11,6 +11,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,11 +57,13 @@ class Engine:
         self._prefilled_last = False
         self._queue = PrefillQueue(scheduling, padded=target.pads_prompts)
         self._times, self._introducing_s = PassTimes(), 0.0
+        self._kept_from: int | None = None  # Order of the first answer that is kept waiting
+        self._cut_before = 0  # Order below which answers end at the next step
 
     @property
     def busy(self) -> bool:
         """True if a step would do anything."""
-        return bool(self._waiting or self._running)
+        return bool(self._running or self._admissible())
 
     @property
     def running(self) -> int:
@@ -99,6 +103,26 @@ class Engine:
         self._retire()
         if request is not None:
             request.release()
+
+    def hold(self, *, cut: bool) -> None:
+        """Keep the requests to come waiting until `resume`. With `cut` those that are here end at the next step, with
+        what there is of them."""
+        now = next(self._order)
+        if self._kept_from is None:
+            self._kept_from = now
+        if cut:
+            self._cut_before = now
+
+    def resume(self) -> None:
+        """Admit again all that waits."""
+        self._kept_from = None
+
+    def write_weights(self, weights: Any, folder: Path) -> None:
+        """Run the target with other weights, with nothing running; see `Target.open_weights`. What was computed with
+        the former ones is forgotten, and what drafters have learned of texts stays."""
+        self.target.write_weights(weights, folder)
+        self.forget()
+        self.drafting.reread()
 
     def load_drafter(self, key: str, model: str) -> None:
         """Have the requests to come drafted for by the model of another directory. Answers that wait or run finish with
@@ -154,8 +178,8 @@ class Engine:
     # --- rows -------------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self._waiting:
-            answer = next_in_line(self._waiting, self._running)
+        while waiting := self._admissible():
+            answer = next_in_line(waiting, self._running)
             if not self._make_room(answer):
                 break
             self._waiting.remove(answer)
@@ -163,6 +187,11 @@ class Engine:
             self._running.append(answer)
         self._running.sort(key=lambda answer: answer.row.cache_row)
         self._drop_prefixes()
+
+    def _admissible(self) -> list[Completion]:
+        """Return the answers that may have a row when one is free."""
+        kept_from = self._kept_from
+        return [answer for answer in self._waiting if kept_from is None or answer.order < kept_from]
 
     def _make_room(self, answer: Completion) -> bool:
         """Return whether there are a row and memory for an answer, if need be by preempting answers
@@ -241,8 +270,9 @@ class Engine:
             self._discard_replaced()
 
     def _expire(self) -> list[StreamChunk]:
-        now = time.perf_counter()
-        chunks = [answer.expire() for answer in [*self._waiting, *self._running] if answer.request.late(now)]
+        now, here = time.perf_counter(), [*self._waiting, *self._running]
+        ending = [answer for answer in here if answer.order < self._cut_before or answer.request.late(now)]
+        chunks = [answer.expire() for answer in ending]
         if chunks:
             self._retire()
         return chunks

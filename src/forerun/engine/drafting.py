@@ -128,6 +128,13 @@ class DrafterPool:
             for _, drafter in active.drafters:
                 drafter.grow(rows, slots)
 
+    def reread(self) -> None:
+        """Let all drafters make anew what they have made of the target's weights; none of them knows a row at
+        present."""
+        for active in self._active.values():
+            for _, drafter in active.drafters:
+                drafter.reread()
+
     def requires(self, key: str | None) -> frozenset[Boundary]:
         """Return the layer boundaries whose hidden states the drafters read."""
         drafters = self._active[key].drafters if key is not None else []

@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -35,7 +35,7 @@ from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
-from forerun.errors import ArgumentError, about, nearest
+from forerun.errors import ArgumentError, about, nearest, refuse_unknown
 from forerun.model import Buckets
 from forerun.model.back_ends import load_target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
@@ -67,6 +67,17 @@ _LOADING = (
     "repack",
     "compile",
 )
+
+
+SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleeps and wakes up
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedWeights:
+    """The weights of a checkpoint that fits the target, not yet taken over."""
+
+    folder: Path
+    weights: Any  # In the back end's form
 
 
 class LLM:
@@ -175,6 +186,7 @@ class LLM:
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
         self.engine = Engine(self.target, pool, scheduling, check=check)
         self._drafter = self.engine.drafting.ensure(self.speculative)
+        self._asleep = set[str]()  # Of `SLEEPING_PARTS`
         weakref.finalize(self, self.engine.drafting.keep_costs)
         self._inbox: dict[str, deque[StreamChunk]] = {}
         self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
@@ -355,6 +367,8 @@ class LLM:
 
     def queue(self, request: Request) -> str:
         """Queue a request and return its id; raises as `submit` does. For whoever steps the engine."""
+        if self.is_sleeping:
+            raise ArgumentError("the engine sleeps and takes no requests: call wake_up first")
         drafter = self.engine.drafting.ensure(request.speculative)
         for answer in request.answers:
             answer.drafter = drafter
@@ -400,6 +414,74 @@ class LLM:
         with self._alone():
             self.engine.load_drafter(self._drafter, str(folder))
         log.info("drafter loaded from %s in %.2f s; it drafts for new requests", folder, time.perf_counter() - began)
+
+    def update_weights_from_disk(self, model_path: str | Path) -> None:
+        """Answer the requests to come with the weights of another checkpoint of the same model, as a trainer saves it
+        in the directory `model_path`. They are packed as the former ones are, and read back; cached prefixes are
+        dropped, and what drafters have learned of texts stays. Heads and draft models keep their own weights, see
+        `load_drafter`.
+
+        Raises:
+            ForerunError: requests are waiting or running, there is no such directory, or it holds a model of another
+                shape, another tokenizer, or weights that are not finite. The weights that there are stay.
+        """
+        weights = self.open_weights(model_path)
+        with self._alone():
+            if self.engine.busy:
+                raise ArgumentError(
+                    f"the weights cannot change to those in {model_path} while {self.engine.running} answers run and "
+                    f"{self.engine.waiting} wait, which would be from two policies: wait for them, or abort them"
+                )
+            self.write_weights(weights)
+
+    def open_weights(self, model_path: str | Path) -> OpenedWeights:
+        """Open a checkpoint for `write_weights`, which takes time and memory; raises as `update_weights_from_disk`."""
+        folder = Path(model_path).expanduser()
+        return OpenedWeights(folder=folder, weights=self.target.open_weights(folder, self.tokenizer))
+
+    def write_weights(self, opened: OpenedWeights) -> None:
+        """Answer with other weights from now on. For whoever steps the engine, with nothing running."""
+        began = time.perf_counter()
+        self.engine.write_weights(opened.weights, opened.folder)
+        log.info("weights taken over from %s in %.2f s", opened.folder, time.perf_counter() - began)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the cache, the target's and the drafters', and take no requests until `wake_up`. Weights
+        stay where they are.
+
+        Args:
+            level: 1, vLLM's levels being the names: 2 would drop the weights.
+
+        Raises:
+            ArgumentError: there is no such level, requests are running, or llama.cpp runs the model.
+        """
+        if level != 1:
+            raise ArgumentError(
+                f"sleep level {level}: there is level 1, which frees the cache and keeps the weights; "
+                "update_weights_from_disk writes others over them, awake or asleep"
+            )
+        with self._alone():
+            if self.engine.busy:
+                raise ArgumentError("the engine sleeps between requests: wait for those that run, or abort them")
+            self.engine.grow(self.target.rows, self.target.slots)
+        self._asleep = set(SLEEPING_PARTS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take requests again; memory is allocated by the first of them.
+
+        Args:
+            tags: vLLM's: what wakes up, of ``"weights"`` and ``"kv_cache"``; requests are taken once both have. None:
+                both.
+        """
+        wanted = SLEEPING_PARTS if tags is None else tags
+        for tag in wanted:
+            refuse_unknown("there is nothing to wake up named", tag, SLEEPING_PARTS)
+        self._asleep -= set(wanted)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True from `sleep` to `wake_up`."""
+        return bool(self._asleep)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that

@@ -75,7 +75,7 @@ def prepare(
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
     named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(cls, source, options, sizes) if named else _adopt(source, options, sizes)
-    _settle(model)
+    settle(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
@@ -103,7 +103,7 @@ def prepare(
 
 
 @torch.inference_mode()
-def _settle(model: Any) -> None:
+def settle(model: Any) -> None:
     """Run a model that changes its weights at its first forward (RWKV scales them), before any is repacked."""
     if getattr(base_of(model), "layers_are_rescaled", True) is False:
         with refusing(model, plainly=True):

@@ -11,6 +11,7 @@ tree. Not safe for use from several threads at once.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +150,16 @@ class Target:
         tokens, or the back end's cache keeps its size.
         """
         raise ArgumentError(f"the back end that runs {self.name_or_path} gives its cache one size when it is loaded")
+
+    def open_weights(self, folder: Path, tokenizer: Any) -> Any:
+        """Return the weights of the checkpoint in a directory in the form that `write_weights` takes; nothing changes.
+        Raises a ForerunError if they do not fit, or the back end keeps the weights that it has loaded.
+        """
+        raise ArgumentError(f"the back end that runs {self.name_or_path} keeps the weights that it has loaded")
+
+    def write_weights(self, weights: Any, folder: Path) -> None:
+        """Take `weights`, which were opened in `folder`, in the place of those that passes are run with."""
+        raise NotImplementedError
 
     def reusable(self, row: int, length: int) -> int:
         """Return how many of the first `length` tokens in a row's slots a sequence may begin with: all of them, or up

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from forerun.core.tree import TokenTree
 from forerun.devices import attention_kernels, device_name, send, send_ints
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import compression, layers, masks, positions
+from forerun.model import compression, layers, masks, positions, updating
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate, compiling, native
@@ -255,6 +256,14 @@ class TransformersTarget(Target):
         if self.states is not None:
             self.states = RowStates(rows)
         self._make_cache()
+
+    def open_weights(self, folder: Path, tokenizer: Any) -> Any:
+        return updating.open_weights(self.model, folder, tokenizer)
+
+    def write_weights(self, weights: Any, folder: Path) -> None:
+        with self._turn:
+            updating.write_weights(self.model, weights)
+        self.name_or_path = str(folder)
 
     def reusable(self, row: int, length: int) -> int:
         return length if self.states is None else self.states.reusable(row, self.lengths[row], length)

@@ -60,6 +60,7 @@ from forerun.serve.protocol.requests import (
 )
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
+from forerun.serve.trainer import add_trainer_routes
 
 T = TypeVar("T")
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
@@ -90,6 +91,7 @@ def build_app(session: Session) -> FastAPI:
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
+    add_trainer_routes(app, session)
     _add_playground(app)
     _describe(app, keyed=bool(settings.api_keys))
     return app
@@ -287,7 +289,8 @@ def _add_operations(app: FastAPI, session: Session) -> None:
     @app.post("/ping", include_in_schema=False)
     async def health() -> Response:
         state = session.health
-        return JSONResponse({"status": state.value}, status_code=200 if state is State.READY else 503)
+        alive = state in (State.READY, State.SLEEPING)  # As vLLM: who sleeps must not be restarted for it
+        return JSONResponse({"status": state.value}, status_code=200 if alive else 503)
 
     @app.get("/load")
     async def load() -> dict[str, int]:

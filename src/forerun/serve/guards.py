@@ -41,7 +41,10 @@ from forerun.serve.traffic import UNNAMED, owner_of
 T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
 CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
-LOAD_DRAFTER = "/v1/load_drafter"  # Needs the operator's key, and no client's will do
+LOAD_DRAFTER = "/v1/load_drafter"
+UPDATE_WEIGHTS = ("/update_weights_from_disk", "/update_weights_from_path")  # SGLang's name, and NVIDIA Dynamo's
+TRAINER_PATHS = (*UPDATE_WEIGHTS, "/get_weight_version", "/sleep", "/wake_up", "/is_sleeping")
+OPERATOR_PATHS = (LOAD_DRAFTER, *TRAINER_PATHS)  # Need the operator's key, and no client's will do
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
 CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
 _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
@@ -138,8 +141,10 @@ class Guard:
 
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """Return what is wrong with the head of a request, whose client is known from here on."""
-        if own_path(scope) == LOAD_DRAFTER:
+        if own_path(scope) in OPERATOR_PATHS:
             wanted = self._settings.admin_api_key
+            if own_path(scope) in TRAINER_PATHS and not self._settings.allow_weight_updates:
+                return ApiError(403, "this server was started without --allow-weight-updates")
             if wanted is None:
                 return ApiError(403, "this server was started without --admin-api-key")
             if _key_given(scope, (wanted,)) is None:

@@ -63,7 +63,7 @@ class Session:
     def engine(self) -> AsyncLLM:
         """Return the engine; an ApiError (503) while it is not there, or no longer."""
         health = self.health
-        if self._engine is None or health is not State.READY:
+        if self._engine is None or health not in (State.READY, State.SLEEPING):
             raise ApiError(503, f"the server is {health.value}", code=health.value, retry_after_s=1)
         return self._engine
 
@@ -82,10 +82,13 @@ class Session:
     @property
     def health(self) -> State:
         """Return `state`, or FROZEN where the engine has been at one step for longer than the
-        operator allows.
+        operator allows, or SLEEPING.
         """
-        frozen = self._engine is not None and self._engine.busy_s > self.settings.step_timeout_s
-        return State.FROZEN if frozen and self.state is State.READY else self.state
+        if self._engine is None or self.state is not State.READY:
+            return self.state
+        if self._engine.busy_s > self.settings.step_timeout_s:
+            return State.FROZEN
+        return State.SLEEPING if self._engine.llm.is_sleeping else State.READY
 
     @property
     def drain_left_s(self) -> float:
@@ -171,11 +174,13 @@ class Session:
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
         """Hold room for so many answers while the block runs; an ApiError (429) where the queue is
-        full.
+        full, or (503) where the server sleeps.
 
         Where there are several API keys, one may hold no more answers than stay free: whoever comes
         next finds room.
         """
+        if self.health is State.SLEEPING:
+            raise ApiError(503, "the server sleeps until POST /wake_up", code=State.SLEEPING.value, retry_after_s=1)
         client, most = CLIENT.get().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
@@ -354,6 +359,7 @@ class State(StrEnum):
     LOADING = "loading"
     READY = "ready"
     FROZEN = "frozen"
+    SLEEPING = "sleeping"
     FAILED = "failed"
     DRAINING = "draining"
 

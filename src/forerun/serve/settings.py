@@ -35,6 +35,9 @@ class ServeSettings:
     admin_api_key: Annotated[str | None, Parameter(env_var="FORERUN_ADMIN_API_KEY")] = None
     """Key of the operator, who may load another head or draft model by it (``POST /v1/load_drafter``); nobody may
     without. It answers no other request."""
+    allow_weight_updates: Annotated[bool, Parameter(negative="")] = False
+    """Let the operator's key change the model's weights (``POST /update_weights_from_disk``), and put the server to
+    sleep and wake it up, as a trainer does that takes its rollouts from here."""
     record_traffic: Path | None = None
     """Directory to record conversations in, to train on: one file a key, deleted by ``forerun data delete-traffic``."""
     record_traffic_bytes: int = 256_000_000
@@ -146,6 +149,10 @@ class ServeSettings:
             (
                 self.admin_api_key == "" or self.admin_api_key in self.api_keys,
                 "--admin-api-key is a key of its own: not empty, and none of --api-key",
+            ),
+            (
+                self.allow_weight_updates and self.admin_api_key is None,
+                "--allow-weight-updates needs --admin-api-key: whoever has that key decides what the model says",
             ),
             (
                 self.record_traffic is not None and not (self.api_keys or self.share_unnamed),

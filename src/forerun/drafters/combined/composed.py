@@ -102,6 +102,10 @@ class Composed(Drafter):
         for member in self.members:
             member.grow(rows, slots)
 
+    def reread(self) -> None:
+        for member in self.members:
+            member.reread()
+
     def memory_bytes(self) -> int:
         return sum(member.memory_bytes() for member in self.members)
 

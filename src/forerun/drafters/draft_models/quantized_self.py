@@ -51,8 +51,18 @@ class QuantizedSelfDrafter(DraftModelDrafter):
 
     def __init__(self, config: QuantizedSelfConfig, setup: DrafterSetup) -> None:
         tree = {field.name: getattr(config, field.name) for field in fields(TreeOptions)}
-        target = require_layers(setup.target, self.name)
-        super().__init__(DraftModelConfig(model=make_rounded_twin(target.model, config.bits), **tree), setup)
+        self._source = require_layers(setup.target, self.name).model
+        super().__init__(DraftModelConfig(model=make_rounded_twin(self._source, config.bits), **tree), setup)
+
+    @torch.inference_mode()
+    def reread(self) -> None:
+        for name, module in require_layers(self.model, self.name).model.named_modules():
+            if isinstance(module, _Rounded):
+                weight = _weight(self._source.get_submodule(name))
+                assert weight is not None, "it was rounded before"
+                rounded, scales = module.round(weight)
+                module.rounded.copy_(rounded)
+                module.scales.copy_(scales)
 
     def memory_bytes(self) -> int:
         """Return the bytes of rounded weights, scales and the twin's cache; what it shares with the

@@ -73,6 +73,21 @@ class PackedWeight:
     def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
         return torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
 
+    def rewrite(self, layers: Sequence[nn.Linear]) -> None:
+        """Pack other layers of the same shapes in the place of these; whoever refers to this weight reads them."""
+        fresh = self._laid_out([layer.weight.detach() for layer in layers])
+        if fresh.layout is torch.strided:
+            self.packed.copy_(fresh)  # In place: a recorded pass reads it where it stands
+        else:
+            self.packed = fresh
+        if self.bias is not None:
+            self.bias.copy_(torch.cat([layer.bias.detach() for layer in layers]))
+
+    def holds(self, layers: Sequence[nn.Linear]) -> bool:
+        """Return whether the weights of these layers, and their biases, are what is packed here."""
+        same = torch.equal(self.matrix(), torch.cat([layer.weight for layer in layers]))
+        return same and (self.bias is None or torch.equal(self.bias, torch.cat([layer.bias for layer in layers])))
+
     def matrix(self) -> Tensor:
         """Return (out of all layers, in), unpacked anew at each call."""
         return self.packed.to_dense()

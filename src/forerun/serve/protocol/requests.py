@@ -577,6 +577,19 @@ class LoadDrafterRequest(Strict):
     model: Annotated[str, Field(min_length=1)]
 
 
+class UpdateWeightsRequest(Strict):
+    """``POST /update_weights_from_disk`` takes a checkpoint on the server's machine; SGLang's words."""
+
+    model_path: Annotated[str, Field(min_length=1)]
+    mode: Literal["wait", "abort"] = "wait"  # What becomes of the answers that run
+    abort_all_requests: bool = False  # As `mode` "abort"
+    weight_version: Name | None = None  # What ``GET /get_weight_version`` says from then on; None: the path
+    load_format: Literal["auto", "safetensors"] = "auto"
+    flush_cache: Literal[True] = True
+    is_async: Literal[False] = False
+    keep_pause: Literal[False] = False
+
+
 class DetokenizeRequest(Strict):
     """``POST /detokenize`` takes token ids."""
 
