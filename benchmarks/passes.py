@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -24,7 +21,8 @@ from torch import Tensor, nn
 from benchmarks.suite.steps import linear_layers
 from forerun.core.tree import TokenTree
 from forerun.model import TransformersTarget
-from forerun.model.names import resolve
+from forerun.model.load import LoadOptions
+from forerun.model.prepare import open_named
 
 PROMPT = 64  # Tokens before those that are timed
 SCALE = 1e3  # ms
@@ -153,13 +151,13 @@ def compare(model: str, dtype: str, rows: Sequence[int], tokens: int, repeats: i
 
 def compare_blocks(file: str, nodes: Sequence[int], repeats: int) -> dict[str, Any]:
     """Medians in ms of passes of so many nodes, which take turns; logits are compared to the bit before."""
-    folder = Path(resolve(file, "bfloat16"))
-    with tempfile.TemporaryDirectory(dir=folder.parent) as parent:
-        copied = shutil.copytree(folder, Path(parent) / folder.name)
-        arms = {
-            name: TransformersTarget.load(source, dtype="bfloat16", slots=PROMPT + max(nodes) + 1, self_check=False)
-            for name, source in (("in blocks", file), ("dequantised", copied))
-        }
+    dequantised = open_named(file, LoadOptions(dtype="bfloat16", device="cpu"))
+    arms = {
+        name: TransformersTarget.load(
+            source, dtype="bfloat16", slots=PROMPT + max(nodes) + 1, self_check=False, repack=True
+        )
+        for name, source in (("in blocks", file), ("dequantised", dequantised))
+    }
     ids = torch.randint(100, 1000, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
     taken: dict[str, list[float]] = {}
     for count in nodes:

@@ -242,12 +242,13 @@ def arms_of(options: argparse.Namespace) -> dict[str, Arm]:
 def find(options: argparse.Namespace) -> None:
     """Replace the model's name by its directory, and `--gguf` by its file where it is one."""
     from forerun import shipped
+    from forerun.model.gguf import with_weights
     from forerun.model.names import resolve
 
     file = Path(shipped.resolve(options.model))
     options.gguf = options.gguf or (file if file.suffix == ".gguf" else None)
     options.named = file  # What forerun opens; others need a directory
-    options.model = resolve(options.model, options.dtype)
+    options.model = with_weights(resolve(options.model))
 
 
 # --- questions --------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """GGUF files as models: the weights, tokenizer and chat template that transformers reads there; what is kept; and what
 is refused."""
 
-import logging
 import math
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,8 +20,12 @@ from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import TransformersTarget
-from forerun.model.gguf import CACHE, _Names
+from forerun.model.gguf import CACHE, with_weights
+from forerun.model.gguf_files import file_of
+from forerun.model.gguf_weights import _Names
+from forerun.model.load import LoadOptions
 from forerun.model.names import load_tokenizer, resolve
+from forerun.model.prepare import open_named
 from model.ggufs import CHAT, SPECIAL, TOKENS, tiny, write_tiny
 from model.tiny import build
 
@@ -40,6 +44,11 @@ def opened(directory: str | Path, **more: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory, **more).eval()
 
 
+def ours(file: Path, dtype: str = "auto") -> Any:
+    """The model that is opened from the file."""
+    return open_named(file, LoadOptions(dtype=dtype, device="cpu", repack=False))
+
+
 def theirs(file: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights as transformers itself reads the file."""
     return opened(file.parent, gguf_file=file.name, dtype=dtype).state_dict()
@@ -56,13 +65,13 @@ def same(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_the_weights_are_those_that_transformers_reads(tmp_path: Path, stored: Type, dtype: str) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", stored)
-    same(opened(resolve(file, dtype)).state_dict(), theirs(file, getattr(torch, dtype)))
+    same(ours(file, dtype).state_dict(), theirs(file, getattr(torch, dtype)))
 
 
 def test_unquantised_weights_keep_every_bit(tmp_path: Path) -> None:
     model = tiny()
     file = write_tiny(tmp_path / "tiny.gguf", model=model)
-    same(opened(resolve(file, "auto")).state_dict(), model.state_dict())
+    same(ours(file).state_dict(), model.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -70,7 +79,7 @@ def test_unquantised_weights_keep_every_bit(tmp_path: Path) -> None:
     [(Type.F32, "float32"), (Type.F16, "float16"), (Type.BF16, "bfloat16"), (Type.Q8_0, "bfloat16")],
 )
 def test_auto_is_the_files_own_dtype(tmp_path: Path, stored: Type, dtype: str) -> None:
-    directory = resolve(write_tiny(tmp_path / "tiny.gguf", stored), "auto")
+    directory = resolve(write_tiny(tmp_path / "tiny.gguf", stored))
     assert str(AutoConfig.from_pretrained(directory).dtype) == f"torch.{dtype}"
 
 
@@ -125,7 +134,7 @@ def test_another_architecture_is_read_as_it_was_written(tmp_path: Path, name: st
     kind, architecture, changes, more = OTHERS[name]
     model = tiny(kind, **changes)
     file = write_tiny(tmp_path / "tiny.gguf", model=model, architecture=architecture, more=more or (lambda _: None))
-    own, ids = opened(resolve(file, "float32")), torch.arange(3, 120).unsqueeze(0)
+    own, ids = ours(file, "float32"), torch.arange(3, 120).unsqueeze(0)
     with torch.inference_mode():
         assert torch.allclose(own(ids).logits, model(ids).logits, atol=1e-5)
 
@@ -142,7 +151,7 @@ def test_a_tensor_without_a_place_is_refused(tmp_path: Path) -> None:
             writer.add_tensor(f"blk.{layer}.attn_q.bias", np.ones(64, dtype=np.float32))
 
     with pytest.raises(UnsupportedModelError, match=r"has no place: blk.0.attn_q.bias, blk.1.attn_q.bias. Without"):
-        resolve(write_tiny(tmp_path / "tiny.gguf", more=biases))
+        ours(write_tiny(tmp_path / "tiny.gguf", more=biases))
 
 
 def linear(writer: gguf.GGUFWriter) -> None:
@@ -181,7 +190,7 @@ def test_a_scaled_rope_is_the_models_own(tmp_path: Path, scaling: dict[str, Any]
     """transformers leaves it out, so the model itself is the reference."""
     rope = {"rope_theta": 20000.0, **scaling}
     model = tiny(rope_parameters=rope, max_position_embeddings=16384)
-    own = opened(resolve(write_tiny(tmp_path / "tiny.gguf", model=model, more=writes), "float32"))
+    own = ours(write_tiny(tmp_path / "tiny.gguf", model=model, more=writes), "float32")
     ids = torch.arange(3, 250).unsqueeze(0)
     with torch.inference_mode():
         assert own.config.rope_parameters == model.config.rope_parameters
@@ -215,35 +224,44 @@ def test_names_of_tensors_are_those_that_transformers_finds_in_every_module(kind
 
 def test_every_end_that_the_file_names_ends_an_answer(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", more=lambda writer: writer.add_eot_token_id(0))
-    assert opened(resolve(file)).generation_config.eos_token_id == [0, 2]
+    assert ours(file).generation_config.eos_token_id == [0, 2]
 
 
-def test_it_is_converted_once_and_says_so_in_one_line(
-    tmp_path: Path, kept: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_kept_is_small_and_has_no_weights(tmp_path: Path, kept: Path) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q8_0)
-    with caplog.at_level(logging.WARNING, "forerun"):
-        directory = Path(resolve(file, "auto"))
-        assert resolve(str(file)) == resolve(file, "bfloat16") == resolve(file) == directory
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "tiny.gguf" in line and str(directory) in line and "GB" in line
+    directory = Path(resolve(file))
+    assert resolve(str(file)) == resolve(file) == directory
     assert [folder.name for folder in kept.iterdir()] == [directory.name]
-    assert directory.name.startswith("tiny-bfloat16-")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    ours(file)
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    assert not [name for name in before if name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [(Type.F16, "float16"), (Type.Q4_1, "bfloat16")])
+def test_weights_are_written_for_those_who_need_a_checkpoint(tmp_path: Path, stored: Type, dtype: str) -> None:
+    """And the folder is still the file's."""
+    file = write_tiny(tmp_path / "tiny.gguf", stored)
+    directory = with_weights(resolve(file))
+    same(opened(directory).state_dict(), ours(file, dtype).state_dict())
+    assert resolve(file) == directory == with_weights(directory)
+    assert load_tokenizer(directory, None) is not None and file_of(directory) is not None
+    assert with_weights("owner/name") == "owner/name"
 
 
 def test_another_file_of_the_name_is_another_model(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
-    first = resolve(write_tiny(file, model=tiny(seed=1)), "auto")
-    second = resolve(write_tiny(file, model=tiny(seed=2)), "auto")
+    first, before = resolve(write_tiny(file, model=tiny(seed=1))), ours(file)
+    second, after = resolve(write_tiny(file, model=tiny(seed=2))), ours(file)
     assert first != second
-    assert not torch.equal(opened(first).lm_head.weight, opened(second).lm_head.weight)
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
 
 
 def test_what_is_being_written_is_seen_by_nobody(tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("forerun.model.gguf.save_model", fails)
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.save_pretrained", fails)
     with pytest.raises(CheckpointError, match="No space left on device; FORERUN_CACHE names another"):
         resolve(write_tiny(tmp_path / "tiny.gguf"))
     assert list(kept.iterdir()) == []
@@ -254,7 +272,7 @@ def test_a_folder_with_one_is_that_model(tmp_path: Path) -> None:
     folder.mkdir()
     file = write_tiny(folder / "tiny.gguf")
     shutil.copy(file, folder / "mmproj-tiny.gguf")
-    assert resolve(folder, "auto") == resolve(file, "auto")
+    assert resolve(folder) == resolve(file)
 
 
 def test_a_checkpoint_beside_one_comes_first(tmp_path: Path) -> None:
@@ -285,11 +303,11 @@ def split(tmp_path: Path) -> list[Path]:
 
 def test_a_split_model_is_the_whole_one_whichever_part_is_named(tmp_path: Path, split: list[Path]) -> None:
     assert len(split) > 2
-    whole = opened(resolve(write_tiny(tmp_path / "tiny.gguf", Type.Q8_0), "float32")).state_dict()
-    directory = resolve(split[0], "float32")
-    same(opened(directory).state_dict(), whole)
-    assert resolve(split[0].parent, "float32") == resolve(split[2], "float32") == directory
-    assert Path(directory).name.startswith("tiny-float32-")
+    whole = ours(write_tiny(tmp_path / "tiny.gguf", Type.Q8_0), "float32").state_dict()
+    same(ours(split[0], "float32").state_dict(), whole)
+    directory = resolve(split[0])
+    assert resolve(split[0].parent) == resolve(split[2]) == directory
+    assert re.fullmatch("tiny-[0-9a-f]{12}", Path(directory).name)
     own = load_tokenizer(split[1], None)
     assert own is not None and own.decode(own.encode(TEXT)) == TEXT
 
@@ -345,10 +363,12 @@ def refusals(folder: Path) -> dict[str, Path]:
         ),
         "of the architecture rwkv7, which": write_tiny(folder / "rwkv.gguf", architecture="rwkv7"),
         "holds no tokenizer": write_tiny(folder / "silent.gguf", tokens=None),
-        "lacks tensors that a llama model has: model.norm.weight": write_tiny(
+        "less.gguf are not those of its metadata. missing: model.norm.weight. The": write_tiny(
             folder / "less.gguf", without="output_norm.weight"
         ),
-        "holds tensors of other shapes than it announces": write_tiny(folder / "shapes.gguf", model=shapes),
+        "shapes.gguf are not those of its metadata. of the wrong shape: model.layers.0.mlp": write_tiny(
+            folder / "shapes.gguf", model=shapes
+        ),
     }
 
 
@@ -357,7 +377,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path: Path, kept: Path) -> 
         with pytest.raises((CheckpointError, UnsupportedModelError)) as caught:
             TransformersTarget.load(str(path), dtype="float32", device="cpu")
         assert words in str(caught.value) and "\n" not in str(caught.value), (words, str(caught.value))
-    assert not kept.exists() or not list(kept.iterdir())
+    assert {folder.name.rpartition("-")[0] for folder in kept.iterdir()} <= {"rwkv", "less", "shapes"}
 
 
 def test_the_command_line_generates_from_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +410,7 @@ def test_the_real_ones_tokenizer_stops_and_chats() -> None:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
     assert "<|im_start|>user\nHi<|im_end|>" in text
-    assert opened(directory).generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert ours(REAL).generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
 assert len(TOKENS) == len(set(TOKENS))

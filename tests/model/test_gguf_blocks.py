@@ -1,5 +1,6 @@
 """A model that stays in the blocks of its GGUF file: the logits of its dequantised checkpoint, to the bit."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ from gguf import GGMLQuantizationType as Type
 
 from forerun.core.tree import TokenTree
 from forerun.model import TransformersTarget
-from forerun.model.gguf_blocks import find_stored, saved_bytes
-from forerun.model.kernels import blocks, products
+from forerun.model.gguf import with_weights
+from forerun.model.gguf_files import SOURCE, read_model_header
+from forerun.model.gguf_weights import memory_bytes, read_weights
+from forerun.model.kernels import blocks, packing, products
 from forerun.model.kernels.packing import list_in_blocks, packed_bytes
-from forerun.model.load import LoadOptions
 from forerun.model.names import resolve
-from forerun.model.prepare import open_named
 from model.ggufs import LAYERS, tiny, write_tiny
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
@@ -30,6 +31,13 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loaded(source: Any, **more: Any) -> TransformersTarget:
     return TransformersTarget.load(source, **{"dtype": "bfloat16", "device": "cpu", "slots": 128, **more})
+
+
+def checkpoint(file: Path) -> Path:
+    """A checkpoint of transformers with the file's weights, dequantised."""
+    copied = Path(shutil.copytree(with_weights(resolve(file)), file.with_name("checkpoint")))
+    (copied / SOURCE).unlink()
+    return copied
 
 
 def logits(target: TransformersTarget) -> torch.Tensor:
@@ -48,29 +56,22 @@ def test_logits_are_those_of_the_checkpoint(tmp_path: Path, stored: Type, tied: 
     file = write_tiny(tmp_path / "tiny.gguf", stored, model=tiny(tie_word_embeddings=tied))
     target, plain = loaded(file), loaded(file, repack=False)
     assert len(list_in_blocks(target.model)) == 7 * LAYERS + 1
-    assert torch.equal(logits(target), logits(loaded(Path(resolve(file, "bfloat16")))))
+    assert torch.equal(logits(target), logits(loaded(checkpoint(file))))
     own, theirs = target.model.state_dict(), plain.model.state_dict()
     assert own.keys() == theirs.keys()
     assert all(torch.equal(weight, theirs[name]) for name, weight in own.items())
 
 
-def test_the_next_start_has_them_in_blocks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a comparison."""
+def test_the_next_start_has_them_in_blocks_again(tmp_path: Path) -> None:
+    """And so has the file's folder by its own name."""
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
-    first = loaded(file)
-    monkeypatch.setattr(torch, "equal", lambda *_: pytest.fail("compared again"))
-    second = loaded(file)
-    assert list_in_blocks(second.model) == list_in_blocks(first.model) != []
+    first, second, folder = loaded(file), loaded(file), loaded(resolve(file))
+    assert list_in_blocks(second.model) == list_in_blocks(folder.model) == list_in_blocks(first.model) != []
 
 
-def test_a_checkpoint_by_its_own_name_has_none(tmp_path: Path) -> None:
-    """Also where it was found right in blocks before; and the file is still in blocks behind that."""
+def test_a_checkpoint_of_the_weights_has_none(tmp_path: Path) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
-    folder = Path(resolve(file, "bfloat16"))
-    copied = folder.with_name("elsewhere")
-    folder.rename(copied)
-    assert not list_in_blocks(loaded(copied).model)
-    assert list_in_blocks(loaded(file).model)
+    assert not list_in_blocks(loaded(checkpoint(file)).model)
 
 
 @pytest.mark.parametrize("more", [{"dtype": "float32"}, {"repack": False}], ids=str)
@@ -90,13 +91,13 @@ def test_types_without_blocks_are_dequantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_plan_knows_what_they_take(tmp_path: Path, tied: bool) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0, model=tiny(tie_word_embeddings=tied))
-    folder = Path(resolve(file, "bfloat16"))
-    plain = loaded(folder.rename(folder.with_name("elsewhere")))
-    target = loaded(file)
+    target, plain = loaded(file), loaded(checkpoint(file))
+    header = read_model_header(file)
+    saved = memory_bytes(header, 2, in_blocks=False) - memory_bytes(header, 2, in_blocks=True)
     embedding = target.model.get_input_embeddings().weight.nbytes
-    counted = packed_bytes(plain.model) - (embedding if tied else 0)  # The checkpoint's tensors hold a tied one once
+    counted = packed_bytes(plain.model) - (embedding if tied else 0)  # The file holds a tied one once
     heads = 2 * len(list_in_blocks(target.model)) * 256
-    assert 0 <= packed_bytes(target.model) - (counted - saved_bytes(folder)) < heads
+    assert 0 <= packed_bytes(target.model) - (counted - saved) < heads
 
 
 def _shifted(weights: Any, **_: Any) -> Any:
@@ -108,7 +109,8 @@ def _turned(weights: Any, **_: Any) -> Any:
 
 
 def _counted(weights: Any, **_: Any) -> Any:
-    return weights.reshape(len(weights), 64)
+    assert weights.shape[-1] > 1
+    return weights
 
 
 @pytest.mark.parametrize("change", [_shifted, _turned, _counted])
@@ -118,14 +120,29 @@ def test_what_the_converter_changes_is_not_taken_as_it_is(
     from transformers import modeling_gguf_pytorch_utils as theirs
 
     file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
-    model = open_named(file, LoadOptions(dtype="bfloat16"))
-    assert len(find_stored(model)) == 7 * LAYERS + 2
+    assert list_in_blocks(loaded(file).model)
 
     def process(_: Any, weights: Any, name: str, **__: Any) -> Any:
         return theirs.GGUFTensor(change(weights), name, {})
 
     monkeypatch.setattr(theirs.LlamaTensorProcessor, "process", process)
-    assert not find_stored(model)
+    assert not read_weights(read_model_header(file), tiny().config, torch.bfloat16, in_blocks=True).stored
+
+
+def test_another_value_of_the_kernels_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, right = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0), blocks.dequantise
+    expected = logits(loaded(file))
+    monkeypatch.setattr(blocks, "dequantise", lambda rows, depth: right(rows, depth).nextafter(torch.ones(())))
+    target = loaded(file)
+    assert not list_in_blocks(target.model) and torch.equal(logits(target), expected)
+
+
+def test_what_no_packed_layer_takes_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)
+    expected = logits(loaded(file))
+    monkeypatch.setattr(packing, "_fit_blocks", lambda layers: len(layers) == 1)
+    target = loaded(file)
+    assert len(list_in_blocks(target.model)) == 2 * LAYERS + 1 and torch.equal(logits(target), expected)
 
 
 def test_parts_of_a_split_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from forerun.model.kernels import blocks, products
 from forerun.model.kernels.blocks import StoredRows
-from forerun.model.kernels.packing import BlockWeight, PackedLinear, list_in_blocks, pack, unpack
+from forerun.model.kernels.packing import PackedLinear, list_in_blocks, pack, unpack
 from forerun.model.kernels.products import ProductKind
 
 pytestmark = pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
@@ -184,19 +184,11 @@ def test_a_model_is_packed_in_blocks() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_file_with_other_weights_than_the_model_is_noticed() -> None:
-    model, rows, _ = model_of_blocks()
-    rows["k_proj.weight"].content[5, 9] ^= 1
-    pack(model, rows)
-    assert list_in_blocks(model) == ["other"]
-
-
-def test_what_was_compared_before_is_not_compared_again() -> None:
-    model, rows, _ = model_of_blocks()
-    rows["other.weight"].content[5, 9] ^= 1
-    pack(model, rows, accepted=["other"])
-    assert list_in_blocks(model) == ["other"]
-    assert isinstance(model.other.packed_weight, BlockWeight)
+def test_layers_without_blocks_are_left_alone_and_a_group_is_packed_as_one() -> None:
+    model, rows, weights = model_of_blocks()
+    pack(model, {"k_proj.weight": rows["k_proj.weight"]})
+    assert list_in_blocks(model) == ["q_proj", "k_proj", "v_proj"] and type(model.other) is nn.Linear
+    assert torch.equal(model.q_proj.weight, weights[0]) and torch.equal(model.k_proj.weight, weights[1])
 
 
 @pytest.mark.parametrize("outputs", [(64, 40, 32), (64, 32, 40)], ids=str)

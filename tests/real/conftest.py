@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.demo import QUESTIONS
 from forerun.errors import DownloadError
+from forerun.model.load import LoadOptions
+from forerun.model.prepare import open_named
 from forerun.shipped import smollm2
 from forerun.types import CompletionOutput
 
@@ -67,8 +69,8 @@ def plain(ask: Ask) -> Callable[[SamplingParams], list[list[int]]]:
 
 @pytest.fixture(scope="session")
 def original(llm: LLM) -> Any:
-    """The checkpoint that the engine read as transformers loads and runs it, in the engine's dtype."""
-    return AutoModelForCausalLM.from_pretrained(llm.target.name_or_path, dtype=llm.target.dtype).eval()
+    """The model that the engine read as transformers loads and runs it, in the engine's dtype."""
+    return open_named(llm.target.name_or_path, LoadOptions(dtype=llm.target.dtype, device="cpu"))
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun import LLM
 from forerun.model.kernels import accelerate
-from forerun.model.names import load_tokenizer, resolve
+from forerun.model.load import LoadOptions
+from forerun.model.names import load_tokenizer
+from forerun.model.prepare import open_named
 from real.conftest import ASKED, GREEDY
 from real.expressed import NEAR, SAME, Form, Source, expressed
 
@@ -31,7 +33,7 @@ def some(forms: dict[str, Form]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def source(path: Path) -> Source:
-    whole = AutoModelForCausalLM.from_pretrained(resolve(path, "bfloat16"), dtype=torch.float32)
+    whole = open_named(path, LoadOptions(dtype="bfloat16", device="cpu")).float()
     config = copy.deepcopy(whole.config)
     config.num_hidden_layers = LAYERS
     cut = LlamaForCausalLM(config)

@@ -23,7 +23,8 @@ from forerun.certify.plan import CertifyPlan
 from forerun.errors import ArgumentError, ForerunError, OutOfMemoryError
 from forerun.model.llama_context import load_api
 from forerun.model.llama_cpp import LlamaCppTarget
-from forerun.model.support import auto_class
+from forerun.model.load import LoadOptions
+from forerun.model.prepare import open_named
 from forerun.model.target import PREFILL_CHUNK
 from forerun.model.transformers_target import require_layers
 from forerun.types import SamplingParams
@@ -118,9 +119,9 @@ class TransformersReference(Reference):
                 "certify compares with the checkpoint as transformers loads it; this engine was built from a model in "
                 "memory: pass certify(..., reference=TransformersReference(MODEL)) with a copy made before"
             )
-        kind = auto_class(require_layers(llm.target, "certify").model.config)
-        model = kind.from_pretrained(llm.target.name_or_path, dtype=llm.target.dtype)
-        return TransformersReference(model.to(llm.target.device))
+        target = require_layers(llm.target, "certify")
+        options = LoadOptions(dtype=target.dtype, device=target.device)
+        return TransformersReference(open_named(target.name_or_path, options))
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], last: int) -> Tensor:
@@ -145,14 +146,15 @@ class LlamaCppReference(Reference):
         context.n_ctx, context.n_seq_max, context.swa_full, context.no_perf = tokens, 1, True, True
         context.n_threads = context.n_threads_batch = torch.get_num_threads()
         self._model = api.llama_model_load_from_file(file.encode(), model)
+        weakref.finalize(self, api.llama_model_free, self._model)
         self._context = self._model and api.llama_init_from_model(self._model, context)
         if not self._context:
             raise OutOfMemoryError(f"llama.cpp cannot open {file} a second time, to compare with: lower --max-tokens")
+        weakref.finalize(self, api.llama_free, self._context)  # Before the model: the last is called first
         self._memory = api.llama_get_memory(self._context)
         self._vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self._prompt = list[int]()  # The context begins with it
         self._behind = torch.empty(0)  # Logits (V,) behind the prompt
-        weakref.finalize(self, self._free, api, self._context, self._model)
 
     @staticmethod
     def of(llm: LLM) -> LlamaCppReference:
@@ -177,11 +179,6 @@ class LlamaCppReference(Reference):
             raise ForerunError(f"llama.cpp cannot run a pass over {len(tokens)} tokens of a text to compare with")
         logits = self._api.llama_get_logits_ith(self._context, -1)
         return torch.from_numpy(np.ctypeslib.as_array(logits, (self._vocab_size,))).clone()
-
-    @staticmethod
-    def _free(api: Any, context: Any, model: Any) -> None:
-        api.llama_free(context)
-        api.llama_model_free(model)
 
 
 IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure

@@ -31,9 +31,11 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
         from forerun.heads.engines import export_head
         from forerun.heads.files import TargetFacts
         from forerun.heads.pard_files import PardModel, export_pard
+        from forerun.model.gguf import with_weights
+        from forerun.model.names import resolve
 
         head = str(shipped.resolve(head))
-        facts, model = TargetFacts.read(target), PardModel.at(head)
+        facts, model = TargetFacts.read(with_weights(resolve(target))), PardModel.at(head)
         done = (
             export_head(head, facts, to, output, force=force)
             if model is None

@@ -210,9 +210,11 @@ def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict
         model = _load(run, asked.device)
         yield OnlineFeatures(model, boundaries).documents, reference_states(model, tokens) if asked.probe else None
         return
+    from forerun.model.gguf import with_weights
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
 
     require_vllm()
+    with_weights(run.directory)
     # The reference is computed and forgotten before vLLM takes the device.
     reference = reference_states(_load(run, "cpu"), tokens) if asked.probe else None
     engine = VllmFeatures(

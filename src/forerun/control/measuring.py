@@ -284,13 +284,18 @@ def save(target: Target, cost: CostModel) -> Path:
 
 def file_of(target: Target) -> Path:
     """Return the file in which this target's costs are kept: in ``cost`` below `cache_root`."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model"
-    return cache_root() / "cost" / f"{name}-{_hash(target.identity())[:16]}.json"
+    return _place(target)[0]
+
+
+def _place(target: Target) -> tuple[Path, Mapping[str, Any]]:
+    """Return this target's file, and the identity that it goes by."""
+    name, identity = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model", target.identity()
+    return cache_root() / "cost" / f"{name}-{_hash(identity)[:16]}.json", identity
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
     """Read what is kept for this target: the sizes that were asked for, and their costs."""
-    path = file_of(target)
+    path, identity = _place(target)
     if not path.exists():
         return None
     from pydantic import TypeAdapter
@@ -298,7 +303,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
-        own = json.loads(json.dumps(target.identity(), default=str))
+        own = json.loads(json.dumps(identity, default=str))
         if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != own:
             raise ValueError("its format, hash or identity is another's")
         return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
@@ -311,8 +316,8 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """Write the file whole or not at all. A cache that cannot be written is no reason to fail."""
-    path = file_of(target)
-    body = {"format": FORMAT, "identity": target.identity(), "grid": grid, "cost": asdict(cost)}
+    path, identity = _place(target)
+    body = {"format": FORMAT, "identity": identity, "grid": grid, "cost": asdict(cost)}
     try:
         with replace_file(path) as fresh:
             text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, nearest
 from forerun.model import llama_context
-from forerun.model.gguf import can_convert
+from forerun.model.gguf import checkpoint_of
+from forerun.model.gguf_files import read_model_header
+from forerun.model.gguf_weights import memory_bytes
 from forerun.model.kernels import products
 from forerun.model.llama_cpp import LlamaCppTarget
 from forerun.model.names import gguf_file
+from forerun.model.prepare import available_bytes
 from forerun.model.target import Target
 from forerun.model.transformers_target import TransformersTarget
 
@@ -28,7 +31,7 @@ def load_target(model: Any, *, backend: str = "auto", tokens: int | None = None,
     Args:
         model: see `TransformersTarget.load` and `LlamaCppTarget.load`.
         backend: ``"llama.cpp"`` runs a GGUF file on llama.cpp's kernels, ``"transformers"`` runs everything else, and a
-            GGUF file once it is converted. ``"auto"`` chooses for a GGUF file, see `file_for_llama_cpp`.
+            GGUF file with it. ``"auto"`` chooses for a GGUF file, see `file_for_llama_cpp`.
         tokens: most tokens that all rows hold together, where the back end allocates its cache at once.
         loading: see the back ends' own `load`.
 
@@ -61,7 +64,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
         return None
     if not llama_context.installed():
         _log.warning(
-            "%s is converted once and runs on transformers; llama.cpp would run the file as it is: %s",
+            "%s runs on transformers, dequantised in memory; llama.cpp would run the file as it is: %s",
             file.name,
             llama_context.INSTALL,
         )
@@ -75,7 +78,17 @@ def _multiplies_blocks(file: Path, device: Any) -> bool:
         on_cpu = torch.device(device).type == "cpu"
     else:
         on_cpu = not (torch.accelerator.is_available() or _llama_cpp_accelerates())
-    return on_cpu and products.ready(torch.bfloat16) and can_convert(file)
+    return on_cpu and products.ready(torch.bfloat16) and _runs_on_transformers(file)
+
+
+def _runs_on_transformers(file: Path) -> bool:
+    """Return whether transformers reads a file's architecture, and the memory holds its weights as they are there."""
+    try:
+        checkpoint_of(file)
+    except (CheckpointError, UnsupportedModelError):
+        return False
+    weights = memory_bytes(read_model_header(file), torch.bfloat16.itemsize, in_blocks=True)
+    return weights < available_bytes(torch.device("cpu"))
 
 
 def _llama_cpp_accelerates() -> bool:

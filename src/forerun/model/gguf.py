@@ -1,44 +1,32 @@
-"""GGUF files as models: each is converted once into a transformers checkpoint in the cache folder.
+"""GGUF files as models of transformers: what it reads of a file but its weights, kept in a small folder.
 
 transformers reads such files, too, but through a reader that takes a minute for a large vocabulary and starts anew for
 configuration, tokenizer and weights. Here the file's header is read once. transformers' own converters make of it
-the configuration, the names and layouts of the tensors, the tokenizer and the chat template; the package ``gguf``
-dequantises. The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into parts,
-files that are called ``NAME-00001-of-00003.gguf``; the first holds the metadata.
+the configuration, the tokenizer and the chat template; `gguf_weights` reads the weights from the file at every start.
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. A model may be split into parts, files that are
+called ``NAME-00001-of-00003.gguf``; the first holds the metadata.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import re
 import shutil
 import struct
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
 
-from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, first_line, list_some
-from forerun.model.gguf_files import (
-    DTYPES,
-    MAGIC,
-    PART,
-    VERSIONS,
-    GgufHeader,
-    GgufTensor,
-    find_parts,
-    read_model_header,
-    readable,
-)
-from forerun.model.load import quiet_transformers, save_model
+from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, first_line
+from forerun.model.gguf_files import MAGIC, PART, SOURCE, VERSIONS, GgufHeader, file_of, read_model_header
+from forerun.model.gguf_weights import converters, read_values
+from forerun.model.load import LoadOptions, open_model, quiet_transformers, read_config, save_model
 from forerun.model.support import refuse_config
 from forerun.writing import cache_root, replace_folder
 
@@ -48,8 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CACHE = "gguf"  # Folder below `cache_root`
-FORM = 2  # Version of the kept checkpoints; another number converts everything anew
-_SAMPLE = 2**20  # Bytes of a file's beginning that tell it from others, with its size and time
+FORM = 3  # Version of the folders; another number makes all anew
 _STATED = {
     "attention.key_length": "head_dim",
     "attention.sliding_window": "sliding_window",
@@ -67,160 +54,86 @@ _SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 of the head size. No file states it; llama.cpp, too, goes by the number of layers.
 """
 _ROPE_FACTORS = "rope_freqs.weight"  # Divisors of the frequencies; not a weight of the model
-_NO_WEIGHTS = re.compile(r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.attn_rot_embd(\.weight)?")
-"""Matches tensors that a model computes itself."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Scaling parameters of every published Llama 3; a file states only the frequencies that follow
 from them.
 """
 
-_MADE_OF: dict[Path, GgufHeader] = {}
-"""The files whose checkpoints this process has asked for, by the checkpoint's folder."""
 
+def folder_of(path: Path) -> Path:
+    """Return a small folder with what transformers reads of a GGUF file but its weights: the tokenizer and, where it
+    reads the architecture, the configuration. It is made where the cache folder has none.
 
-def checkpoint_of(path: Path, dtype: str | None = "auto") -> Path:
-    """Return the directory of a GGUF file's checkpoint, which is made where the cache folder has none.
-
-    Args:
-        dtype: of the weights that are kept, which are rounded to it once. ``"auto"`` is the file's own, bfloat16 for a
-            quantised one; None takes whatever is kept, for those who ask for no weights.
-
-    Raises:
-        CheckpointError: no GGUF file, cut short, no language model, a part is missing, or there is no room.
-        UnsupportedModelError: an architecture that transformers does not read from GGUF files, or forerun not at all.
+    Raises CheckpointError: no GGUF file, cut short, no language model, a part is missing, or the tokenizer is missing
+    or of a kind that is not read.
     """
-    kept = _kept(path)
-    found = [folder for folder in kept if folder.is_dir()]
-    if dtype is None and found:
-        return found[0]
     header = read_model_header(path)
-    header.check_generates()
-    wanted = DTYPES.get(dtype or "auto", header.dtype)
-    folder = kept[list(DTYPES.values()).index(wanted)]
+    files = [part.path for part in (header, *header.more)]
+    states = [(str(file), about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()]]
+    key = hashlib.sha256(str((FORM, version("transformers"), states)).encode()).hexdigest()[:12]
+    stem = header.path.stem if len(files) == 1 else PART.sub(r"\g<name>", header.path.stem)
+    name = re.sub(r"[^\w.-]", "_", stem) or CACHE
+    folder = cache_root() / CACHE / f"{name}-{key}"
     if not folder.is_dir():
-        _convert(header, wanted, folder)
-    _MADE_OF[folder] = header
+        _describe(header, folder)
     return folder
 
 
-def can_convert(path: Path) -> bool:
-    """Return whether a file's checkpoint is kept, or can be made: transformers reads the architecture, and the
-    checkpoint takes a quarter of the disk's free room at most.
+def checkpoint_of(path: Path) -> Path:
+    """Return the folder of a file that transformers runs: with its configuration and its tokenizer, and without weights
+    (`with_weights`). Raises, besides the errors of `folder_of`, UnsupportedModelError for an architecture that
+    transformers does not read from GGUF files, or forerun not at all.
     """
-    kept = _kept(path)
-    if any(folder.is_dir() for folder in kept):
-        return True
     header = read_model_header(path)
-    try:
-        with quiet_transformers(quiet=True):
-            refuse_config(_config(header, _settings(header)))
-        _check_room(header, header.dtype, kept[0], times=4)
-    except (CheckpointError, UnsupportedModelError):
-        return False
-    return True
+    header.check_generates()
+    folder = folder_of(path)
+    if not (folder / "config.json").is_file():
+        _config(header)  # Which says why there is none
+    return folder
 
 
-def tokenizer_of(path: Path) -> Path:
-    """Return a directory with a GGUF file's tokenizer: its checkpoint, if one is kept, else one that is made for the
-    tokenizer alone. Raises CheckpointError as `checkpoint_of` does, or if the tokenizer is missing or of a kind that is
-    not read.
+def with_weights(name: str | Path) -> str | Path:
+    """Return the directory of a model (`names.resolve`) for what reads weights from checkpoints alone: into the folder
+    of a GGUF file they are written, dequantised to the file's own dtype.
     """
-    kept = _kept(path)
-    alone = kept[0].with_name(kept[0].name.replace(next(iter(DTYPES)), "tokenizer"))
-    for folder in (*kept, alone):
-        if folder.is_dir():
-            return folder
+    if file_of(name) is not None and not any(Path(name).glob("*.safetensors")):
+        config = read_config(name, LoadOptions())
+        model = open_model(name, LoadOptions(dtype=config.dtype, device="cpu"), config, quiet=True)
+        with replace_folder(Path(name)) as fresh:
+            shutil.copytree(name, fresh, dirs_exist_ok=True)
+            save_model(model, None, fresh)
+    return name
+
+
+def _describe(header: GgufHeader, folder: Path) -> None:
+    """Write the folder so that a reader never finds half of it."""
+    converters()  # Which says what is wrong with a transformers that has none
     with quiet_transformers(quiet=True):
-        tokenizer = _tokenizer(read_model_header(path))
-    with replace_folder(alone) as fresh:
-        tokenizer.save_pretrained(fresh)
-    return alone
-
-
-def _kept(path: Path) -> list[Path]:
-    """Return the folders where a model's checkpoints are kept, one for each of `DTYPES`, there or not."""
-    parts = find_parts(path.expanduser())
-    seal = hashlib.sha256(f"{FORM} {version('transformers')} ".encode())
-    for part in parts:
-        with readable(part), part.open("rb") as content:
-            about = part.stat()
-            seal.update(f"{about.st_size} {about.st_mtime_ns} ".encode())
-            seal.update(content.read(_SAMPLE))
-    key, stem = seal.hexdigest()[:12], parts[0].resolve().stem
-    name = re.sub(r"[^\w.-]", "_", stem if len(parts) == 1 else PART.sub(r"\g<name>", stem)) or CACHE
-    return [cache_root() / CACHE / f"{name}-{one}-{key}" for one in DTYPES]
-
-
-def file_of(folder: Path) -> GgufHeader | None:
-    """Return the file that a checkpoint was made of, if this process has asked for it by that file's name."""
-    return _MADE_OF.get(folder)
-
-
-def _convert(header: GgufHeader, dtype: torch.dtype, folder: Path) -> None:
-    """Write the checkpoint so that a reader never finds half of it."""
-    model = tokenizer = None
-    try:
-        with quiet_transformers(quiet=True):
-            settings = _settings(header)
-            config = _config(header, settings)
-            refuse_config(config)
-            _check_room(header, dtype, folder)
-            tokenizer = _tokenizer(header)
-            model = _model(header, settings, config, dtype)
-    except (ForerunError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"{header.path} cannot be converted: {first_line(error)}") from error
+        tokenizer = _tokenizer(header)
+        try:
+            config = _config(header)
+        except UnsupportedModelError as error:
+            _log.debug("%s", error)
+            config = None
     try:
         with replace_folder(folder) as fresh:
-            save_model(model, tokenizer, fresh)
+            tokenizer.save_pretrained(fresh)
+            if config is not None:
+                config.save_pretrained(fresh)
+            (fresh / SOURCE).write_text(str(header.path), encoding="utf-8")
     except OSError as error:
         if not folder.is_dir():  # else another process was as busy and quicker
             raise CheckpointError(
-                f"{header.path} cannot be kept in {folder.parent}: {error.strerror or error}; FORERUN_CACHE names "
-                "another folder"
+                f"what describes {header.path} cannot be kept in {folder.parent}: {error.strerror or error}; "
+                "FORERUN_CACHE names another folder"
             ) from error
-    size = sum(file.stat().st_size for file in folder.iterdir())
-    _log.warning(
-        "%s was converted to %s, %.2f GB that are kept in %s; remove the folder to have it made anew",
-        header.path.name,
-        str(dtype).removeprefix("torch."),
-        size / 1e9,
-        folder,
-    )
-
-
-def _check_room(header: GgufHeader, dtype: torch.dtype, folder: Path, times: int = 1) -> None:
-    """Raise CheckpointError if the disk has no room for the converted checkpoint, or for so many of it."""
-    needed = sum(prod(tensor.shape) for tensor in header.everything) * dtype.itemsize
-    parent = next(one for one in folder.parents if one.is_dir())
-    if (free := shutil.disk_usage(parent).free) < times * needed:
-        raise CheckpointError(
-            f"{header.path} takes {needed / 1e9:.1f} GB as a checkpoint in {str(dtype).removeprefix('torch.')}, and "
-            f"{parent} has {free / 1e9:.1f} GB left; FORERUN_CACHE names another folder"
-        )
-
-
-def _legacy() -> Any:
-    """Return transformers' module of GGUF converters. Raises UnsupportedModelError if this version
-    has others.
-    """
-    try:
-        from transformers import modeling_gguf_pytorch_utils
-        from transformers.integrations.gguf import GGUF_CONFIG_ARCHS  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedModelError(
-            f"GGUF files need transformers 5.24 or later, and this is {version('transformers')}: update it, or name a "
-            "checkpoint of transformers"
-        ) from error
-    return modeling_gguf_pytorch_utils
 
 
 def _settings(header: GgufHeader) -> dict[str, Any]:
     """Return the configuration's keys as transformers reads them. Raises UnsupportedModelError if
     it does not read such models.
     """
-    legacy = _legacy()
+    legacy = converters()
     from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
     if header.architecture in GGUF_CONFIG_ARCHS:
@@ -286,8 +199,7 @@ def _scale_rope(header: GgufHeader, config: Any) -> None:
         if kind == "yarn":
             scaling["original_max_position_embeddings"] = stated("original_context_length")
     elif (stored := tensors.get(_ROPE_FACTORS)) is not None:
-        [(_, factors)] = _dequantise(header, {stored.name})
-        scaling = _llama3_scaling(factors, rope["rope_theta"])
+        scaling = _llama3_scaling(read_values(header, stored.name), rope["rope_theta"])
     elif kind in (None, "none") and not any(name.startswith("rope_factors") for name in tensors):
         scaling = {}
     if scaling is None:
@@ -330,11 +242,20 @@ def _twin(header: GgufHeader) -> Iterator[Path]:
         yield twin
 
 
-def _config(header: GgufHeader, settings: Mapping[str, Any]) -> Any:
+def _config(header: GgufHeader) -> Any:
+    """Return transformers' configuration of the file's model. Raises UnsupportedModelError where transformers does not
+    read it from GGUF files, or forerun not at all.
+    """
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model(**settings)
+    try:
+        config = AutoConfig.for_model(**_settings(header), dtype=header.dtype)
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{header.path} cannot be converted: {first_line(error)}") from error
     _scale_rope(header, config)
+    refuse_config(config)
     return config
 
 
@@ -357,100 +278,3 @@ def _tokenizer(header: GgufHeader) -> PreTrainedTokenizerBase:
             "tokenizer=DIRECTORY takes that of the model which the file was made from"
         ) from error
     return PreTrainedTokenizerFast(tokenizer_object=backend, **settings, **more)
-
-
-def find_not_finite(header: GgufHeader) -> str | None:
-    """Return the name of a tensor with a number that is NaN or infinite."""
-    return next((name for name, values in _dequantise(header) if not np.isfinite(values).all()), None)
-
-
-class _Names:
-    """Parameter names of a model, in the form that `get_gguf_hf_weights_map` asks for. It would
-    otherwise ask every submodule for its names, which takes seconds; files only use those of the
-    model and its base model.
-    """
-
-    def __init__(self, config: Any, names: list[str], inner: Mapping[str, _Names]) -> None:
-        self.config, self._names, self._inner = config, names, inner
-
-    def state_dict(self) -> list[str]:
-        return self._names
-
-    def named_children(self) -> list[tuple[str, _Names]]:
-        return list(self._inner.items())
-
-    @classmethod
-    def of(cls, model: Any) -> _Names:
-        names, prefix = list(model.state_dict()), model.base_model_prefix
-        inside = [name.removeprefix(f"{prefix}.") for name in names if name.startswith(f"{prefix}.")]
-        return cls(model.config, names, {prefix: cls(model.config, inside, {})} if inside else {})
-
-
-def converter_of(header: GgufHeader, settings: Mapping[str, Any], model: Any) -> tuple[Any, dict[str, str]]:
-    """Return what brings the file's tensors into the form of a model's parameters, and their names there by those in
-    the file.
-    """
-    legacy = _legacy()
-    processor = legacy.TENSOR_PROCESSORS.get(header.architecture, legacy.TensorProcessor)(config=settings)
-    return processor, legacy.get_gguf_hf_weights_map(_Names.of(model), processor)
-
-
-def _model(header: GgufHeader, settings: dict[str, Any], config: Any, dtype: torch.dtype) -> Any:
-    """Return the model with the file's weights. Raises CheckpointError if some are missing or
-    misshapen.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    processor, names = converter_of(header, settings, model)
-    read, unplaced = dict[str, Any](tensors={}), list[str]()
-    for name, weights in _dequantise(header):
-        made = processor.process(weights=weights, name=name, tensor_key_mapping=names, parsed_parameters=read)
-        if made.name in names:
-            read["tensors"][names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
-        elif made.name is not None and not _NO_WEIGHTS.fullmatch(name):  # None: the converter has put it in its place
-            unplaced.append(name)
-    if unplaced:
-        raise UnsupportedModelError(
-            f"{header.path} holds tensors for which a {config.model_type} model of transformers has no place: "
-            f"{list_some(unplaced, 4)}. Without them it would be another model: name a checkpoint of transformers "
-            "instead"
-        )
-    tensors = {name: tensor.to(dtype) for name, tensor in read["tensors"].items()}
-    try:
-        model.load_state_dict(tensors, strict=False, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(
-            f"{header.path} holds tensors of other shapes than it announces: {str(error).splitlines()[-1].strip()}"
-        ) from error
-    model.tie_weights()
-    if lacking := [name for name, weight in model.named_parameters() if weight.is_meta]:
-        raise CheckpointError(
-            f"{header.path} lacks tensors that a {config.model_type} model has: {list_some(lacking, 4)}"
-        )
-    model.generation_config.eos_token_id = header.ends or model.generation_config.eos_token_id
-    return model
-
-
-def _dequantise(header: GgufHeader, names: Collection[str] | None = None) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    """Yield the names and float32 values of the tensors with these names, or of all (None), one by
-    one.
-    """
-    from gguf import GGMLQuantizationType, dequantize
-    from gguf.quants import quant_shape_to_byte_shape
-
-    for tensor, stored in read_tensors(header):
-        if names is None or tensor.name in names:
-            kind = GGMLQuantizationType(tensor.type)
-            yield tensor.name, dequantize(stored.reshape(quant_shape_to_byte_shape(tensor.shape, kind)), kind)
-
-
-def read_tensors(header: GgufHeader) -> Iterator[tuple[GgufTensor, np.ndarray[Any, Any]]]:
-    """Yield all tensors with their bytes in the mapped files."""
-    for part in (header, *header.more):
-        with part.path.open("rb") as file:
-            content = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
-        for tensor in part.tensors:
-            start = part.start + tensor.offset
-            yield tensor, content[start : start + part.bytes_of(tensor)]

@@ -25,6 +25,7 @@ from forerun.errors import CheckpointError, list_some, refuse
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
+SOURCE = "gguf_file.txt"  # Names the file in the folder that `gguf.folder_of` makes
 _LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
 
 PART = re.compile(r"(?P<name>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
@@ -38,7 +39,6 @@ _STRING, _LIST = 8, 9
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Tensor types that hold floating-point numbers as they are; any other is quantised."""
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _FLOATS.values()}
 
 
 def is_gguf(path: Path) -> bool:
@@ -291,6 +291,12 @@ def read_model_header(path: Path) -> GgufHeader:
             about = part.stat()
         headers.append(header_once(part.resolve(), about.st_size, about.st_mtime_ns))
     return join_parts(headers)
+
+
+def file_of(folder: str | Path) -> GgufHeader | None:
+    """Return the header of the file that a folder stands for (`gguf.folder_of`); None for any other folder."""
+    named = Path(folder) / SOURCE
+    return read_model_header(Path(named.read_text(encoding="utf-8"))) if named.is_file() else None
 
 
 @cache

@@ -64,6 +64,7 @@ class Context:
                 f"llama.cpp cannot load {header.path}: {said.last}. If the file is newer than llama-cpp-python "
                 f"{version('llama_cpp_python')}, update that: {INSTALL} -U"
             )
+        weakref.finalize(self, api.llama_model_free, self._model)
         self.keeps_states = bool(api.llama_model_is_recurrent(self._model) or api.llama_model_is_hybrid(self._model))
         # llama.cpp allocates a recurrent state for each sequence: one for each row, and one from before the pass.
         self.sequences = 2 * rows if self.keeps_states else MOST_SEQUENCES
@@ -79,7 +80,7 @@ class Context:
         self._most = int(params.n_batch)
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(self._most, 0, self.sequences)
-        weakref.finalize(self, _free, api, self._batch, self._context, self._model)
+        weakref.finalize(self, _free, api, self._batch, self._context)  # Before the model: the last is called first
         self.vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self.hidden_size = int(api.llama_model_n_embd(self._model))
         self.num_layers = int(api.llama_model_n_layer(self._model))
@@ -129,10 +130,9 @@ class Context:
             self._api.llama_memory_seq_cp(self._memory, source, target, start, end)
 
 
-def _free(api: Any, batch: Any, context: Any, model: Any) -> None:
+def _free(api: Any, batch: Any, context: Any) -> None:
     api.llama_batch_free(batch)
     api.llama_free(context)
-    api.llama_model_free(model)
 
 
 class _Messages:
@@ -168,7 +168,7 @@ def load_api() -> Any:
         why = "is not installed" if not installed() else f"cannot be imported ({type(error).__name__}: {error})"
         raise UnsupportedModelError(
             f"llama.cpp runs GGUF files, and llama-cpp-python {why}: {INSTALL}; or open the file with "
-            "backend='transformers' (--backend transformers), which converts it once"
+            "backend='transformers' (--backend transformers)"
         ) from error
     fields = {name for name, _ in llama_cpp.llama_context_params._fields_}
     if not {"kv_unified", "swa_full"} <= fields or not hasattr(llama_cpp, "llama_memory_seq_cp"):

@@ -25,8 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from forerun.core.tree import TokenTree
 from forerun.devices import device_name
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, refuse
-from forerun.model.gguf import find_not_finite
 from forerun.model.gguf_files import GgufHeader, read_model_header
+from forerun.model.gguf_weights import find_not_finite
 from forerun.model.inputs import Nodes, Scored
 from forerun.model.llama_context import MOST_SEQUENCES, Context, LlamaBatch, load_api, offloads
 from forerun.model.load import LoadOptions

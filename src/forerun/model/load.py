@@ -25,6 +25,8 @@ import torch
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
+from forerun.model.gguf_files import file_of
+from forerun.model.gguf_weights import memory_bytes, put_blocks, read_weights
 from forerun.model.kernels.products import decodes
 from forerun.model.support import auto_class, refuse_config
 
@@ -72,6 +74,20 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). Only safetensors are loaded, never pickle; "
         "convert with model.save_pretrained(directory) of transformers."
     )
+
+
+def weight_parts(directory: Path) -> list[tuple[Path, int]]:
+    """Return the files that hold a checkpoint's weights, or a GGUF file's, and where in each its header ends. Raises as
+    `weight_files` does.
+    """
+    header = file_of(directory)
+    if header is not None:
+        return [(part.path, part.start) for part in (header, *header.more)]
+    found = list[tuple[Path, int]]()
+    for path in weight_files(directory):
+        with path.open("rb") as file:
+            found.append((path, 8 + int.from_bytes(file.read(8), "little")))
+    return found
 
 
 def listed_files(directory: Path) -> list[Path]:
@@ -183,9 +199,13 @@ def quiet_transformers(quiet: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False) -> Any:
+def open_model(
+    name: str | Path, options: LoadOptions, config: Any, *, quiet: bool = False, in_blocks: bool = False
+) -> Any:
     """Load the model with its adapter, in evaluation mode. Raises CheckpointError if it is
     unreadable, or its tensors are not those that it names.
+
+    `in_blocks`: pack the linear layers of a GGUF file as they stand in it (`gguf_weights`).
     """
     own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
     if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own), own):
@@ -197,10 +217,15 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
         parallel["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
     elif placed is None:
         placed = {"": str(options.first_device())}
+    file = file_of(name)
     try:
         with _ONE_LOADS, quiet_transformers(quiet):
-            model, found = auto_class(config).from_pretrained(
-                name,
+            family, weights = auto_class(config), None
+            if file is not None:
+                weights = read_weights(file, config, dtype or torch.float32, in_blocks=in_blocks)
+                family, parallel["state_dict"] = weights.family, weights.tensors
+            model, found = family.from_pretrained(
+                name if file is None else None,
                 config=config,
                 dtype=dtype or "auto",
                 device_map=placed,
@@ -216,7 +241,11 @@ def open_model(name: str | Path, options: LoadOptions, config: Any, *, quiet: bo
         raise explain_load_error(name, error) from error
     text = config.get_text_config(decoder=True)
     unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
-    _check_tensors(name, {**found, "unexpected_keys": unexpected})
+    _check_tensors(name if file is None else file.path, {**found, "unexpected_keys": unexpected})
+    if file is not None and weights is not None:
+        model.name_or_path = model.config.name_or_path = str(name)
+        model.generation_config.eos_token_id = file.ends or model.generation_config.eos_token_id
+        put_blocks(model, weights)
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
@@ -232,13 +261,16 @@ def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
         file.chmod(0o644)  # safetensors writes files that only their owner may read
 
 
-def stored_bytes(name: str | Path, options: LoadOptions, config: Any) -> int:
+def stored_bytes(name: str | Path, options: LoadOptions, config: Any, *, in_blocks: bool = False) -> int:
     """Return the bytes of the weights, by their files' headers, else by the configuration. Raises
     CheckpointError if a file is broken.
     """
     resolved = resolved_dtype(options, config)
     quantised = getattr(config, "quantization_config", None) is not None
     directory = _local(name, options)
+    file = None if directory is None else file_of(directory)
+    if file is not None:
+        return memory_bytes(file, (resolved or torch.float32).itemsize, in_blocks=in_blocks)
     if directory is not None:
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
     with _ONE_LOADS, torch.device("meta"):
@@ -321,10 +353,11 @@ def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
     wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
     complaints = [f"{what}: {list_some(sorted(map(str, names)))}" for what, names in wrong.items() if names]
     complaints += map(str, found.get("error_msgs") or ())
+    described = "its metadata" if Path(name).suffix == ".gguf" else "its config.json"
     if complaints:
         raise CheckpointError(
-            f"the tensors of {name} are not those of its config.json. {'. '.join(complaints)}. The checkpoint is "
-            "incomplete, or its config.json is another model's."
+            f"the tensors of {name} are not those of {described}. {'. '.join(complaints)}. The checkpoint is "
+            f"incomplete, or {described} is another model's."
         )
 
 

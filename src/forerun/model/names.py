@@ -21,14 +21,13 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekk
 _PROJECTOR = "mmproj"  # Part of the names of files that stand beside a multimodal model's own
 
 
-def resolve(name: str | Path, dtype: Any = None) -> str | Path:
-    """Return the directory of the model that a name means; a hub id, and the path of a directory, unchanged.
+def resolve(name: str | Path) -> str | Path:
+    """Return the directory of the model that a name means; a hub id, and the path of a directory, unchanged. That of a
+    GGUF file has all but the weights, which `load.open_model` reads from the file.
 
     Args:
         name: a directory, a hub id, a GGUF file or any part of a split one, a directory with one, a name of Ollama's or
             LM Studio's (`other_apps`), or a shipped model's (`forerun.demo`).
-        dtype: of the weights that are read then, as in `LoadOptions`; None where none are. What is kept of a GGUF file
-            depends on it.
 
     Raises:
         CheckpointError: a file that is no GGUF file or cannot be converted, or a directory with several models.
@@ -41,7 +40,7 @@ def resolve(name: str | Path, dtype: Any = None) -> str | Path:
         return find_kept(name) or shipped.resolve(name)
     from forerun.model.gguf import checkpoint_of
 
-    return checkpoint_of(file, None if dtype is None else str(dtype).removeprefix("torch."))
+    return checkpoint_of(file)
 
 
 def gguf_file(name: str | Path) -> Path | None:
@@ -117,14 +116,14 @@ def tokenizer_beside(source: str | Path) -> PreTrainedTokenizerBase | None:
 
 def tokenizer_source(name: str | Path) -> str | Path:
     """Return the directory, or the hub id, that a model's tokenizer is loaded from. That of a GGUF file is converted
-    once, its weights are not.
+    once.
     """
     file = gguf_file(name)
     if file is None:
         return resolve(name)
-    from forerun.model.gguf import tokenizer_of
+    from forerun.model.gguf import folder_of
 
-    return tokenizer_of(file)
+    return folder_of(file)
 
 
 def _holds_tokenizer(folder: Path) -> bool:

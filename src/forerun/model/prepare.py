@@ -21,7 +21,7 @@ import copy
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -36,11 +36,9 @@ from forerun.devices import trim_heap
 from forerun.errors import UNSERVED, ArgumentError, ForerunError, OutOfMemoryError, UnsupportedModelError, refuse
 from forerun.model import self_check
 from forerun.model.cache import promised_bytes
-from forerun.model.gguf import file_of
-from forerun.model.gguf_blocks import find_stored, saved_bytes
+from forerun.model.gguf_files import file_of
 from forerun.model.kernels import accelerate, blocks, products
-from forerun.model.kernels.blocks import StoredRows
-from forerun.model.kernels.packing import freed_bytes
+from forerun.model.kernels.packing import count_weights, freed_bytes, list_in_blocks, unpack
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
 from forerun.model.masks import FULL, UNMASKED, WITH_STATES
@@ -79,15 +77,15 @@ def prepare(
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = options.compile or (plain if options.repack is None else options.repack)
-    stored = find_stored(model) if faster and _keeps_blocks(model.name_or_path, options, model.config) else {}
-    faster_now = partial(_accelerate, model, options, named, stored) if faster else None
+    faster_now = partial(_accelerate, model, options, named) if faster else None
     tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
     if tokenizer is None and Path(folder).is_dir():
         tokenizer = partial(tokenizer_beside, folder)
     trial, limit = None, None
     if options.self_check:
         _log.info("checking it against transformers")
-        key = fingerprint(model, faster, options.compile, len(stored)) if named and options.adapter is None else None
+        in_blocks = bool(list_in_blocks(model))
+        key = fingerprint(model, faster, options.compile, in_blocks) if named and options.adapter is None else None
         trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
@@ -120,17 +118,10 @@ def _room(model: Any) -> int:
 
 
 def _accelerate(
-    model: Any,
-    options: LoadOptions,
-    named: bool,
-    stored: Mapping[str, StoredRows],
-    ids: Sequence[int],
-    accepted: Sequence[str] | None,
+    model: Any, options: LoadOptions, named: bool, ids: Sequence[int], accepted: Sequence[str] | None
 ) -> None:
-    """Make the model faster, its weights as they are `stored`; modules are compared on the text `ids` unless they were
-    `accepted` before.
-    """
-    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted, stored=stored)
+    """Make the model faster; modules are compared on the text `ids` unless they were `accepted` before."""
+    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
     _log.info("%s: %s", name_of(model), done)
     if named:
         _let_go_of_files(model)
@@ -157,27 +148,26 @@ class _Sizes(NamedTuple):
 
 def open_named(name: str | Path, options: LoadOptions) -> Any:
     """Open a model by its name (`names.resolve`), as `open_model` does, unchecked and without progress bars."""
-    path = resolve(name, options.dtype)
+    path = resolve(name)
     return open_model(path, options, read_config(path, options), quiet=True)
 
 
 def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")
-    typed, name = name, resolve(name, options.dtype)
+    typed, name = name, resolve(name)
     config = read_config(name, options)
     if options.tokenizer is not None:
         options.tokenizer()  # A checkpoint without one fails before its weights are read
-    weights = stored_bytes(name, options, config)
-    if _keeps_blocks(name, options, config):
-        weights -= saved_bytes(Path(name))
+    in_blocks = _keeps_blocks(name, options, config)
+    weights = stored_bytes(name, options, config, in_blocks=in_blocks)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     dtype = resolved_dtype(options, config) or torch.float32
     states = 0 if device is None else states_bytes_per_row(cls, config, dtype)
     text = config.get_text_config(decoder=True)
     slots = _slots(text, sizes, device, weights, dtype.itemsize, states=states * sizes.rows)
     _log.info("reading %.2f GB of weights", weights / 1e9)
-    model = open_model(name, options, config, quiet=weights < _SMALL)
+    model = open_model(name, options, config, quiet=weights < _SMALL, in_blocks=in_blocks)
     model.named_by_user = str(typed)
     return model, slots
 
@@ -188,7 +178,7 @@ def _keeps_blocks(name: str | Path, options: LoadOptions, config: Any) -> bool:
     """
     placed = options.device_map is not None or options.tp_plan is not None or options.adapter is not None
     return (
-        file_of(Path(name)) is not None
+        file_of(name) is not None
         and not placed
         and options.repack is not False
         and options.first_device().type == "cpu"
@@ -472,10 +462,10 @@ def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | Non
     if is_quantised(model):
         return None
     try:
-        part = model if model.num_parameters() <= most_parameters else _first_layers(model)
+        part = model if count_weights(model) <= most_parameters else _first_layers(model)
     except ForerunError:
         return None
-    if part is None or 4 * part.num_parameters() > most_bytes:
+    if part is None or 4 * count_weights(part) > most_bytes:
         return None
     twin = copy.deepcopy(part)
     for _ in accelerate.undo(twin):  # packed weights have no other dtype
@@ -575,7 +565,7 @@ def prove_model(
         twin = None if self_check.is_exact(model) else _copy(model, self_check.whole_parameters(model), room)
         if twin is not None:
             limit = _structure(cls, twin, ids)
-        expected = self_check.expect(model, ids, sizes=twin is None)
+        expected = self_check.expect(_out_of_blocks(model, room), ids, sizes=twin is None)
         if faster is not None:
             faster(ids, None)
         trial, found, wrong = _check_trial(cls, model, expected)
@@ -617,6 +607,17 @@ def _check_trial(cls: type[Made], model: Any, expected: self_check.Expected) -> 
     return trial, *self_check.check(trial, expected)
 
 
+def _out_of_blocks(model: Any, room: int) -> Any:
+    """Return a copy of the model with its weights dequantised, which transformers' own products take; the model itself
+    where it has none in blocks, or the memory has no room for the copy.
+    """
+    if not list_in_blocks(model) or 2 * count_weights(model) * model.dtype.itemsize > room:
+        return model
+    twin = copy.deepcopy(model)
+    unpack(twin)
+    return twin
+
+
 def _copy(model: Any, most_parameters: int, room: int) -> Any | None:
     """Return a float32 copy of the model, or of its first layers, or None where there can be none."""
     return None if is_spread(model) else float32_copy(model, most_parameters, room // 2)
@@ -637,7 +638,7 @@ def _remedy(cls: type[Any], model: Any, ids: Sequence[int], removed: Sequence[st
     first.
     """
     without = f"It fails without {', '.join(removed)} too. " if removed else ""
-    whole = None if model.dtype == torch.float32 else _copy(model, model.num_parameters(), room)
+    whole = None if model.dtype == torch.float32 else _copy(model, count_weights(model), room)
     if whole is not None:
         try:
             _structure(cls, whole, ids)

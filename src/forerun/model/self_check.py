@@ -31,6 +31,7 @@ from forerun.core.tree import TokenTree
 from forerun.errors import NumericError, UnsupportedModelError
 from forerun.model.cache import SlotCache
 from forerun.model.kernels.acceptance import nudge
+from forerun.model.kernels.packing import count_weights, named_weights
 from forerun.model.layers import cache_argument, device_of, is_quantised
 from forerun.model.masks import WINDOWS
 from forerun.model.states import keep_outside, state_layers
@@ -142,7 +143,7 @@ def expect(model: Any, ids: Sequence[int], *, sizes: bool = True) -> Expected:
             named[size] = f"{named[size]}, {key}" if size in named else key
     room = max(1, context - _BEHIND - _TREE - _LATER)
     work = _CPU_WORK if model.device.type == "cpu" else _WORK
-    reach = min(room, max(_NEAR, min(_MOST_TOKENS, work // model.num_parameters())))
+    reach = min(room, max(_NEAR, min(_MOST_TOKENS, work // count_weights(model))))
     near = _reference(model, ids, 0, min(room, max([_PROMPT, *(size for size in named if size <= _NEAR)])))
     _check_causal(model, near)
     if near.noise is not None and (near.noise > _NOISY or is_quantised(model)):
@@ -223,7 +224,7 @@ def _not_finite(model: Any) -> str:
     """Return the message about a model whose logits are not finite, with the weight that is to
     blame if there is one.
     """
-    bad = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
+    bad = next((name for name, weight in named_weights(model) if not weight.isfinite().all()), None)
     said = f"{name_of(model)}: a plain forward gives NaN or infinite logits"
     if bad is not None:
         return f"{said}: the weight {bad} is not finite. The checkpoint is broken: copy or download it again"

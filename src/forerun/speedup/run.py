@@ -22,6 +22,7 @@ from forerun.control.config import SpeculativeConfig
 from forerun.control.measuring import load_or_measure
 from forerun.devices import processor_name
 from forerun.errors import ArgumentError, DataError, ForerunError, first_line
+from forerun.model.gguf_files import file_of
 from forerun.model.load import read_header, weight_files
 from forerun.model.support import text_config
 from forerun.model.transformers_target import require_layers
@@ -545,7 +546,9 @@ class SpeedupRun:
 
 
 def count_weights(directory: Path) -> int:
-    """Return the number of weights in a checkpoint's files."""
+    """Return the number of weights in a checkpoint's files, or in a GGUF file."""
+    if (file := file_of(directory)) is not None:
+        return sum(math.prod(tensor.shape) for tensor in file.everything)
     headers = (read_header(path).values() for path in weight_files(directory) if path.suffix == ".safetensors")
     return sum(math.prod(entry["shape"]) for header in headers for entry in header)
 

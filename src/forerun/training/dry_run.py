@@ -47,7 +47,7 @@ def plan(recipe: TrainRecipe[Any], parallel: Parallel) -> dict[str, Any]:
     else:
         trained_class(kind)(recipe)  # refuses what contradicts itself
         check_memory(recipe, parallel)
-        path = resolve(recipe.target, recipe.target_dtype)
+        path = resolve(recipe.target)
         options = LoadOptions(dtype=recipe.target_dtype, device=str(parallel.device), repack=False)
         data = PreparedData(recipe.data, tokenizer=load_tokenizer(path, None))
         sketch = Sketch(recipe, read_config(path, options), parallel.device)

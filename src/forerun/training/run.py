@@ -419,7 +419,7 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
     """Return the bytes of a checkpoint's weights, were they loaded in `dtype` on `device`."""
-    path, options = resolve(name, dtype), LoadOptions(dtype=dtype, device=str(device), repack=False)
+    path, options = resolve(name), LoadOptions(dtype=dtype, device=str(device), repack=False)
     return stored_bytes(path, options, read_config(path, options))
 
 
@@ -431,7 +431,7 @@ def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple
     and output head stay whole: the head that is trained reads both. A target that could not be
     served is refused as there, where it is whole in a process.
     """
-    path = resolve(name, dtype)
+    path = resolve(name)
     if parallel.world == 1 or spread == "none":
         model = open_named(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from forerun.errors import find_problem
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.attention import COMPILED, NAME
-from forerun.model.kernels.blocks import StoredRows
 from forerun.model.kernels.packing import Packing
 from forerun.model.layers import base_of, cache_argument, device_of
 from forerun.model.padding import current, running
@@ -172,7 +171,6 @@ def accelerate(
     compile: bool = False,
     ids: Sequence[int] = (),
     accepted: Collection[str] | None = None,
-    stored: Mapping[str, StoredRows] | None = None,
 ) -> Acceleration:
     """Make the passes of a causal LM in evaluation mode cheaper, in place. With `compile` the first
     pass with one token and the first with more take up to a minute each, in later processes
@@ -181,10 +179,11 @@ def accelerate(
     Args:
         ids: text on which what is replaced is compared with what was there; empty: what the model draws.
         accepted: the result of `list_replaced` when it was compared before: nothing is compared now.
-        stored: weights that may stay in the blocks of a GGUF file, see `packing.pack`.
     """
-    packed = packing.pack(model, stored, accepted)
-    folds = (packed.layers > 0 or model.device.type != "cpu") and attention.suits(model)
+    packed = packing.pack(model)
+    folds = (packed.layers > 0 or packing.list_in_blocks(model) or model.device.type != "cpu") and attention.suits(
+        model
+    )
     text: Tensor | None = None
     if folds and accepted is None:
         chosen = list(ids) or draw_tokens(model, COMPARED)
@@ -204,7 +203,7 @@ def accelerate(
 def list_replaced(model: Any) -> list[str]:
     """Return the names of what was compared and replaced in a model."""
     folded = [attention.NAME] if attention.is_installed(model) else []
-    return [*folded, *forwards.list_installed(model), *packing.list_in_blocks(model)]
+    return [*folded, *forwards.list_installed(model)]
 
 
 def undo(model: Any) -> Iterator[str]:

@@ -39,7 +39,7 @@ class StoredRows(NamedTuple):
 
 def stored_bytes(kind: int, outputs: int, depth: int) -> int:
     """Return the bytes that such a matrix takes in memory; 0 where its type cannot stay in blocks."""
-    return -(-outputs // LANES) * int(_library().forerun_block_bytes(kind, depth))
+    return 0 if kind == _PLAIN else -(-outputs // LANES) * int(_library().forerun_block_bytes(kind, depth))
 
 
 @cache
@@ -109,6 +109,12 @@ def expand(packed: Tensor, outputs: int, depth: int) -> Tensor:
     out = torch.empty((panels, depth // 2, LANES, 2), dtype=torch.bfloat16)
     _library().forerun_expand(packed.data_ptr(), out.data_ptr(), panels, depth)
     return out
+
+
+def dequantise(rows: StoredRows, depth: int) -> Tensor:
+    """Return the matrix (outputs, depth) in bf16."""
+    outputs = len(rows.order)
+    return products.unpack(expand(pack([rows], depth), outputs, depth), outputs, depth)
 
 
 def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -117,7 +117,9 @@ class PanelWeight(PackedWeight):
 
 
 class BlockWeight(PanelWeight):
-    """Packed weights of which some stay in the blocks of a GGUF file, for the same products with the same bits."""
+    """Packed weights in bf16 of which some stay in the blocks of a GGUF file, for the same products with the same bits.
+    All but the last have a multiple of `products.LANES` outputs.
+    """
 
     in_blocks = True
 
@@ -125,21 +127,6 @@ class BlockWeight(PanelWeight):
         self._stored = stored
         super().__init__(layers)
         del self._stored
-
-    @classmethod
-    def like(
-        cls, layers: Sequence[nn.Linear], stored: Sequence[StoredRows | None], *, compare: bool
-    ) -> BlockWeight | None:
-        """Pack layers of which a file stores some in blocks; None where it stores none, or where `compare` finds
-        another weight than theirs.
-        """
-        weights = [layer.weight.detach() for layer in layers]
-        if not any(stored) or weights[0].dtype is not torch.bfloat16 or not _ours(weights[0]):
-            return None
-        if any(len(weight) % products.LANES for weight in weights[:-1]) or layers[0].in_features % products.STEP:
-            return None
-        made = cls(layers, stored)
-        return made if not compare or torch.equal(made.panels(), products.pack(*weights)) else None
 
     def panels(self) -> Tensor:
         """Return the weights as a `PanelWeight` has them, expanded anew at each call."""
@@ -290,28 +277,26 @@ def _hooked(layer: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def pack(
-    model: nn.Module, stored: Mapping[str, StoredRows] | None = None, accepted: Collection[str] | None = None
-) -> Packing:
+def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Packing:
     """Replace every packable linear layer of `model`, and joinable ones that read the same input,
     in place. The plain weights are freed; a tied embedding stays.
 
     Args:
-        stored: what a GGUF file holds in blocks, by the names of `model`'s parameters. Where it is the weight, it stays
-            in blocks.
-        accepted: names of layers that were found to be so before: they alone stay in blocks, and nothing is compared.
+        stored: weights in the blocks of a GGUF file, by the names of `model`'s parameters: layers without any of them,
+            and those that cannot be packed in blocks, are left alone.
     """
-    found = list(_packable(model))
-    layer_names = {id(module): name for name, module in model.named_modules()}
     weight_names = {id(weight): name for name, weight in model.named_parameters()}
 
-    def packed(place: tuple[nn.Module, tuple[str, ...]]) -> PackedWeight:
-        layers = _linears(*place)
-        rows = [(stored or {}).get(weight_names[id(layer.weight)]) for layer in layers]
-        kept = accepted is None or layer_names[id(layers[0])] in accepted
-        in_blocks = BlockWeight.like(layers, rows, compare=accepted is None) if kept else None
-        return in_blocks or PackedWeight.of(layers)
+    def rows_of(place: tuple[nn.Module, tuple[str, ...]]) -> list[StoredRows | None]:
+        return [(stored or {}).get(weight_names[id(layer.weight)]) for layer in _linears(*place)]
 
+    def packed(place: tuple[nn.Module, tuple[str, ...]]) -> PackedWeight:
+        layers, rows = _linears(*place), rows_of(place)
+        return BlockWeight(layers, rows) if any(rows) else PackedWeight.of(layers)
+
+    found = list(_packable(model))
+    if stored is not None:
+        found = [place for place in found if any(rows_of(place)) and _fit_blocks(_linears(*place))]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
         ours = all(_ours(_linears(*each)[0].weight) for each in found)
@@ -321,6 +306,12 @@ def pack(
             for index, layer in enumerate(_linears(parent, names)):
                 setattr(parent, names[index], PackedLinear(layer, weight, group, index))
     return Packing(layers=sum(len(names) for _, names in found), fused=sum(len(names) > 1 for _, names in found))
+
+
+def _fit_blocks(layers: Sequence[nn.Linear]) -> bool:
+    """Return whether one `BlockWeight` can hold these layers, if it can hold each."""
+    whole = all(layer.out_features % products.LANES == 0 for layer in layers[:-1])
+    return whole and layers[0].weight.dtype is torch.bfloat16 and _ours(layers[0].weight)
 
 
 def _ours(weight: Tensor) -> bool:
@@ -376,6 +367,20 @@ def list_in_blocks(model: nn.Module) -> list[str]:
     """Return the names of the layers whose weights are in blocks."""
     packed = ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
     return [name for name, module in packed if module.packed_weight.in_blocks]
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and weights of a model, packed ones too, unpacked one by one."""
+    yield from model.named_parameters()
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            yield f"{name}.weight", module.weight
+
+
+def count_weights(model: nn.Module) -> int:
+    """Return the number of a model's weights, packed ones too."""
+    packed = sum(sum(weight.sizes) * weight.in_features for weight in _packed_weights(model))
+    return packed + sum(weight.numel() for weight in model.parameters())
 
 
 def packed_bytes(model: nn.Module) -> int:

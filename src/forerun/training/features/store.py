@@ -30,7 +30,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.losses.objective import FeatureBatch
 from forerun.model.checks import check_directory, explain_load_error
-from forerun.model.load import weight_files
+from forerun.model.load import weight_parts
 from forerun.model.names import resolve
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.types import LAST_HIDDEN, Boundary
@@ -522,12 +522,10 @@ def target_hash(directory: Path) -> str:
     config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
     kept = {key: value for key, value in config.items() if key not in _VOLATILE}
     digest.update(json.dumps(kept, sort_keys=True).encode())
-    for path in weight_files(directory):
+    for path, start in weight_parts(directory):
         size = path.stat().st_size
         with path.open("rb") as file:
-            head = file.read(8)
-            start = 8 + int.from_bytes(head, "little")
-            digest.update(path.name.encode() + head + file.read(start - 8) + size.to_bytes(8, "little"))
+            digest.update(path.name.encode() + file.read(start) + size.to_bytes(8, "little"))
             for offset in range(start, size, max(1, (size - start) // 16)):
                 file.seek(offset)
                 digest.update(file.read(4096))
