@@ -173,6 +173,21 @@ def test_a_chat_goes_through_the_template(plain: LLM) -> None:
     assert output.outputs[0].token_ids == ids(plain, output.prompt, GREEDY)[0]
 
 
+def test_several_chats_are_answered_together(plain: LLM) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("the cat", "the dog")]
+    alone = [plain.chat(chat, GREEDY)[0] for chat in chats]
+    together = plain.chat(chats, [GREEDY, GREEDY])
+    assert [one.prompt for one in together] == ["user: the cat\nassistant: ", "user: the dog\nassistant: "]
+    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+    assert plain.chat([], GREEDY) == []
+
+
+@pytest.mark.parametrize("messages", ["the cat", {"role": "user"}, ["the cat"], [[["the cat"]]]])
+def test_what_is_no_conversation_is_told(plain: LLM, messages: Any) -> None:
+    with pytest.raises(ArgumentError, match="list of messages"):
+        plain.chat(messages, GREEDY)
+
+
 def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
     tokens = plain.tokenizer(PROMPTS[0])["input_ids"]
     forms: list[Any] = [PROMPTS[0], tokens, {"prompt": PROMPTS[0]}, {"prompt_token_ids": tokens}]

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from forerun.control.config import SpeculativeConfig
 from forerun.engine.completion import Request
-from forerun.engine.llm import LLM, Speculative
+from forerun.engine.llm import LLM, Conversation, Speculative
 from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
 from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
@@ -85,10 +85,13 @@ class AsyncLLM:
         return await all_or_none(whole_output(stream(prompt, params)) for prompt, params in requests)
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **keywords: Any,
     ) -> list[RequestOutput]:
         """Run `LLM.chat`."""
-        return await self.generate(self.llm.chat_prompt(messages), sampling_params, **keywords)
+        return await self.generate(self.llm.chat_prompts(messages), sampling_params, **keywords)
 
     async def stream(
         self,

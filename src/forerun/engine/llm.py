@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Conversation = Sequence[Mapping[str, Any]]  # Messages: ``{"role": ..., "content": ...}``
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
 """The drafter of a request: None as the engine is configured, False off, or a configuration of its
 own.
@@ -242,23 +243,32 @@ class LLM:
         return self._chunks(submit(prompt, sampling_params or SamplingParams()))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **keywords: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation (``[{"role": ..., "content": ...}]``) through the model's chat template.
+        """Answer one or many conversations (``[{"role": ..., "content": ...}]``) through the model's chat template.
 
         Args:
             keywords: as of `generate`.
         """
-        return self.generate(self.chat_prompt(messages), sampling_params, **keywords)
+        return self.generate(self.chat_prompts(messages), sampling_params, **keywords)
 
     def stream_chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **keywords: Any
+        self, messages: Conversation, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
         """Answer a conversation as `chat` does, a chunk per step."""
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
+    def chat_prompts(self, messages: Conversation | Sequence[Conversation]) -> list[dict[str, Any]]:
+        """Return one or many conversations as `chat_prompt` does."""
+        several = isinstance(messages, Sequence) and all(isinstance(one, list | tuple) for one in messages)
+        conversations: Sequence[Any] = messages if several else [messages]
+        return [self.chat_prompt(one) for one in conversations]
+
     def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
+        self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
         """Return the conversation as the model reads it: text and token ids, ending where the
         answer begins.

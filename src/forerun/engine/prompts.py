@@ -324,6 +324,8 @@ def conversation(
         ArgumentError: a variable that is not the template's, a conversation that it refuses, the text of a control
             token where it cannot be read as text, or whatever `encode` refuses.
     """
+    if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
+        raise ArgumentError('a conversation is a list of messages, each {"role": ..., "content": ...}')
     ending = {"add_generation_prompt": True, "continue_final_message": False}
     check_variables(tokenizer, variables.keys() - ending.keys())
     given = {**ending, **variables}
