@@ -238,9 +238,12 @@ def cascade(inner: Mapping[str, Any] | None = None, **options: Any) -> Variant:
     return Variant("cascade", "test", {"model": relative(), "num_speculative_tokens": 4, "inner": chosen} | options)
 
 
-@pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("inner", ["ngram", "lookahead", "draft_model"])
-def test_a_cascade_drafts_the_very_chain_of_its_draft_model(params: SamplingParams, inner: str) -> None:
+@pytest.mark.parametrize(
+    ("inner", "params"),
+    [("ngram", GREEDY), ("lookahead", SEEDED), ("draft_model", GREEDY), ("draft_model", SEEDED)],
+    ids=["ngram-greedy", "lookahead-sampled", "draft_model-greedy", "draft_model-sampled"],
+)
+def test_a_cascade_drafts_the_very_chain_of_its_draft_model(inner: str, params: SamplingParams) -> None:
     spec = {"method": inner, **({"model": model()} if inner == "draft_model" else {})}
     alone = Variant("draft_model", "test", {"model": relative(), "num_speculative_tokens": 4})
     own = [replace(params, seed=seed) for seed in range(len(PROMPTS))]

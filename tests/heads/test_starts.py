@@ -53,11 +53,10 @@ def objective_of(kind: str, seed: int) -> Any:
 @pytest.mark.parametrize("kind", FRESH)
 def test_the_first_loss_is_no_worse_than_a_guess(kind: str) -> None:
     guess = math.log(VOCABULARY)
-    for seed in range(2):
-        objective = objective_of(kind, seed)
-        *seen, other = batches(objective.head.config.boundaries)
-        before = cross_entropy(objective, other)
-        fit(objective, seen, halves=False)
-        assert cross_entropy(objective, other) <= guess + 0.3
-        if kind == "eagle3":
-            assert before > guess + 1, "the target is one on which a head as it is drawn starts badly"
+    objective = objective_of(kind, seed=0)
+    *seen, other = batches(objective.head.config.boundaries)
+    before = cross_entropy(objective, other)
+    fit(objective, seen, halves=False)
+    assert cross_entropy(objective, other) <= guess + 0.3
+    if kind == "eagle3":
+        assert before > guess + 1, "the target is one on which a head as it is drawn starts badly"

@@ -118,14 +118,15 @@ def certain() -> Any:
     ],
 )
 def test_a_head_learns_and_drafts(kind: str, shape: tuple[str, ...], target: Path, tmp_path: Path) -> None:
-    texts = [[token, *greedy(certain(), [token], 19)] for token in range(3, 35)]
+    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    plain = LLM(str(target)).generate([{"prompt_token_ids": [token]} for token in range(3, 35)], asked)
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:19]] for output in plain]
     documents = [(text, [False] + [True] * (len(text) - 1)) for text in texts]
     data, output = tmp_path / "data", tmp_path / "run"
     write_prepared(data, documents, TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target)))
     assert main(line_of(kind, target, data, output, 40, *shape)) == 0
     losses = logged(output, "loss")
     assert losses[-1] < 0.9 * losses[0]
-    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     prompts = [text[:4] for text in texts[:3]]
     wanted = [greedy(certain(), prompt, NEW) for prompt in prompts]
     for more in ({"num_speculative_tokens": 3}, {"top_k": 2, "nodes": 6}):
