@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from forerun import LLM, demo
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import Run, chi_square_check, settings_for, token_prompts, token_test, uncertain
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference
 from forerun.core import sampling
 from forerun.core.probs import NodeProbs

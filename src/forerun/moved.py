@@ -53,7 +53,7 @@ NOW = {
     "deploy.in_llama_cpp": "deploy.trials.try_llama_cpp",
     "deploy.in_vllm": "deploy.trials.try_vllm",
     "deploy.known_rows": "deploy.sequences",
-    "deploy.schedule": "deploy.requests",
+    "deploy.schedule": "deploy.launch",
     "deploy.trial": "deploy.trials.trial",
     "deploy.vllm_answers": "deploy.trials.vllm_answers",
     "drafters.base": "decode.drafter",

@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 
 from bench.scripted import Script, said, scripted
-from forerun.bench.client import BenchAnswer, RequestOptions, Server
-from forerun.bench.counters import SpeculationCounts, diff_counts, parse, read_counts, sum_counts
+from forerun.bench.client import (
+    BenchAnswer,
+    RequestOptions,
+    Server,
+    SpeculationCounts,
+    diff_counts,
+    parse,
+    read_counts,
+    sum_counts,
+)
 from forerun.bench.load import BenchLoad, LoadResult, find_worse, measure, parse_objectives, summarise
 from forerun.bench.workloads import Task, draw_tasks, read_workload
 from forerun.cli import main

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.certify import checks, reference
+from forerun.certify import CertifyPlan, checks, reference
 from forerun.certify.checks import Check, Report, certify
 from forerun.certify.enumeration import Drawing, World, check_rule
-from forerun.certify.plan import CertifyPlan
 from forerun.cli import main
 from forerun.core.probs import NodeProbs
 from forerun.core.rng import Rng

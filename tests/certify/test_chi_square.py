@@ -16,9 +16,8 @@ from scipy import stats
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.certify import checks
+from forerun.certify import CertifyPlan, checks
 from forerun.certify.checks import Check
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import Reference, count, exact_cells
 from forerun.core import sampling
 from forerun.core.probs import HostResidual, NodeProbs

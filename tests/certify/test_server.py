@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from forerun.bench.client import ServerError
-from forerun.bench.counters import Samples
+from forerun.bench.client import Samples, ServerError
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import Check
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.served import ServedModel, ServedRequest, ServerExam, serving_model, smallest_request
 from forerun.certify.server import certify_server, greedy_checks, structured_check
 from forerun.certify.server_samples import sampled_checks, two_samples

@@ -20,8 +20,7 @@ import yaml
 from cli.conftest import Ran, forerun
 from forerun.control.config import SpeculativeConfig
 from forerun.control.costs import DraftCost
-from forerun.deploy.launch import ENGINES, find_engine
-from forerun.deploy.requests import DeployRequest, Forecast
+from forerun.deploy.launch import ENGINES, DeployRequest, Forecast, find_engine
 from forerun.deploy.sequences import Sequences, read_options
 from forerun.errors import ArgumentError
 from forerun.heads.engines import Launch, engines_for

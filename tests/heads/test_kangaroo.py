@@ -15,8 +15,8 @@ from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.drafters.drawing import Shape
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.kangaroo import KangarooConfig, KangarooHead, KangarooObjective, KangarooSettings
+from forerun.heads.runner import AdapterRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN

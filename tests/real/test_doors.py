@@ -12,8 +12,8 @@ from transformers import LlamaForCausalLM
 
 import forerun
 from forerun import LLM, AsyncLLM, SamplingParams
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import certify
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import TransformersReference
 from forerun.cli import main
 from forerun.control.config import SpeculativeConfig

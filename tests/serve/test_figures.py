@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, SamplingParams
-from forerun.bench.counters import diff_counts, parse, read_counts
+from forerun.bench.client import diff_counts, parse, read_counts
 from forerun.cli import main
 from forerun.engine import core
 from forerun.types import Source, SpeculationStats

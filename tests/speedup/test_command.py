@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from forerun.plan.planner import PlanLine
-from forerun.speedup import answering, run, serving, training
+from forerun.speedup import answering, run, training
+from forerun.speedup import page as written_page
 from forerun.speedup.choice import HeadChoice, HeadForecast, HeadShape
 from speedup.conftest import Forerun
 
@@ -82,7 +83,7 @@ def _nothing_is_worth_it(forerun: Forerun, words: list[object], out: Path, monke
     """The same with another budget, where no drafter helps and no head is expected to: a result, and no error."""
     choice = HeadChoice(best=FORECAST, train=False, reason="no head is worth its training")
     monkeypatch.setattr(run, "choose_for", lambda *_, **__: (choice, []))
-    monkeypatch.setattr(serving, "mean_speedup", lambda figures: 0.5)
+    monkeypatch.setattr(written_page, "mean_speedup", lambda figures: 0.5)
     ran = forerun(*words, "--budget", "2h")
     assert ran.code == 0 and "answers that are written stay" in ran.err
     assert "nothing is worth it: with the best, " in ran.out and "and no head was trained" in ran.out

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forerun.speedup import serving
+from forerun.speedup import page
 from forerun.speedup.compare import (
     PLAIN,
     STANDSTILL_S,
@@ -84,5 +84,5 @@ def test_a_machine_that_had_other_work_is_told_of(then: float, busy: bool) -> No
         "figures": {},
         "over_free": {},
     }
-    said = list(serving._certainty({"machine": {"tokens_per_second": 100.0}, "comparison": comparison}))
+    said = list(page._certainty({"machine": {"tokens_per_second": 100.0}, "comparison": comparison}))
     assert any("the machine was busy: plain decoding made 40 tokens/s" in one for one in said) is busy

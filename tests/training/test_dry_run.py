@@ -8,7 +8,7 @@ import pytest
 
 from forerun.cli import main
 from forerun.training import run
-from forerun.training.data.answers import about_answers, runs_in_circles
+from forerun.training.data.store import about_answers, runs_in_circles
 from forerun.training.dry_run import plan
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import read_recipe

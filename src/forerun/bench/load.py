@@ -22,8 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forerun.bench.client import BenchAnswer, RequestOptions, Server, ServerError
-from forerun.bench.counters import SpeculationCounts, diff_counts, sum_counts
+from forerun.bench.client import (
+    BenchAnswer,
+    RequestOptions,
+    Server,
+    ServerError,
+    SpeculationCounts,
+    diff_counts,
+    sum_counts,
+)
 from forerun.bench.workloads import Task
 from forerun.errors import ArgumentError, nearest, refuse
 from forerun.plots import COLOURS, pyplot, save

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from forerun.certify import CertifyPlan
 from forerun.certify.enumeration import TOLERANCE, check_rules
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import (
     LOGPROB_TOLERANCE,
     QUANTISED,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.certify.plan import CertifyPlan
+from forerun.certify import CertifyPlan
 from forerun.errors import ArgumentError, ForerunError, OutOfMemoryError
 from forerun.model.llama_context import load_api
 from forerun.model.llama_cpp import LlamaCppTarget

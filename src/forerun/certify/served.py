@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.bench.client import Server, ServerError
-from forerun.bench.counters import SpeculationCounts, diff_counts, read_counts, sum_counts
+from forerun.bench.client import Server, ServerError, SpeculationCounts, diff_counts, read_counts, sum_counts
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import Check
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import TIE_EPSILON, Difference
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

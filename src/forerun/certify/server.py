@@ -17,8 +17,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from forerun.bench.client import ServerError
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import Check, Report
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference
 from forerun.certify.served import (
     CHAT,

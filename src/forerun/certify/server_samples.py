@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from forerun.certify import CertifyPlan
 from forerun.certify.checks import EDGES, FEWEST, Check, draws_for, pearson, survival
-from forerun.certify.plan import CertifyPlan
 from forerun.certify.reference import REST, Cells, Outcome, cells_of, count, first_difference
 from forerun.certify.served import (
     CHOICES,

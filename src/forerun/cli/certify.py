@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.padding import Padding
 from rich.text import Text
 
-from forerun.certify.plan import CertifyPlan
+from forerun.certify import CertifyPlan
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, Json, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import DataError, refuse

@@ -79,8 +79,8 @@ def prepare(
         Say how much of the answers a draft vocabulary of this size covers, and how much of documents that it was not
         chosen from.
     """
-    from forerun.training.data.answers import about_answers
     from forerun.training.data.prepare import prepare as convert
+    from forerun.training.data.store import about_answers
     from forerun.writing import TokenizerIdentity
 
     how: dict[str, Any] = {

@@ -21,7 +21,7 @@ from forerun.errors import ArgumentError, refuse
 from forerun.writing import write_file
 
 if TYPE_CHECKING:
-    from forerun.deploy.requests import Command, Deployment, Forecast
+    from forerun.deploy.launch import Command, Deployment, Forecast
 
 
 @Parameter(name="*")
@@ -91,8 +91,7 @@ def deploy(
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
     from forerun.control.config import SpeculativeConfig
-    from forerun.deploy.launch import choose_version, find_engine
-    from forerun.deploy.requests import DeployRequest
+    from forerun.deploy.launch import DeployRequest, choose_version, find_engine
     from forerun.shipped import resolve
 
     chosen = find_engine(engine)
@@ -126,7 +125,7 @@ def _forecast(
     """Return what the planner says, None where it was told too little; add what is assumed to
     `notes`.
     """
-    from forerun.deploy.requests import Forecast
+    from forerun.deploy.launch import Forecast
 
     given = dataclasses.asdict(asked.load)
     if not asked.load.given and asked.load.text is None:

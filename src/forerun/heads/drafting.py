@@ -23,10 +23,16 @@ from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
 from forerun.drafters.kinds import READ_HEAD, HeadKind, Way, import_named, kind_named
 from forerun.drafters.trees import DynamicTree, Expanded, FixedTree, Grown, NodeLimits, TreeOptions
 from forerun.errors import ArgumentError
-from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.base import Head, check_fits
 from forerun.heads.catalogue import check_head_named
-from forerun.heads.runner import BlockRunner, HeadRunner, ParallelRunner, RecurrentRunner, SequentialRunner
+from forerun.heads.runner import (
+    AdapterRunner,
+    BlockRunner,
+    HeadRunner,
+    ParallelRunner,
+    RecurrentRunner,
+    SequentialRunner,
+)
 from forerun.model.fingerprint import fingerprint
 from forerun.model.kernels import forwards, packing
 from forerun.model.transformers_target import require_layers

@@ -36,13 +36,13 @@ from forerun.drafters.self_drafting.early_exit import leave
 from forerun.drafters.trees import FixedTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, find_problem
 from forerun.heads import decoders
-from forerun.heads.adapter_runner import AdapterRunner
 from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys
 from forerun.heads.layers import DecoderConfig, DecoderHead, HeadAttention, RMSNorm
+from forerun.heads.runner import AdapterRunner
 from forerun.losses.chunked_loss import soft_loss
 from forerun.losses.objective import (
     DistanceSettings,

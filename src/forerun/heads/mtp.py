@@ -19,14 +19,17 @@ the cross-entropy, depth k weighing beta^k, normalised to sum 1. Embedding and o
 target's and stay as they are.
 
 Layers may hold a mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing
-in groups, shared experts. Those of other families are of transformers' own class; see
-`heads.target_layers`.
+in groups, shared experts. Families differ in their norms, in a
+gate on attention's output, in how experts are chosen: a head whose layers are those of another target takes
+transformers' own class, which is right by construction, and gives it an attention function that hands queries, keys and
+values to the caller of the head (`build_layers`).
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -40,7 +43,6 @@ from forerun.heads.base import Advanced, Angles, Attend, SequentialHead
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.eagle import Eagle3Objective
 from forerun.heads.layers import LATENT_EPS, DecoderConfig, DecoderHead, HeadMLP, LatentConfig, RMSNorm, attention
-from forerun.heads.target_layers import build_layers, norm_class, run_layers
 from forerun.losses.chunked_loss import hard_loss
 from forerun.losses.objective import (
     FeatureBatch,
@@ -56,6 +58,50 @@ from forerun.losses.objective import (
 )
 from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
+
+NAME = "forerun_head"
+"""Name of `attend_outside` among transformers' attention functions."""
+SMALLEST: dict[str, Any] = {"vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+"""Keys of a model of which only the layers are used."""
+
+
+def attend_outside(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, attend: Attend, scaling: float, **others: Any
+) -> tuple[Tensor, None]:
+    """Attend as the head's caller does, whose scale is one over the root of a query's size, in the only layer of the
+    head that attends.
+    """
+    factor = scaling * math.sqrt(query.shape[-1])
+    if not math.isclose(factor, 1.0):
+        query = query * factor
+    return attend(0, query, key, value), None
+
+
+def build_layers(target: Mapping[str, Any], kinds: Sequence[str]) -> nn.ModuleList:
+    """Build decoder layers of these `kinds`, of which one attends, for the `target` with these keys of a transformers
+    configuration.
+    """
+    from transformers import AttentionInterface, AutoConfig, AutoModel
+
+    AttentionInterface.register(NAME, attend_outside)
+    sizes = {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+    config = AutoConfig.for_model(**{**target, **SMALLEST, **sizes})
+    layers: nn.ModuleList = AutoModel.from_config(config, attn_implementation=NAME).layers
+    return layers
+
+
+def norm_class(layers: nn.Module) -> type[nn.Module]:
+    """Return the class of the norms in these layers."""
+    return next(type(part) for name, part in layers.named_modules() if "norm" in name)
+
+
+def run_layers(layers: nn.ModuleList, states: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    """Run the layers of `build_layers`: (B, N, H) -> (B, N, H), the residual stream after them."""
+    for layer in layers:
+        made = layer(states, position_embeddings=angles, attention_mask=None, attend=attend)
+        states = made[0] if isinstance(made, tuple) else made
+    return states
+
 
 KINDS = frozenset({FULL, "moe", "mlp"})
 """Kinds of a target's layers that a module may consist of."""

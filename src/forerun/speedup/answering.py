@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from forerun.errors import DataError, first_line
 from forerun.speedup.prompts import PROMPT_TOKENS, SpeedupPrompt
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
-from forerun.training.data.answers import runs_in_circles
 from forerun.training.data.prepare import prepare
 from forerun.training.data.records import Record
 from forerun.training.data.regenerate import AnswerRun, Director, with_engine
+from forerun.training.data.store import runs_in_circles
 from forerun.types import SamplingParams
 from forerun.writing import write_file
 

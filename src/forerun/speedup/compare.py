@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from forerun.certify.reference import difference
-from forerun.training.data.answers import runs_in_circles
+from forerun.training.data.store import runs_in_circles
 from forerun.types import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from forerun.speedup.compare import (
     summarise,
     summarise_arm,
 )
-from forerun.speedup.page import write_page
+from forerun.speedup.page import serving_lines, verdict_of, write_page
 from forerun.speedup.prompts import (
     FEW,
     MIX,
@@ -53,7 +53,6 @@ from forerun.speedup.prompts import (
     split_prompts,
     take_turns,
 )
-from forerun.speedup.serving import serving_lines, verdict_of
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
 from forerun.speedup.training import HeadTraining, choose_for
 from forerun.training.data.drawn import SOURCE, DrawSettings, PromptDraw, read_words

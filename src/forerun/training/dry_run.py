@@ -20,8 +20,7 @@ from forerun.heads.layers import DecoderConfig
 from forerun.losses.objective import FeatureBatch, FrozenTarget, TokenBatch
 from forerun.model.load import LoadOptions, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
-from forerun.training.data.answers import about_answers
-from forerun.training.data.store import PackedWindows, PreparedData, draft_coverage
+from forerun.training.data.store import PackedWindows, PreparedData, about_answers, draft_coverage
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import TrainRecipe, to_plain
 from forerun.training.run import TrainingRun, bytes_of_training, check_memory

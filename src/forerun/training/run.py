@@ -33,9 +33,8 @@ from forerun.model.load import LoadOptions, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import available_bytes, open_named, refuse_unservable
 from forerun.model.support import text_config
-from forerun.training.data.answers import about_answers
 from forerun.training.data.on_policy import AnswerWriter
-from forerun.training.data.store import PackedWindows, PreparedData
+from forerun.training.data.store import PackedWindows, PreparedData, about_answers
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, describe, find_loaded
 from forerun.training.loop import checkpoint

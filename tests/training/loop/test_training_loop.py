@@ -21,13 +21,12 @@ from torch.overrides import TorchFunctionMode
 
 from forerun.errors import ArgumentError, NumericError
 from forerun.losses.objective import FeatureBatch, LossReport, Objective
-from forerun.training.loop import range_test, trainer
+from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel
-from forerun.training.loop.range_test import choose_factor
 from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, tracker
-from forerun.training.loop.trainer import rate_factor
+from forerun.training.loop.trainer import choose_factor, rate_factor
 from forerun.training.loop.update import Muon, build_optimizers
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
@@ -495,7 +494,7 @@ def test_a_range_test_takes_what_learns_fastest_and_leaves_no_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial's rate is a factor on the recipe's; from there the run is one that began with that rate."""
-    monkeypatch.setattr(range_test, "ALIKE", 0.0)  # the toy learns little in a few steps
+    monkeypatch.setattr(trainer, "ALIKE", 0.0)  # the toy learns little in a few steps
     found = run(tmp_path / "found", steps=6, find_rate=True, learning_rate=1e-3)
     lines = logged(tmp_path / "found")
     losses = {name: value for name, value in lines[0].items() if name.startswith("loss at")}

@@ -13,8 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.deploy.launch import EngineInfo, is_local
-from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, ExaminedFiles
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, is_local
 from forerun.drafters.kinds import KINDS
 from forerun.errors import ArgumentError
 from forerun.heads.engines import SCRIPT, conversion_arguments, engines_for

@@ -11,8 +11,16 @@ import json
 from typing import ClassVar
 
 from forerun.control.config import SpeculativeConfig
-from forerun.deploy.launch import EngineInfo
-from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, DraftSpec, ExaminedFiles, Stretch
+from forerun.deploy.launch import (
+    Command,
+    Counterpart,
+    Deployment,
+    DeployRequest,
+    DraftSpec,
+    EngineInfo,
+    ExaminedFiles,
+    Stretch,
+)
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.eagle_engines import sglang_window

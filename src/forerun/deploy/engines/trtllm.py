@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from forerun.deploy.launch import EngineInfo
-from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, DraftSpec, ExaminedFiles
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
 from forerun.errors import ArgumentError, refuse
 from forerun.heads.engines import engines_for
 from forerun.heads.files import TRTLLM

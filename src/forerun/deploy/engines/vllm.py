@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import yaml
 
 from forerun.deploy import reads_text_alone
-from forerun.deploy.launch import EngineInfo
-from forerun.deploy.requests import Command, Counterpart, Deployment, DeployRequest, Stretch
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 from forerun.heads.engines import NAMES_METHOD

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.control.config import SpeculativeConfig
-from forerun.deploy.launch import EngineInfo, same_place
-from forerun.deploy.requests import DRAFTS_TREES
+from forerun.deploy.launch import DRAFTS_TREES, EngineInfo, same_place
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import SamplingParams

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.deploy.engines.vllm import Vllm
-from forerun.deploy.launch import choose_version
-from forerun.deploy.requests import DeployRequest
+from forerun.deploy.launch import DeployRequest, choose_version
 from forerun.deploy.trials.trial import (
     ROWS,
     HeadDrafting,

@@ -13,26 +13,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from forerun.model.padding import Pass
-from forerun.model.states import convolution, linear_attention, selective_scan, weighted_keys
+from forerun.model.states import convolution, linear_attention, node_by_node
 from forerun.model.states.rows import StatePass
 from forerun.model.switches import lead, names_of
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **convolution.FUNCTIONS,
     **linear_attention.FUNCTIONS,
-    **selective_scan.FUNCTIONS,
-    **weighted_keys.FUNCTIONS,
+    **node_by_node.FUNCTIONS,
 }
 METHODS: dict[str, Callable[..., Any]] = {
     **convolution.METHODS,
-    **selective_scan.METHODS,
-    **weighted_keys.METHODS,
+    **node_by_node.METHODS,
 }
 FORWARDS: dict[str, Callable[..., Any]] = {
     **convolution.FORWARDS,
     **linear_attention.FORWARDS,
-    **selective_scan.FORWARDS,
-    **weighted_keys.FORWARDS,
+    **node_by_node.FORWARDS,
 }
 """A name that a layer's forward uses, or takes as an argument -> what runs in place of all of this forward."""
 KINDS = (*FUNCTIONS, *METHODS, *FORWARDS)

@@ -21,8 +21,7 @@ from torch.utils.data import Dataset
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError, CheckpointError, DataError, nearest
 from forerun.heads.engines import Exported
-from forerun.training.convert.base_model import plain_names
-from forerun.training.convert.model import MARKER, ConvertedModel, restore_head
+from forerun.training.convert.model import MARKER, ConvertedModel, plain_names, restore_head
 from forerun.training.convert.modes import MODES
 from forerun.training.convert.settings import Key, check_config
 from forerun.training.recipe import EvaluationSettings

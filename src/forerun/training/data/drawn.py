@@ -21,9 +21,9 @@ from forerun.core.rng import request_seed
 from forerun.engine.prompts import rendered
 from forerun.errors import ArgumentError, DataError, refuse
 from forerun.params import NEUTRAL
-from forerun.training.data.answers import runs_in_circles
 from forerun.training.data.records import BadRecords, read_records
 from forerun.training.data.regenerate import append_lines, find_hidden_mark, special_marks
+from forerun.training.data.store import runs_in_circles
 from forerun.types import SamplingParams, StreamChunk
 
 if TYPE_CHECKING:

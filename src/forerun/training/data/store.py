@@ -1,5 +1,6 @@
 """Prepared data are token ids and masks of documents in a directory, from which draft vocabulary
-and windows are made.
+and windows are made, and
+what is said of answers that flatter or waste a training.
 
 ``tokens.bin`` (int32), ``mask.bin`` (uint8), ``offsets.bin`` (int64, one more than documents), and
 ``manifest.json`` with the sha256 of each, compared whenever the directory is opened: five bytes a
@@ -11,7 +12,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -387,3 +388,38 @@ def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator
             windows[window].append(segment)
             bisect.insort(rooms, (room - length, window))
     return windows
+
+
+SAMPLED = 2000  # Documents that are looked at
+MANY = 0.05  # Share of them above which something is said
+
+
+def about_answers(data: PreparedData) -> Iterator[str]:
+    """Yield a sentence where many answers of the data run in circles or say nothing."""
+    looked = range(0, len(data), max(1, len(data) // SAMPLED))
+    circles = silent = 0
+    for index in looked:
+        tokens, mask = data.document(index)
+        written = tokens[(mask != 0) & (tokens != UNWRITTEN)]
+        circles += runs_in_circles(written)
+        silent += 0 < len(written) <= 2
+    if circles > MANY * len(looked):
+        yield (
+            f"{circles / len(looked):.0%} of the answers run in circles. These are easy to foresee, so figures look "
+            "better than they are where the target answers well: let it answer at a temperature above 0, or with fewer "
+            "tokens (forerun data regenerate)."
+        )
+    if silent > MANY * len(looked):
+        yield (
+            f"{silent / len(looked):.0%} of the answers have two tokens at most, of which there is little to learn: "
+            "look at the chat template and at the prompts."
+        )
+
+
+def runs_in_circles(tokens: NDArray[np.int32], longest: int = 32) -> bool:
+    """Return whether the last tokens repeat the same few, at most `longest`, three times and 48 tokens long."""
+    for period in range(1, longest + 1):
+        span = max(48, 3 * period)
+        if len(tokens) >= span and np.array_equal(tokens[-span + period :], tokens[-span:-period]):
+            return True
+    return False
