@@ -60,5 +60,5 @@ def test_while_one_is_off_a_few_stand_for_all() -> None:
         if trials.due(step):
             asked.append(len(trials.of(range(20))))
             ask(trials, step, ms=2.0, gain_ms=9.0 if step > 90 else 0.0)
-    assert asked == [20] * 24 + [7] * 8 + [20] * (160 - 104)
+    assert asked == [20] * 8 + [7] * 10 + [20] * (160 - 108)
     assert list(trials.of([])) == []

@@ -134,14 +134,13 @@ class LookupTrials:
         drafts is expected to save `gain_ms` of decoding.
         """
         self._seen.append((ms, gain_ms))
-        saved = sum([gain for _, gain in [*self._seen][-SETTINGS.few :]])
-        if self.off and saved > SETTINGS.few * ms:
+        if self.off and sum([gain for _, gain in [*self._seen][-SETTINGS.few :]]) > SETTINGS.few * ms:
             self.off = False
             self._seen.clear()
 
     def loss_ms(self) -> float:
         """Return what asking takes beyond what it saves, a step; 0 if it repays itself or is too new to tell."""
-        if self.off or len(self._seen) < SETTINGS.window:
+        if self.off or len(self._seen) < SETTINGS.few:
             return 0.0
         cost = median([ms for ms, _ in self._seen])
         return max(0.0, cost - sum([gain for _, gain in self._seen]) / len(self._seen))

@@ -191,8 +191,8 @@ class Policy:
     def plan(
         self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, awaited: bool = False
     ) -> list[Group]:
-        """Return who drafts for whom in the coming step: one group per drafter, in which rows that
-        it does not draft for are listeners.
+        """Return who drafts for whom in the coming step: one group for each drafter that drafts or is
+        shown the text; rows that it does not draft for are listeners.
 
         Args:
             rows: of the whole step.
@@ -224,7 +224,8 @@ class Policy:
             models = [index for index, arm in enumerate(self.arms) if not arm.copies]
             plan.offers = [offer for index in models if (offer := self._offer(plan, index)) is not None]
             plan.taken = choose(plan.copies, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
-        return [self._group(plan, index) for index in range(len(self.arms))]
+        groups = [self._group(plan, index) for index in range(len(self.arms))]
+        return [group for group in groups if group.members or group.listeners]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
         arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
