@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -79,7 +79,7 @@ def line_of(rows: int) -> str:
 
 
 @contextmanager
-def watching(left: dict[str, Passes]) -> Iterator[None]:
+def watching(left: dict[str, Passes], clock: Callable[[], float]) -> Iterator[None]:
     """Count passes by the rows that are left while open. A pass's time runs to the start of the next one."""
     score, last = TransformersTarget.score, list[Any]()
 
@@ -90,7 +90,7 @@ def watching(left: dict[str, Passes]) -> Iterator[None]:
             last.clear()
 
     def counted(self: Any, rows: Sequence[int], trees: Sequence[Any], **others: Any) -> Any:
-        now = time.perf_counter()
+        now = clock()
         end(now)
         line = left.setdefault(line_of(len(rows)), Passes())
         line.passes += 1
@@ -104,7 +104,7 @@ def watching(left: dict[str, Passes]) -> Iterator[None]:
         yield
     finally:
         TransformersTarget.score = score  # type: ignore[method-assign]
-        end(time.perf_counter())
+        end(clock())
 
 
 def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[str]:
@@ -123,6 +123,7 @@ class Rollouts:
     def __init__(self, options: argparse.Namespace) -> None:
         folder = resolve(options.model)
         self.options = options
+        self.clock = time.process_time if options.cpu_time else time.perf_counter
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self.tokenizer.pad_token = self.tokenizer.pad_token or self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=options.dtype).eval()
@@ -134,8 +135,8 @@ class Rollouts:
         inputs = self.tokenizer(self.prompts, return_tensors="pt", padding=True, add_special_tokens=False)
         sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
         torch.manual_seed(epoch)
-        left, began = dict[str, Passes](), time.perf_counter()
-        with watching(left):
+        left, began = dict[str, Passes](), self.clock()
+        with watching(left, self.clock):
             found = self.model.generate(
                 **inputs,
                 **sampling,
@@ -144,7 +145,7 @@ class Rollouts:
                 custom_generate=self.loops[arm],
                 pad_token_id=self.tokenizer.pad_token_id,
             )
-        seconds = time.perf_counter() - began
+        seconds = self.clock() - began
         new = found[:, inputs["input_ids"].shape[1] :]
         ends = new == self.tokenizer.eos_token_id
         written = int((ends.cumsum(1) - ends.int() == 0).sum())
@@ -171,13 +172,13 @@ class Rollouts:
         from transformers import TrainerCallback
         from trl import GRPOConfig, GRPOTrainer
 
-        options, arms, seconds = self.options, list(self.loops), defaultdict[str, list[float]](list)
+        timer, options, arms, seconds = self.clock, self.options, list(self.loops), defaultdict[str, list[float]](list)
 
         class Clock(TrainerCallback):
             began, steps = 0.0, 0
 
             def on_step_end(self, *_: Any, **__: Any) -> None:
-                now = time.perf_counter()
+                now = timer()
                 seconds[arms[self.steps % len(arms)]].append(now - self.began)
                 say(f"step {self.steps + 1}, {arms[self.steps % len(arms)]}: {now - self.began:.1f} s")
                 self.began, self.steps = now, self.steps + 1
@@ -212,7 +213,7 @@ class Rollouts:
             return generate(**keywords, custom_generate=self.loops[arms[clock.steps % len(arms)]])
 
         trainer.model.generate = sample
-        clock.began = time.perf_counter()
+        clock.began = timer()
         trainer.train()
         return {arm: found[1:] for arm, found in seconds.items()}
 
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--grpo", type=int, default=0, metavar="STEPS", help="whole steps of GRPO, of each arm")
     parser.add_argument("--work", type=Path, default=Path("build/rollouts"), help="folder that TRL wants")
+    parser.add_argument("--cpu-time", action="store_true", help="time the processor; on a busy machine, one thread")
     parser.add_argument("--json", type=Path, help="where the figures go")
     options = parser.parse_args()
     rollouts = Rollouts(options)

@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 import forerun
 from forerun import LLM
@@ -156,6 +157,21 @@ def test_gradient_checkpointing_without_a_cache(model: Any) -> None:
         train(model)
         expected = answers(model.eval())
         model.train()
+
+
+def test_as_verls_rollout_in_transformers_calls_it(model: Any) -> None:
+    """`verl.workers.rollout.hf_rollout.HFRollout` (0.9.1): padded on the left, with positions, under autocast."""
+    mask = torch.ones_like(PROMPT)
+    mask[0, :4] = 0
+    given = {"input_ids": PROMPT, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    settings = {"do_sample": False, "num_beams": 1, "top_p": 1.0, "top_k": 0, "num_return_sequences": 1}
+    given |= {"generation_config": GenerationConfig(**settings), "do_sample": False, "max_new_tokens": 16}
+    given |= {"eos_token_id": None, "pad_token_id": 0, "output_scores": False, "return_dict_in_generate": True}
+    expected = model.generate(**given, use_cache=True)
+    assert model.generate(**given, use_cache=True, custom_generate=loop()).sequences.equal(expected.sequences)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model.generate(**given, use_cache=True, custom_generate=loop())
+    assert found.sequences.shape == (2, PROMPT.shape[1] + 16) and bool(found.logprobs.isfinite().all())
 
 
 def adapted(model: Any) -> Any:
