@@ -158,6 +158,13 @@ FAULTS = [
     ),
     Fault(
         "rollouts",
+        "packed copies of weights outlive a call, and an optimiser's step is not seen",
+        "        for layer in replaced:\n            del layer.forward\n",
+        "        pass\n",
+        f"{LOOPS} -k optimiser",
+    ),
+    Fault(
+        "rollouts",
         "log-probabilities are the draft's where a token was drawn from one",
         "scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]",
         "drafts = self._scores.trees[self._index].draft_probs\n"

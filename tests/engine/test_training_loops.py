@@ -43,6 +43,7 @@ def train(model: Any, rate: float = 0.05) -> None:
     """One step of an optimiser that changes weights in place."""
     optimiser = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], lr=rate)
     model(input_ids=PROMPT, labels=PROMPT).loss.backward()
+    assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
     optimiser.step()
     optimiser.zero_grad()
 

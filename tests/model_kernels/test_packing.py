@@ -6,7 +6,16 @@ from torch import nn
 
 from forerun.model import TransformersTarget
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.kernels.packing import FusedGroup, JoinedWeight, PackedLinear, PackedWeight, pack, packable, packs
+from forerun.model.kernels.packing import (
+    FusedGroup,
+    JoinedWeight,
+    PackedLinear,
+    PackedWeight,
+    pack,
+    packable,
+    packed_for_now,
+    packs,
+)
 from model_kernels.conftest import FAMILIES, build
 
 DTYPES = [
@@ -115,6 +124,20 @@ def test_every_family_computes_the_same(family: str, dtype: torch.dtype) -> None
     assert same(changed(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert done.layers >= 1
     assert done.fused == {"gpt2": 0, "phi3": 0, "qwen3_moe": 2}.get(plain.config.model_type, 4)
+
+
+@torch.no_grad()
+def test_copies_for_now_are_of_the_weights_as_they_are_and_go_again(dtype: torch.dtype) -> None:
+    model, ids = build("llama", dtype), torch.arange(5, 13).unsqueeze(0)
+    modules, plain = dict(model.named_modules()), model(ids).logits
+    with packed_for_now(model):
+        assert dict(model.named_modules()) == modules and "forward" in model.lm_head.__dict__
+        assert same(model(ids).logits, plain)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(model(ids).logits, plain)
+    model.lm_head.weight.data.mul_(2)  # Which no version counter tells
+    with packed_for_now(model):
+        assert same(model(ids).logits, 2 * plain)
 
 
 def test_a_packed_model_saves_what_the_plain_one_would(dtype: torch.dtype) -> None:

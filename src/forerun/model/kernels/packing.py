@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -236,6 +238,11 @@ def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
     return states.new_empty((*states.shape[:-1], outputs))
 
 
+_Place = tuple[nn.Module, tuple[str, ...]]
+"""A module and the names of those of its children that one packed weight holds."""
+_Made = tuple[_Place, PackedWeight, FusedGroup | None]
+
+
 class Packing(NamedTuple):
     """The counts that `pack` returns."""
 
@@ -287,25 +294,49 @@ def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Pa
     """
     weight_names = {id(weight): name for name, weight in model.named_parameters()}
 
-    def rows_of(place: tuple[nn.Module, tuple[str, ...]]) -> list[StoredRows | None]:
+    def rows_of(place: _Place) -> list[StoredRows | None]:
         return [(stored or {}).get(weight_names[id(layer.weight)]) for layer in _linears(*place)]
 
-    def packed(place: tuple[nn.Module, tuple[str, ...]]) -> PackedWeight:
+    def packed(place: _Place) -> PackedWeight:
         layers, rows = _linears(*place), rows_of(place)
         return BlockWeight(layers, rows) if any(rows) else PackedWeight.of(layers)
 
     found = list(_packable(model))
     if stored is not None:
         found = [place for place in found if any(rows_of(place)) and _fit_blocks(_linears(*place))]
+    for (parent, names), weight, group in _made(found, packed):
+        for index, layer in enumerate(_linears(parent, names)):
+            setattr(parent, names[index], PackedLinear(layer, weight, group, index))
+    return Packing(layers=sum(len(names) for _, names in found), fused=sum(len(names) > 1 for _, names in found))
+
+
+@contextmanager
+def packed_for_now(model: nn.Module) -> Iterator[None]:
+    """Multiply by packed copies of the weights of a model while open. Its layers and their weights stay what they are,
+    and the copies, which take as much memory again, go: what an optimiser changes afterwards is seen the next time.
+    """
+    found = [place for place in _packable(model) if not any("forward" in one.__dict__ for one in _linears(*place))]
+    replaced = set[nn.Module]()
+    try:
+        with torch.no_grad():
+            for place, weight, group in _made(found, lambda place: PackedWeight.of(_linears(*place))):
+                for index, layer in enumerate(_linears(*place)):
+                    layer.forward = weight.apply if group is None else partial(group.take, index=index)
+                    replaced.add(layer)
+        yield
+    finally:
+        for layer in replaced:
+            del layer.forward
+
+
+def _made(found: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_Made]:
+    """Yield each place with its weight as `packed` makes it, and with a group where several layers share the weight."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
         ours = all(_ours(_linears(*each)[0].weight) for each in found)
         weights = (pool.map if ours else map)(packed, found)
-        for (parent, names), weight in zip(found, weights, strict=True):
-            group = FusedGroup(weight) if len(names) > 1 else None
-            for index, layer in enumerate(_linears(parent, names)):
-                setattr(parent, names[index], PackedLinear(layer, weight, group, index))
-    return Packing(layers=sum(len(names) for _, names in found), fused=sum(len(names) > 1 for _, names in found))
+        for place, weight in zip(found, weights, strict=True):
+            yield place, weight, FusedGroup(weight) if len(place[1]) > 1 else None
 
 
 def _fit_blocks(layers: Sequence[nn.Linear]) -> bool:
@@ -323,7 +354,7 @@ def _linears(parent: nn.Module, names: Sequence[str]) -> list[Any]:
     return [parent._modules[name] for name in names]
 
 
-def _packable(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+def _packable(model: nn.Module) -> Iterator[_Place]:
     """Yield modules with the names of those of their children that one packed weight will hold."""
     # Skip the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
