@@ -24,11 +24,9 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from datasets import Dataset
 from rich.console import Console
 from rich.table import Table
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 import forerun
 from forerun.model.names import load_tokenizer
@@ -96,6 +94,9 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 def run_arm(arm: str, options: argparse.Namespace) -> None:
     """Train an arm, or go on with it."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
     folder = options.output / arm
     if len(read_steps(folder)) >= options.steps:
         return

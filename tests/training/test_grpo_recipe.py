@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="pip install 'trl==1.16.*'")
-pytest.importorskip("datasets")
 RECIPE = Path(__file__).parents[2] / "recipes" / "grpo"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
@@ -27,6 +25,7 @@ def train(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def run(train: Any, capsys: pytest.CaptureFixture[str], output: Path, *more: str) -> Any:
+    pytest.importorskip("trl", reason="pip install 'trl==1.16.*'")
     words = ["demo", "--output", str(output), "--samples", "4", "--max-tokens", "12", "--save-steps", "2", "--json"]
     words += ["--speculative-config", '{"method": "suffix", "adaptive": false, "num_speculative_tokens": 3}']
     train.main([*words, *more])

@@ -312,10 +312,14 @@ def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Pa
 
 @contextmanager
 def packed_for_now(model: nn.Module) -> Iterator[None]:
-    """Multiply by packed copies of the weights of a model while open. Its layers and their weights stay what they are,
-    and the copies, which take as much memory again, go: what an optimiser changes afterwards is seen the next time.
+    """Multiply by packed copies of the weights that a model has on a CPU while open. Its layers and their weights stay
+    what they are, and the copies, which take as much memory again, go: what an optimiser changes is seen the next time.
     """
-    found = [place for place in _packable(model) if not any("forward" in one.__dict__ for one in _linears(*place))]
+    found = [
+        place
+        for place in _packable(model)
+        if all(packable(layer) and "forward" not in layer.__dict__ for layer in _linears(*place))
+    ]
     replaced = set[nn.Module]()
     try:
         with torch.no_grad():
