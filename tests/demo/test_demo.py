@@ -66,7 +66,7 @@ def test_the_shipped_head_is_what_the_target_needs() -> None:
 def test_the_shipped_target_edits_functions_that_it_was_not_trained_on() -> None:
     """Exactly as asked, with every word of the function in its place."""
     llm = LLM("demo", dtype="float32", speculative_config={"method": "suffix"}, max_num_seqs=16)
-    asked = [edit for edit in demo.edits() if edit.name.startswith(("rename", "constant"))]
+    asked = [edit for edit in demo.edits() if edit.name.startswith(("rename", "constant"))][::2]
     outputs = llm.generate(
         [llm.chat_prompt(edit.messages) for edit in asked], SamplingParams(temperature=0, max_tokens=700)
     )

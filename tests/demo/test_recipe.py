@@ -41,6 +41,7 @@ def edits(recipe: Path) -> ModuleType:
     return edits
 
 
+@pytest.mark.slow
 def test_edits_of_the_library_are_small_parse_and_repeat_themselves(edits: ModuleType) -> None:
     import corpus
 
@@ -85,6 +86,7 @@ def library(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_portions_hold_every_training_file_and_edits_of_it_that_differ_each_time(
     recipe: Path, library: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +115,7 @@ def test_portions_hold_every_training_file_and_edits_of_it_that_differ_each_time
     assert "ename `" not in "".join(tokenizer.batch_decode(quiet.astype(int)))
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_where_it_was_left(recipe: Path, library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes read portions of their own; batches do not depend on how many there are."""
     import documents

@@ -68,17 +68,17 @@ def accepted(output: RequestOutput) -> float:
     return output.outputs[0].speculation.draft_acceptance_rate
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
-    ("config", "names"),
+    ("config", "names", "params"),
     [
-        ({"method": "draft_model", "num_speculative_tokens": 3, "draw": "deterministic", "adaptive": False}, "models"),
-        ({"method": "draft_model", "num_speculative_tokens": 3}, "models"),
-        ({"method": "eagle3", "top_k": 2, "nodes": 6, "draw": "deterministic", "adaptive": False}, "heads"),
-        ({"method": "auto"}, "heads"),
-        ({"method": "first_of", "drafters": [{"method": "ngram"}, {"method": "draft_model"}]}, "models"),
+        (draft := {"method": "draft_model", "num_speculative_tokens": 3}, "models", GREEDY),
+        ({**draft, "draw": "deterministic", "adaptive": False}, "models", SAMPLED),
+        ({"method": "eagle3", "top_k": 2, "nodes": 6, "draw": "deterministic", "adaptive": False}, "heads", SAMPLED),
+        ({"method": "auto"}, "heads", GREEDY),
+        ({"method": "auto"}, "heads", SAMPLED),
+        ({"method": "first_of", "drafters": [{"method": "ngram"}, {"method": "draft_model"}]}, "models", SAMPLED),
     ],
-    ids=["draft_model", "adaptive", "eagle3", "auto", "first_of"],
+    ids=["adaptive", "draft_model", "eagle3", "auto-greedy", "auto", "first_of"],
 )
 def test_no_answer_changes_when_drafters_are_swapped(
     folders: Folders, config: dict[str, Any], names: str, params: SamplingParams

@@ -28,8 +28,7 @@ def compare(checkpoint: Path, config: Any, jobs: list[tuple[Any, SamplingParams]
             assert streamed(steps, request_id, found.index) == (other.token_ids, other.text)
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, None])
-@pytest.mark.parametrize("make", [greedy, sampled])
+@pytest.mark.parametrize(("name", "make"), [*((name, sampled) for name in (*DRAFTERS, None)), ("draft_model", greedy)])
 def test_the_output_is_that_of_an_engine_with_room(
     checkpoint: Path, draft_checkpoint: Path, name: str | None, make: Any
 ) -> None:

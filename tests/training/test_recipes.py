@@ -126,6 +126,7 @@ def test_every_command_of_a_recipe_runs(
     assert str(recipe.relative_to(ROOT)) in trained
 
 
+@pytest.mark.slow
 def test_the_shipped_heads_recipe_runs_as_its_stage_runs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
