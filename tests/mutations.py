@@ -264,6 +264,20 @@ FAULTS = [
         "if here.vocab_size < 0:",
         f"{WEIGHTS} -k nothing_is_lost",
     ),
+    Fault(
+        "rollouts",
+        "in vLLM a row that holds the same text is taken for another request's",
+        "if wish != self._wishes.pop(place, NOTHING) and index not in begun:",
+        "if wish != self._wishes.pop(place, NOTHING) and index in begun:",
+        "tests/deploy/test_sequences.py -k own_prediction",
+    ),
+    Fault(
+        "rollouts",
+        "in vLLM the memory of another group is drafted from",
+        "_prompt(length), self._wishes.get(place, NOTHING).group)",
+        "_prompt(length), None)",
+        "tests/deploy/test_sequences.py -k learn_from_their_own",
+    ),
     # --- sampling ---
     Fault(
         "sampling",

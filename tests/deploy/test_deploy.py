@@ -85,7 +85,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", *HEAD, "--max-batch", "256"): "what is accepted: give --text chat",
     ("vllm", "m", *PAPER): "name a --drafter",
     ("vllm", "m", "--head-address", "h"): "give --nodes",
-    ("vllm", "m", "--drafter", "prediction"): "bring no prediction to a plug-in",
+    ("sglang", "m", "--drafter", "prediction"): "bring no prediction to a plug-in",
     ("sglang", "m", *MERGED, "--adaptive"): "leave --adaptive out",
     ("vllm", "m", "--drafter", "merge", "--drafter-option", "drafters=[1, 2]"): "list of names",
     ("llamacpp", "o/x-GGUF", "--drafter", "eagle3", "--drafter-model", "demo-eagle3"): "name the target's directory",

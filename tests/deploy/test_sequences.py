@@ -450,6 +450,24 @@ def proposed(
     return made.propose(sampled, array([len(text) for text in texts] + [0] * (4 - len(texts))), table)
 
 
+def told(made: vllm.ForerunProposer, requests: dict[str, tuple[Sequence[int], Any]]) -> list[list[int]]:
+    """Drafts for requests with these texts and `extra_args`, asked for as vLLM's model runner does."""
+
+    class Runner:
+        def __init__(self) -> None:
+            self.input_batch = SimpleNamespace(req_ids=[*requests])
+            params = {name: SimpleNamespace(extra_args=given) for name, (_, given) in requests.items()}
+            self.requests = {name: SimpleNamespace(sampling_params=one) for name, one in params.items()}
+
+        def propose_draft_token_ids(self) -> list[list[int]]:
+            table, texts = np.full((4, 40), 49, np.int32), [text for text, _ in requests.values()]
+            for row, text in enumerate(texts):
+                table[row, : len(text)] = text
+            return made.propose([[text[-1]] for text in texts], array([len(text) for text in texts]), table)
+
+    return Runner().propose_draft_token_ids()
+
+
 class TestVllm:
     REPEATS = (1, 2, 3, 1, 2, 3, 1)
 
@@ -507,8 +525,6 @@ class TestVllm:
                 for table in ("[[0, 3, 1]]", "[[2, 3, 1]]", "[[1, 4, 1], [4, 5, 1]]", "[[1, 4, 1], [6, 5, 1]]")
             ],
             ('{"method": "suffix", "rule": "block"}', "its own rule"),
-            ('{"method": "prediction"}', "bring no prediction"),
-            ('{"method": "first_of", "drafters": ["prediction", "ngram"]}', "bring no prediction"),
             *[
                 (f'{{"method": "merge", "drafters": {bad}}}', "list of names")
                 for bad in ("[1, 2]", "5", "null", '"ngram"')
@@ -522,3 +538,53 @@ class TestVllm:
     def test_asynchronous_scheduling_is_refused_with_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ArgumentError, match="--no-async-scheduling"):
             proposer(monkeypatch, async_scheduling=True)
+
+
+class TestWishesOfRequests:
+    """What `extra_args` say in vLLM: predictions, and groups that learn from each other."""
+
+    PREDICTED = '{"method": "prediction", "adaptive": false}'
+    TEXT = (7, 8, 9)
+
+    def test_each_has_its_own_prediction(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = proposer(monkeypatch, self.PREDICTED)
+        asked = {
+            "a": ((*self.TEXT, 1), {"prediction": [1, 2, 3, 4]}),
+            "b": ((*self.TEXT, 1), {"prediction": [1, 5, 6]}),
+        }
+        asked["c"] = ((*self.TEXT, 1), None)
+        assert told(made, asked) == [[2, 3, 4], [5, 6], []]
+        moved = {name: asked[name] for name in ("c", "b", "a")}
+        assert told(made, moved) == [[], [5, 6], [2, 3, 4]], "the rows hold the same text, and are other requests'"
+        assert told(made, {"b": ((*self.TEXT, 1, 5), asked["b"][1])}) == [[6]]
+        assert list(made._wishes) == ["b"], "what the others wished went with them"
+
+    @pytest.mark.parametrize("adaptive", ["true", "false"])
+    def test_groups_learn_from_their_own(self, monkeypatch: pytest.MonkeyPatch, adaptive: str) -> None:
+        made = proposer(monkeypatch, f'{{"method": "suffix", "adaptive": {adaptive}}}')
+        answer = (*self.TEXT, 11, 12, 13, 14, 15, 16, 17)
+        for end in range(4, len(answer) + 1):
+            told(made, {"a": (answer[:end], {"group": "g"})})
+        told(made, {"x": ((3,), None)})
+        ask = (5, 11, 12, 13)
+        for group, learned in (("g", True), ("h", False), (None, False), ("g", True)):
+            drafts = told(made, {f"{group}": (ask, {"group": group} if group else None)})
+            told(made, {"x": ((3,), None)})
+            assert (drafts[0][:2] == [14, 15]) == learned or (adaptive == "true" and not drafts[0])
+
+    @pytest.mark.parametrize("wrong", [{"prediction": [1, 50]}, {"prediction": "text"}, {"prediction": 3}])
+    def test_what_cannot_be_read_is_left_out(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any]
+    ) -> None:
+        """Raised here, an error would end all requests of the engine."""
+        made = proposer(monkeypatch, self.PREDICTED)
+        right = ((*self.TEXT, 1), {"prediction": [1, 2, 3]})
+        for _ in range(2):
+            assert told(made, {"a": ((*self.TEXT, 1), wrong), "b": right}) == [[], [2, 3]]
+        assert len([one for one in caplog.records if "is left out" in one.message]) == 1
+
+    def test_a_runner_of_another_kind_costs_wishes_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = proposer(monkeypatch, '{"method": "ngram"}')
+        assert proposed(made, [TestVllm.REPEATS], [[1]]) == [[2, 3, 1, 2]]
+        monkeypatch.setattr(vllm.ForerunProposer, "_read_wish", lambda *_: {}["moved"])
+        assert told(made, {"a": (TestVllm.REPEATS, {"group": "g"})}) == [[2, 3, 1, 2]]

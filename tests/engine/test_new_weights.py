@@ -86,7 +86,7 @@ def test_answers_are_those_of_an_engine_that_began_with_the_weights(folders: Fol
 
 
 def test_what_drafters_have_learned_of_texts_stays(folders: Folders) -> None:
-    llm = engine(folders["served"], {"method": "suffix"})
+    llm = engine(folders["served"], {"method": "suffix", "adaptive": False})
     texts(llm)
     [(_, suffix)] = next(iter(llm.engine.drafting._active.values())).drafters
     [domain] = suffix.drafter._domains.all()

@@ -51,11 +51,13 @@ def list_members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from list_members({"method": member} if isinstance(member, str) else member)
 
 
-def check_plugged(config: Mapping[str, Any]) -> None:
+def check_plugged(config: Mapping[str, Any], *, predictions: bool = False) -> None:
     """Raise ArgumentError where a plug-in would draft nothing by one of the configuration's
-    drafters.
+    drafters; `predictions` says that its requests may bring some.
     """
-    if any(one.get("method") == "prediction" and not one.get("text") for one in list_members(config)):
+    if not predictions and any(
+        one.get("method") == "prediction" and not one.get("text") for one in list_members(config)
+    ):
         raise ArgumentError(
             "prediction: requests bring no prediction to a plug-in; give the one text that all answers resemble, "
             'option "text"'

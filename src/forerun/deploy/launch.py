@@ -282,6 +282,7 @@ class EngineInfo(ABC):
     ways: ClassVar[Mapping[str, Counterpart]]  # Our method -> the engine's
     reads: ClassVar[str]  # Its name in `heads.engines`
     rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
+    predictions: ClassVar[bool] = False  # Whether requests bring predictions to a plug-in
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
     apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
     settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
@@ -339,7 +340,7 @@ class EngineInfo(ABC):
                 f"{self.title} has no counterpart of the rule {config.rule!r}; it {own}: leave --rule out"
             )
         if plugged:
-            check_plugged(config.named)
+            check_plugged(config.named, predictions=self.predictions)
         return [_draft(one) for one in _members(config)]
 
     def needs(self, config: SpeculativeConfig) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
 request ids.
 
-Rows are recognised by the tokens they hold. How much to draft is decided by the same policy as in
+Rows are recognised by the tokens they hold; where the engine tells what a request asks of its drafts, no row is taken
+for another request's with the same text. How much to draft is decided by the same policy as in
 forerun's own engine; the time from one call to the next counts as that of a step.
 """
 
@@ -83,6 +84,11 @@ class KnownRows:
         self._running = rows
         lost, begun = known.changes
         return RecognisedRows(work, lost[:gone].tolist() if gone else [], begun[:new].tolist() if new else [])
+
+    @property
+    def width(self) -> int:
+        """Return the space for a text, tokens."""
+        return int(self._known.held.shape[1])
 
     def clear(self) -> None:
         """Forget all rows."""
@@ -180,6 +186,14 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
     return lost, new
 
 
+class Wish(NamedTuple):
+    """A `Wish` is what one request says of its drafts."""
+
+    group: str | None = None  # What is learned of texts serves the requests of one group; None is one, too
+    prediction: tuple[int, ...] = ()  # Token ids that the client expects as the answer
+
+
+NOTHING = Wish()
 Config = Mapping[str, Any] | str | SpeculativeConfig | None
 TOKENS = "num_speculative_tokens"
 _GREEDY = Sampler(SamplingParams(temperature=0.0), ())  # Copied tokens are deterministic, whatever the request samples
@@ -259,6 +273,7 @@ class Sequences:
         nodes: int,
         tokenizer: Any = None,
         chains: bool = True,
+        predictions: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Build the drafter and its policy.
@@ -272,13 +287,14 @@ class Sequences:
             nodes: most drafted tokens of one.
             tokenizer: of the target, for drafters that were made of texts.
             chains: the engine scores no trees; of each the best path is drafted.
+            predictions: the engine tells what its requests wish, see `Wish`.
             clock: seconds.
 
         Raises:
             ArgumentError: the drafter, or one that it is made of, is none of `COPYING`, ``auto`` or a drafter outside
                 of forerun that reads text alone.
         """
-        parsed = parse_config(config)
+        parsed = parse_config(config, predictions=predictions)
         setup = DrafterSetup(
             target=cast("Target", ForeignTarget(vocab_size)), tokenizer=tokenizer, rows=rows, slots=slots
         )
@@ -294,48 +310,50 @@ class Sequences:
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
         self._known = KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known
+        self._wishes: dict[int, Wish] = {}  # The same, of requests that wish anything
         self._step: _DraftedStep | None = None
         inside = self.drafters[0].drafter if self._policy is None else None
         chained = isinstance(inside, LookupDrafter) and inside.kind(_GREEDY).chain
         self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
 
-    def chains(self, table: Ints, lengths: Ints, most: Longs) -> list[list[int]]:
+    def chains(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None = None) -> list[list[int]]:
         """Draft at most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and
         answer so far, for each row.
 
         Of a tree the best path is taken. `ngram` and `suffix` without a policy draft for all rows
-        in one go. A failure costs this step's drafts and is logged.
+        in one go. A failure costs this step's drafts and is logged. `wishes` are those of the rows; None: there are
+        none.
         """
         if self._lookup is None:
-            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most)]
+            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most, wishes)]
         try:
             found = self._recognise_rows(table, lengths)
-            begun = {int(found.work[ROW, index]): int(lengths[index]) for index in found.new}
-            if gone := [place for place in found.gone if place not in begun]:
-                self._lookup.truncate(gone, [0] * len(gone))
+            begun = {int(found.work[ROW, index]): int(lengths[index]) for index in self._beginning(found, wishes)}
+            if found.gone:  # Also where a new text has the place: what was answered there is learned
+                self._lookup.truncate(found.gone, [0] * len(found.gone))
             for place, length in begun.items():
-                self._lookup.begin(place, _prompt(length))
+                self._lookup.begin(place, _prompt(length), self._wishes.get(place, NOTHING).group)
             found.work[NODES] = found.work[DEPTH] = most
             return self._lookup.chains(self._known.tokens, found.work)
         except BaseException as error:
             self._lose(error)
             return [[] for _ in lengths]
 
-    def trees(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+    def trees(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None = None) -> list[TokenTree]:
         """Draft a tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``, for
         each row.
 
         It is the root alone for 0 nodes, and where something fails, as in `chains`.
         """
         try:
-            return self._grow(table, lengths, most)
+            return self._grow(table, lengths, most, wishes)
         except BaseException as error:
             self._lose(error)
             return [TokenTree(int(text[length - 1])) for text, length in zip(table, lengths, strict=False)]
 
-    def _grow(self, table: Ints, lengths: Ints, most: Longs) -> list[TokenTree]:
+    def _grow(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None) -> list[TokenTree]:
         began = self._clock()
-        rows, fresh = self._read_rows(table, lengths)
+        rows, fresh = self._read_rows(table, lengths, wishes)
         if self._policy is not None and self._step is not None:
             self._learn(self._policy, self._step, began)
         if grown := [index for index, count in enumerate(fresh) if count]:
@@ -361,6 +379,7 @@ class Sequences:
         held = list(self._rows)
         self._known.clear()
         self._rows.clear()
+        self._wishes.clear()
         self._step = None
         if self._lookup is not None:
             self._lookup.clear()
@@ -406,19 +425,38 @@ class Sequences:
         """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
-    def _read_rows(self, table: Ints, lengths: Ints) -> tuple[list[Row], list[int]]:
+    def _beginning(self, found: RecognisedRows, wishes: Sequence[Wish] | None) -> list[int]:
+        """Return which rows begin now: the new ones, and those that turn out to be other requests' than those that
+        their text was known of; these are read from their first token on.
+        """
+        for place in found.gone:
+            self._wishes.pop(place, None)
+        if wishes is None and not self._wishes:
+            return found.new
+        begun = set(found.new)
+        for index, place in enumerate(found.work[ROW].tolist()):
+            wish = NOTHING if wishes is None else wishes[index]
+            if wish != self._wishes.pop(place, NOTHING) and index not in begun:
+                begun.add(index)
+                found.work[START, index] = place * self._known.width
+            if wish != NOTHING:
+                self._wishes[place] = wish
+        return sorted(begun)
+
+    def _read_rows(self, table: Ints, lengths: Ints, wishes: Sequence[Wish] | None) -> tuple[list[Row], list[int]]:
         """Return each row and how many of its tokens are new; texts that no row holds any more are
         forgotten.
         """
         found = self._recognise_rows(table, lengths)
-        if found.gone:
-            self._truncate(found.gone)
-            for place in found.gone:
+        begun = [int(found.work[ROW, index]) for index in self._beginning(found, wishes)]
+        if forgotten := [*found.gone, *(place for place in begun if place in self._rows and place not in found.gone)]:
+            self._truncate(forgotten)
+            for place in forgotten:
                 self._rows.pop(place, None)
         rows, fresh, places = list[Row](), list[int](), found.work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
-                self._rows[place] = _row(place, length)
+                self._rows[place] = _row(place, length, self._wishes.get(place, NOTHING))
             row = self._rows[place]
             fresh.append(length - len(row.tokens))
             row.commit(text[len(row.tokens) : length].tolist())
@@ -450,8 +488,10 @@ def _make_emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms
     return Emitted(tokens=tokens, sources=[], drafted=tree.size, depth=max(tree.depths), logprobs=None, trace=trace)
 
 
-def _row(place: int, tokens: int) -> Row:
+def _row(place: int, tokens: int, wish: Wish) -> Row:
     return Row(
+        cache_salt=wish.group,
+        prediction=wish.prediction,
         cache_row=place,
         tokens=[],
         prompt_length=_prompt(tokens),
@@ -462,9 +502,9 @@ def _row(place: int, tokens: int) -> Row:
     )
 
 
-def parse_config(config: Config) -> SpeculativeConfig:
+def parse_config(config: Config, *, predictions: bool = False) -> SpeculativeConfig:
     """Parse a plug-in's configuration; ArgumentError if no plug-in drafts by it, or an option is
-    unknown or missing.
+    unknown or missing. `predictions` says that requests may bring some.
     """
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
@@ -480,7 +520,7 @@ def parse_config(config: Config) -> SpeculativeConfig:
             )
     if parsed.rule is not None:
         raise ArgumentError(f"the engine verifies a plug-in's drafts by its own rule: leave rule {parsed.rule!r} out")
-    check_plugged(parsed.named)
+    check_plugged(parsed.named, predictions=predictions)
     if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
         parsed = replace(parsed, num_speculative_tokens=None)
     for arm in arms_of(parsed):

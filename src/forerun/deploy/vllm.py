@@ -5,21 +5,27 @@
 file with it. After each step the model runner V1 (``VLLM_USE_V2_MODEL_RUNNER=0``, no
 ``--async-scheduling``) calls `propose` with the tokens of all running requests and nothing else;
 from a tree it gets the best path.
+
+What a request says of its drafts stands in vLLM's ``extra_args`` (``vllm_xargs`` over HTTP): ``prediction``, the answer
+that is expected, as text or token ids, and ``group``, the name of the requests that learn from each other.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from forerun.core.sampling import check_token_ids
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
-from forerun.deploy.sequences import TOKENS, Sequences, read_options
+from forerun.deploy.sequences import NOTHING, TOKENS, Sequences, Wish, read_options
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
+from forerun.params import token_ids
 
 log = logging.getLogger(__name__)
 
@@ -39,15 +45,20 @@ class ForerunProposer:
                                 "--no-async-scheduling")  # fmt: skip
         room = int(speculative.num_speculative_tokens)
         self.max_model_len = int(vllm_config.model_config.max_model_len)
+        self._vocabulary = int(vllm_config.model_config.get_vocab_size())
+        self._tokenizer = _tokenizer(vllm_config.model_config)
         self.sequences = Sequences(
             {TOKENS: room, "adaptive": given["method"] == AUTO, **given},
-            vocab_size=int(vllm_config.model_config.get_vocab_size()),
+            vocab_size=self._vocabulary,
             rows=int(vllm_config.scheduler_config.max_num_seqs),
             slots=self.max_model_len,
             nodes=room,
-            tokenizer=_tokenizer(vllm_config.model_config),
+            tokenizer=self._tokenizer,
+            predictions=True,
         )
         self.most = min(room, int(given.get(TOKENS, room)))
+        self._wishes: dict[str, Wish] = {}  # Of the requests that ran at the last step, by their ids
+        self._told_of_runner = False
         log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -69,7 +80,49 @@ class ForerunProposer:
         most = np.minimum(self.tokens_at(running), self.max_model_len - lengths)
         if running < rows:
             most[[not sampled for sampled in sampled_token_ids]] = 0
-        return self.sequences.chains(token_ids_cpu, lengths, most)
+        # vLLM's model runner, which calls this, hands itself to no plug-in.
+        wishes = self._wishes_of(sys._getframe(1).f_locals.get("self"), rows)
+        return self.sequences.chains(token_ids_cpu, lengths, most, wishes)
+
+    def _wishes_of(self, runner: Any, rows: int) -> list[Wish] | None:
+        """Return what the requests in the first `rows` rows of the runner's batch wish, None where none does, or where
+        they are not found in it.
+        """
+        try:
+            ids = runner.input_batch.req_ids[:rows]
+            self._wishes = {name: self._wishes.get(name) or self._read_wish(runner.requests[name]) for name in ids}
+        except (AttributeError, LookupError, TypeError) as error:
+            if not self._told_of_runner:
+                log.warning("extra_args are not read, for this vLLM keeps its requests elsewhere: %r", error)
+            self._told_of_runner = True
+            return None
+        if all(wish is NOTHING for wish in self._wishes.values()):
+            return None
+        return [self._wishes[name] for name in ids]
+
+    def _read_wish(self, request: Any) -> Wish:
+        """Return what a request wishes; what cannot be read is told in the log and left out, for an error would end
+        all requests of the engine.
+        """
+        given = getattr(request.sampling_params, "extra_args", None) or {}
+        group, predicted = given.get("group"), given.get("prediction")
+        if group is None and predicted is None:
+            return NOTHING
+        try:
+            group = None if group is None else str(group)
+            return Wish(group=group, prediction=self._predicted_tokens(predicted))
+        except (TypeError, ValueError) as error:
+            log.warning("a prediction in extra_args is left out: %s", error)
+            return Wish(group=group)
+
+    def _predicted_tokens(self, predicted: Any) -> tuple[int, ...]:
+        if isinstance(predicted, str):
+            if self._tokenizer is None:
+                raise ArgumentError("it is text, and vLLM has no tokenizer; give token ids")
+            return tuple(self._tokenizer.encode(predicted, add_special_tokens=False))
+        ids = token_ids("prediction", predicted or ())
+        check_token_ids("prediction", ids, self._vocabulary)
+        return tuple(ids)
 
     def tokens_at(self, batch: int) -> int:
         """Return how many tokens are drafted for each of so many requests; beyond a range as many

@@ -59,6 +59,7 @@ class Vllm(EngineInfo):
     reads: ClassVar[str] = "vllm"
     apart: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
+    predictions: ClassVar[bool] = True
     routes: ClassVar[bool] = True
     rules: ClassVar[dict[str, str]] = {"token_rejection": "standard", "block": "block"}
     ways: ClassVar[dict[str, Counterpart]] = {
