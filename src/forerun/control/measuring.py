@@ -96,8 +96,9 @@ def known_or_nominal(target: Target) -> PassCost:
     """Return what passes cost as far as it is kept for this target, from a calibration or from another process.
 
     Else a few sizes are timed on a free row of a CPU and kept until steps know better: kernels differ, and a second
-    node costs a hundredth or all of the first. An accelerator, where a first pass of a size is recorded, begins with a
-    nominal figure, which steps correct.
+    node costs a hundredth or all of the first. What else runs then makes all sizes look alike, so a node counts at
+    least as nominally, and where the largest size takes less nothing is kept. An accelerator, where a first pass of a
+    size is recorded, begins with a nominal figure, which steps correct.
     """
     kept = _read(target)
     if kept is not None:
@@ -105,9 +106,12 @@ def known_or_nominal(target: Target) -> PassCost:
     if target.device.type != "cpu" or all(target.lengths):
         return Nominal()
     grid = _grid(target, (1,), _FIRST_NODES, CONTEXTS[:1])
-    cost = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None)
-    _write(target, _UNASKED, cost)
-    return cost
+    cost, nominal = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None), Nominal()
+    [[seen]] = cost.pass_times_ms
+    least = [seen[0] * nominal.pass_ms(nodes) for nodes in cost.nodes]
+    if seen[-1] >= least[-1]:
+        _write(target, _UNASKED, cost)
+    return replace(cost, pass_times_ms=((tuple(map(max, seen, least)),),))
 
 
 def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
