@@ -556,6 +556,27 @@ FAULTS = [
     ),
     Fault(
         "policy",
+        "what copies save is counted once for each row of the step",
+        "gain = each * lost / plan.goodput",
+        "gain = each * lost * plan.batch / plan.goodput",
+        "tests/control/test_simulated.py",
+    ),
+    Fault(
+        "policy",
+        "what is put off is asked as rarely as a model is tried",
+        "self._due = step + max(1, round(spent / SETTINGS.trial_share))",
+        "self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))",
+        "tests/control/test_lookups.py",
+    ),
+    Fault(
+        "policy",
+        "prices that were timed beside other work are kept",
+        "if seen[-1] >= least[-1]:",
+        "if seen:",
+        "tests/engine/test_cost.py",
+    ),
+    Fault(
+        "policy",
         "depths behind a rejection count as rejected",
         "for depth in range(min(accepted + 1, drafted)):",
         "for depth in range(drafted):",

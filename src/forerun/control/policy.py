@@ -340,7 +340,7 @@ class Policy:
             cost = self.costs.lookup_ms(plan.batch, ms)
             others = {row: self._gains(plan.merged[row].worth_without(index), plan) for row in found}
             lost = sum(plan.gained[row] - max(gains) for row, gains in others.items())
-            gain = each * lost * plan.batch / plan.goodput
+            gain = each * lost / plan.goodput
             asked.append(Asked(self.arms[index].lookup_trials, cost, each * cost, gain))
         settle(asked, self.steps, plain_ms=plan.times[0])
 
