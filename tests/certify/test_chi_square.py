@@ -16,7 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.certify import CertifyPlan, checks
+from forerun.certify import CertifyPlan, checks, chi_square
 from forerun.certify.checks import Check
 from forerun.certify.reference import Reference, count, exact_cells
 from forerun.core import sampling
@@ -75,19 +75,19 @@ def prompt(llm: LLM) -> list[int]:
 
 @pytest.mark.parametrize(("statistic", "freedom"), [(0.5, 1), (9.8, 6), (80.0, 12), (300.0, 150)])
 def test_survival_is_scipys(statistic: float, freedom: int) -> None:
-    assert checks.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
+    assert chi_square.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
 
 
 def test_pearson_is_scipys() -> None:
     cells = {(1,): 0.5, (2,): 0.3, (): 0.2}
     counts = Counter({(1,): 55, (2,): 20, (): 25})
     expected = stats.chisquare([55, 20, 25], [50, 30, 20])
-    assert checks.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
+    assert chi_square.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
 
 
 def test_an_impossible_answer_is_infinitely_wrong() -> None:
-    statistic, freedom = checks.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
-    assert checks.survival(statistic, freedom) == 0.0
+    statistic, freedom = chi_square.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
+    assert chi_square.survival(statistic, freedom) == 0.0
 
 
 def test_cells_are_a_partition_with_the_distributions_probabilities(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +122,7 @@ def test_few_cells_take_the_likeliest_beginnings(reference: Reference, prompt: l
 
 @pytest.mark.parametrize(("freedom", "level", "detect"), [(1, 1e-6, 0.02), (23, 2.5e-7, 0.05), (60, 1e-3, 0.3)])
 def test_the_power_is_scipys(freedom: int, level: float, detect: float) -> None:
-    draws = checks.draws_for(freedom, level, detect, 0.99)
+    draws = chi_square.draws_for(freedom, level, detect, 0.99)
     critical = stats.chi2.isf(level, freedom)
     assert stats.ncx2.sf(critical, freedom, 4 * draws * detect**2) == pytest.approx(0.99, abs=2e-3)
 
@@ -130,12 +130,12 @@ def test_the_power_is_scipys(freedom: int, level: float, detect: float) -> None:
 def test_the_power_is_kept() -> None:
     """Counts from a distribution that is as far away as is to be detected fail as often as promised."""
     level, cells = 1e-4, {(token,): 1 / 8 for token in range(8)}
-    draws = checks.draws_for(7, level, 0.1, 0.9)
+    draws = chi_square.draws_for(7, level, 0.1, 0.9)
     away = np.array([1 / 8 + (0.025 if token % 2 else -0.025) for token in range(8)])
     rng, failed = np.random.default_rng(0), 0
     for _ in range(400):
         counts = Counter({(token,): int(seen) for token, seen in enumerate(rng.multinomial(draws, away))})
-        failed += checks.survival(*checks.pearson(cells, counts, draws)) < level
+        failed += chi_square.survival(*chi_square.pearson(cells, counts, draws)) < level
     assert 0.85 < failed / 400 < 0.95
 
 

@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from contract.heads import Heads
 from contract.tongues import LETTERS, OTHERS, WORDS, retold, tongue
 from forerun import LLM, SamplingParams
-from forerun.certify.checks import draws_for
+from forerun.certify.chi_square import draws_for
 from forerun.certify.contract import (
     PROMPT,
     PROMPTS,  # noqa: F401 - the tests' own

@@ -3,18 +3,14 @@
 Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers' or
 llama.cpp's own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. Longer answers are
 compared token by token: where each stands among all, the likelier ones first (`Reference.places`). How many are drawn
-follows from what is to be detected. A test fails if two drawings, one after the other, are unlikely: each then has a
-level that is the root of the test's, where the chi-square approximation is good and fewer answers suffice. The level of
-a run is shared among its tests (Bonferroni).
+follows from what is to be detected (`chi_square`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from bisect import bisect
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -24,6 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.certify import CertifyPlan
+from forerun.certify.chi_square import EDGES, draws_over, fit, level_of, pearson, place_cells, survival
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import (
     LOGPROB_TOLERANCE,
@@ -53,9 +50,6 @@ token at the border is then all or nothing."""
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -2.0, "frequency_penalty": -2.0}
 """Below 0, so that tokens do come again in answers of a few tokens: only there the two are seen."""
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "  # What the grammar of a test allows, for longer than its answers are
-EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
-"""The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
-FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
 _TOGETHER = 128  # Answers asked for at once
 _TRIED = 32  # Answers, or fewer longer ones, in which the examined drafter has to draft, or another drafts in its place
 
@@ -420,18 +414,16 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     """Return the test, one of `tests`, of where the tokens of longer answers stand in their own distributions. The
     setting has a temperature and nothing else."""
     plan = run.plan
-    level, power = math.sqrt(plan.family_error / tests), math.sqrt(plan.power)
-    edges = [edge for edge in EDGES if 1 - edge > plan.least / 20]  # A coarse test takes few answers
-    cells: Cells = {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
-    wanted = draws_for(len(edges), level, plan.detect, power)
-    answers = math.ceil(max(wanted, FEWEST / min(cells.values())) / plan.max_tokens)
+    cells = place_cells([edge for edge in EDGES if 1 - edge > plan.least / 20])  # A coarse test takes few answers
+    wanted, fewest = draws_over(cells, plan, tests)
+    answers = math.ceil(max(wanted, fewest) / plan.max_tokens)
     samples = answers * plan.max_tokens
     return Test(
         setting=replace(setting, what="each token of longer answers"),
         prompts=[prompt[: plan.sample_prompt_tokens] for prompt in run.prompts],
         tokens=plan.max_tokens,
         cells=cells,
-        level=level,
+        level=level_of(plan, tests),
         samples=samples,
         answers=answers,
         detects=plan.detect * math.sqrt(wanted / samples),
@@ -443,19 +435,17 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
     """Return the test of a setting, one of `tests`, on the beginning of the first prompt from `index` on whose answers
     are not certain. ArgumentError: there is no such prompt."""
     plan, params = run.plan, replace(setting.params, max_tokens=run.plan.sample_tokens)
-    level, power = math.sqrt(plan.family_error / tests), math.sqrt(plan.power)  # Of each of two drawings
     for turn in range(len(run.prompts)):
         prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
         cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
-        likely = [chance for chance in cells.values() if chance > 0]
-        if len(likely) > 1:
-            samples = max(draws_for(len(likely) - 1, level, plan.detect, power), math.ceil(FEWEST / min(likely)))
+        if sum(chance > 0 for chance in cells.values()) > 1:
+            samples = max(draws_over(cells, plan, tests))
             return Test(
                 setting=setting,
                 prompts=[prompt],
                 tokens=plan.sample_tokens,
                 cells=cells,
-                level=level,
+                level=level_of(plan, tests),
                 samples=samples,
                 answers=samples,
                 detects=plan.detect,
@@ -488,29 +478,28 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     """Compare speculative answers with the exact distribution. It fails if a drawing is unlikely, and then another one,
     with other seeds, too; or if an answer is impossible."""
     pace, stats = pace or Pace(tell=run.progress, total=test.answers), SpeculationStats()
-    statistic, freedom, chance = _drawing(run, test, stats, pace, 0)
-    first = None
-    if 0 < chance < test.level:
-        first, pace.total = chance, pace.total + test.answers
-        statistic, freedom, chance = _drawing(run, test, stats, pace, test.answers)
+
+    def draw(turn: int) -> tuple[float, int, float]:
+        pace.total += turn * test.answers
+        return _drawing(run, test, stats, pace, turn * test.answers)
+
+    found = fit(draw, test.level)
     drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
     summary = (
-        f"chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {test.level:.1g}, "
-        f"twice{'' if first is None else f'; p = {first:.3g} at first'}); "
-        f"{test.samples} {test.each} detect a total variation of {test.detects:.2g} over {test.possible} cells with "
-        f"{run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
+        f"{found.words()}; {test.samples} {test.each} detect a total variation of {test.detects:.2g} over "
+        f"{test.possible} cells with {run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up "
+        f"to {depth} deep"
         + ("" if drafted else "; nothing was drafted, so nothing was proved")
         + (f"; {test.passed_over} of the prompts passed over: nothing to compare" if test.passed_over else "")
     )
-    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "first_p_value": first}
-    sample = {"samples": test.samples, "cells": test.possible, "level": test.level, "passed_over": test.passed_over}
+    sample = {"samples": test.samples, "cells": test.possible, "passed_over": test.passed_over}
     power = {"detects_total_variation": test.detects, "power": run.plan.power}
     drafts = {"drafted": drafted, "accepted": accepted, "depth": depth, "rules": sorted(stats.steps_per_rule)}
     return Check(
         name=f"sampled distribution, {test.setting.name}",
-        passed=chance >= test.level and drafted > 0,
+        passed=found.passed and drafted > 0,
         summary=summary,
-        figures={**fit, **sample, **power, **drafts},
+        figures={**found.figures, **sample, **power, **drafts},
     )
 
 
@@ -532,55 +521,3 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
         pace.drawn += 1
     statistic, freedom = pearson(test.cells, count(test.cells, outcomes), test.samples)
     return statistic, freedom, survival(statistic, freedom)
-
-
-def draws_for(freedom: int, level: float, detect: float, power: float) -> int:
-    """The fewest answers by which whatever is `detect` away in total variation fails with probability `power`. The
-    statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
-    distribution (Cauchy-Schwarz)."""
-    freedom = max(freedom, 1)
-    critical = _smallest(lambda value: survival(value, freedom) <= level)
-    wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= power)
-    return math.ceil(wanted / (4 * detect**2))
-
-
-def _smallest(holds: Callable[[float], bool]) -> float:
-    """The smallest number above 0 for which `holds`, which stays true from there on; to one part in a thousand."""
-    high = 1.0
-    while not holds(high):
-        high *= 2
-    low = high / 2 if high > 1 else 0.0
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
-
-
-def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
-    """Probability that a noncentral chi-square variable exceeds `statistic`: a Poisson mixture of central ones."""
-    most = int(apart / 2 + 12 * math.sqrt(apart / 2 + 1)) + 12
-    terms = torch.arange(most, dtype=torch.float64)
-    weights = (terms * math.log(apart / 2) - apart / 2 - torch.lgamma(terms + 1)).exp()
-    tails = torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, statistic / 2))
-    return float((weights * tails).sum())
-
-
-def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
-    statistic, used = 0.0, 0
-    for outcome, chance in cells.items():
-        expected = chance * samples
-        if expected <= 0:
-            statistic += float("inf") if counts[outcome] else 0.0
-            continue
-        statistic += (counts[outcome] - expected) ** 2 / expected
-        used += 1
-    return statistic, max(used - 1, 1)
-
-
-def survival(statistic: float, freedom: int) -> float:
-    """Probability that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma function."""
-    if statistic == float("inf"):
-        return 0.0
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))

@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from forerun.certify import CertifyPlan
-from forerun.certify.checks import EDGES, FEWEST, Check, draws_for, pearson, survival
+from forerun.certify.checks import Check
+from forerun.certify.chi_square import EDGES, draws_for, draws_over, fit, level_of, pearson, place_cells, survival
 from forerun.certify.reference import REST, Cells, Outcome, cells_of, count, first_difference
 from forerun.certify.served import (
     CHOICES,
@@ -142,14 +143,12 @@ def _answers_test(exam: ServerExam, name: str, request: ServedRequest, at_a_time
     """Return the test of the beginnings of answers to one request."""
     plan = exam.plan
     cells = _cells(exam, request.prompt, request.max_tokens)
-    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)  # Of each of two drawings
-    likely = [chance for chance in cells.values() if chance > 0]
-    samples = max(draws_for(len(likely) - 1, level, plan.detect, power), math.ceil(FEWEST / min(likely)))
+    samples = max(draws_over(cells, plan, exam.tests))
     return ServedTest(
         name=name,
         requests=[request],
         cells=cells,
-        level=level,
+        level=level_of(plan, exam.tests),
         samples=request.n * math.ceil(samples / request.n),
         detects=plan.detect,
         at_a_time=at_a_time,
@@ -160,16 +159,13 @@ def _answers_test(exam: ServerExam, name: str, request: ServedRequest, at_a_time
 def _tokens_test(exam: ServerExam) -> ServedTest:
     """Return the test of where the tokens of longer answers stand in the distributions of their places."""
     plan = exam.plan
-    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)
-    edges = _edges(plan)
-    cells: Cells = {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
-    wanted = draws_for(len(edges), level, plan.detect, power)
-    answers = math.ceil(max(wanted, FEWEST / min(cells.values())) / plan.max_tokens)
+    cells = place_cells(_edges(plan))
+    answers = math.ceil(max(draws_over(cells, plan, exam.tests)) / plan.max_tokens)
     return ServedTest(
         name="sampled distribution, each token of longer answers",
         requests=[ServedRequest(prompt=prompt, max_tokens=plan.max_tokens, temperature=1.0) for prompt in exam.prompts],
         cells=cells,
-        level=level,
+        level=level_of(plan, exam.tests),
         samples=answers * plan.max_tokens,
         detects=plan.detect,
         at_a_time=TOGETHER,
@@ -180,31 +176,27 @@ def _tokens_test(exam: ServerExam) -> ServedTest:
 
 def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
     """Compare sampled answers with what the server states; the check fails if two drawings are unlikely."""
-    statistic, freedom, chance, drawn = _drawing(exam, test, 0)
-    first = None
-    if 0 < chance < test.level:
-        first = chance
-        statistic, freedom, chance, drawn = _drawing(exam, test, test.samples)
+    drawn = Counter[Outcome]()
+
+    def draw(turn: int) -> tuple[float, int, float]:
+        nonlocal drawn
+        drawn = count(test.cells, test.drawn(exam, turn * test.samples))
+        return _fit(test.cells, drawn)
+
+    found = fit(draw, test.level)
     summary = (
-        f"T = 1: chi-square {statistic:.1f}, {freedom} degrees of freedom, p = {chance:.3g} (fails below "
-        f"{test.level:.1g}, twice{'' if first is None else f'; p = {first:.3g} at first'}); {drawn.total()} "
-        f"{test.each} detect a total variation of {test.detects:.2g} over {len(test.cells)} cells with "
-        f"{exam.plan.power:.0%}"
+        f"T = 1: {found.words()}; {drawn.total()} {test.each} detect a total variation of {test.detects:.2g} over "
+        f"{len(test.cells)} cells with {exam.plan.power:.0%}"
     )
     figures = {
-        "chi_square": statistic,
-        "degrees_of_freedom": freedom,
-        "p_value": chance,
-        "first_p_value": first,
+        **found.figures,
         "samples": drawn.total(),
         "cells": len(test.cells),
-        "level": test.level,
         "detects_total_variation": test.detects,
         "power": exam.plan.power,
     }
-    passed = chance >= test.level
-    check = Check(name=test.name, passed=passed, summary=summary, figures=figures)
-    if passed:
+    check = Check(name=test.name, passed=found.passed, summary=summary, figures=figures)
+    if found.passed:
         return check
     if test.each == "tokens":
         words = _worst_cell(test.cells, drawn)
@@ -213,11 +205,10 @@ def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
     return with_smallest(exam, check, test.requests, _sampled_fault(exam, test), FEW_TRIES)
 
 
-def _drawing(exam: ServerExam, test: ServedTest, first: int) -> tuple[float, int, float, Counter[Outcome]]:
-    """Draw a test's answers; return chi-square, its degrees of freedom, the probability of a larger one, and counts."""
-    counts = count(test.cells, test.drawn(exam, first))
-    statistic, freedom = pearson(test.cells, counts, counts.total())
-    return statistic, freedom, survival(statistic, freedom), counts
+def _fit(cells: Cells, counts: Counter[Outcome]) -> tuple[float, int, float]:
+    """Return chi-square, its degrees of freedom and the probability of a larger one."""
+    statistic, freedom = pearson(cells, counts, counts.total())
+    return statistic, freedom, survival(statistic, freedom)
 
 
 def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
@@ -233,7 +224,8 @@ def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
         if len(cells) < 2:
             return None
         own = replace(test, requests=[request], cells=cells)
-        _, _, chance, drawn = _drawing(exam, own, 3 * test.samples)
+        drawn = count(cells, own.drawn(exam, 3 * test.samples))
+        _, _, chance = _fit(cells, drawn)
         return (
             None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
         )
@@ -288,31 +280,32 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
     """Compare sampled answers of both servers with each other by a chi-square test of two samples."""
     name, plan = f"sampled answers beside {other.url}", exam.plan
     exam.progress(name)
-    level, power = math.sqrt(plan.family_error / exam.tests), math.sqrt(plan.power)
-    number = 2 * draws_for(plan.cells - 1, level, plan.detect, power)  # Two samples have half the power of one
+    level = level_of(plan, exam.tests)
+    # Two samples have half the power of one
+    number = 2 * draws_for(plan.cells - 1, level, plan.detect, math.sqrt(plan.power))
     length = plan.sample_prompt_tokens * (4 if isinstance(exam.prompts[0], str) else 1)
     prompt = _uncertain(exam) if exam.served.exact else exam.prompts[0][:length]
-    chances = []
-    for first in (0, number):
+    cells = 0
+
+    def draw(turn: int) -> tuple[float, int, float]:
+        nonlocal cells
         asked = [
-            ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, seed=plan.seed + first + index)
-            for index in range(number)
+            ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, seed=plan.seed + index)
+            for index in range(turn * number, (turn + 1) * number)
         ]
         # Apart in their seeds: equal seeds may give equal text, which has no distribution of its own
         others = [replace(request, seed=(request.seed or 0) + 10 * number) for request in asked]
         one = [_drafted(answer) for [answer] in exam.served.ask(asked, TOGETHER)]
         two = [_drafted(answer) for [answer] in other.ask(others, TOGETHER)]
         statistic, freedom, cells = two_samples(one, two, plan)
-        chances.append(survival(statistic, freedom))
-        if chances[-1] >= level:
-            break
+        return statistic, freedom, survival(statistic, freedom)
+
+    found = fit(draw, level)
     summary = (
-        f"T = 1: chi-square {statistic:.1f} of two samples, {freedom} degrees of freedom, p = {chances[-1]:.3g} (fails "
-        f"below {level:.1g}, twice{'' if len(chances) == 1 else f'; p = {chances[0]:.3g} at first'}); {number} answers "
-        f"of each detect a total variation of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
+        f"T = 1: {found.words('chi-square {:.1f} of two samples')}; {number} answers of each detect a total variation "
+        f"of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
     )
-    figures = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chances[-1], "samples": number}
-    return Check(name=name, passed=chances[-1] >= level, summary=summary, figures=figures | {"level": level})
+    return Check(name=name, passed=found.passed, summary=summary, figures={**found.figures, "samples": number})
 
 
 def _drafted(answer: ServedAnswer) -> Outcome:

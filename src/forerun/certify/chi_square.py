@@ -1,0 +1,138 @@
+"""Pearson's chi-square for ``forerun certify``: how many answers a test takes, and what two drawings of them say.
+
+A test fails if two drawings, one after the other, are unlikely: each then has a level that is the root of the test's,
+where the chi-square approximation is good and fewer answers suffice. The level of a run is shared among its tests
+(Bonferroni).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from forerun.certify import CertifyPlan
+from forerun.certify.reference import Cells, Outcome
+
+EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
+"""The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
+_FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """A fit is what the last drawing of a test says, with the one before it if there was one."""
+
+    statistic: float
+    freedom: int
+    chance: float  # Of a larger statistic where nothing is wrong
+    level: float  # Probability below which a drawing is unlikely
+    first: float | None  # Probability of the drawing before, which was unlikely
+
+    @property
+    def passed(self) -> bool:
+        """True unless both drawings were unlikely, or one impossible."""
+        return self.chance >= self.level
+
+    def words(self, what: str = "chi-square {:.1f}") -> str:
+        """Say it for people; `what` names the statistic."""
+        return (
+            f"{what.format(self.statistic)}, {self.freedom} degrees of freedom, p = {self.chance:.3g} (fails below "
+            f"{self.level:.1g}, twice{'' if self.first is None else f'; p = {self.first:.3g} at first'})"
+        )
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """Return it for programs."""
+        return {
+            "chi_square": self.statistic,
+            "degrees_of_freedom": self.freedom,
+            "p_value": self.chance,
+            "first_p_value": self.first,
+            "level": self.level,
+        }
+
+
+def fit(draw: Callable[[int], tuple[float, int, float]], level: float) -> Fit:
+    """Judge a drawing by its statistic, degrees of freedom and chance; an unlikely one, unless it is impossible, by
+    another. `draw` is told how many went before."""
+    statistic, freedom, chance = draw(0)
+    first = None
+    if 0 < chance < level:
+        first = chance
+        statistic, freedom, chance = draw(1)
+    return Fit(statistic=statistic, freedom=freedom, chance=chance, level=level, first=first)
+
+
+def level_of(plan: CertifyPlan, tests: int) -> float:
+    """Return the probability below which each of two drawings of one of `tests` tests is unlikely."""
+    return math.sqrt(plan.family_error / tests)
+
+
+def place_cells(edges: Sequence[float]) -> Cells:
+    """Return the cells of tokens' places between these edges."""
+    return {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
+
+
+def draws_over(cells: Cells, plan: CertifyPlan, tests: int) -> tuple[int, int]:
+    """Return how many draws detect what the plan wants detected, and how many give each cell enough."""
+    likely = [chance for chance in cells.values() if chance > 0]
+    wanted = draws_for(len(likely) - 1, level_of(plan, tests), plan.detect, math.sqrt(plan.power))
+    return wanted, math.ceil(_FEWEST / min(likely))
+
+
+def draws_for(freedom: int, level: float, detect: float, power: float) -> int:
+    """The fewest answers by which whatever is `detect` away in total variation fails with probability `power`. The
+    statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
+    distribution (Cauchy-Schwarz)."""
+    freedom = max(freedom, 1)
+    critical = _smallest(lambda value: survival(value, freedom) <= level)
+    wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= power)
+    return math.ceil(wanted / (4 * detect**2))
+
+
+def _smallest(holds: Callable[[float], bool]) -> float:
+    """The smallest number above 0 for which `holds`, which stays true from there on; to one part in a thousand."""
+    high = 1.0
+    while not holds(high):
+        high *= 2
+    low = high / 2 if high > 1 else 0.0
+    while high - low > 1e-3 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
+    """Probability that a noncentral chi-square variable exceeds `statistic`: a Poisson mixture of central ones."""
+    most = int(apart / 2 + 12 * math.sqrt(apart / 2 + 1)) + 12
+    terms = torch.arange(most, dtype=torch.float64)
+    weights = (terms * math.log(apart / 2) - apart / 2 - torch.lgamma(terms + 1)).exp()
+    tails = torch.special.gammaincc(freedom / 2 + terms, torch.full_like(terms, statistic / 2))
+    return float((weights * tails).sum())
+
+
+def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:
+    """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
+    statistic, used = 0.0, 0
+    for outcome, chance in cells.items():
+        expected = chance * samples
+        if expected <= 0:
+            statistic += float("inf") if counts[outcome] else 0.0
+            continue
+        statistic += (counts[outcome] - expected) ** 2 / expected
+        used += 1
+    return statistic, max(used - 1, 1)
+
+
+def survival(statistic: float, freedom: int) -> float:
+    """Probability that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma function."""
+    if statistic == float("inf"):
+        return 0.0
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
