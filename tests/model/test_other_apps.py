@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from forerun.cli import main
 from forerun.errors import CheckpointError
 from forerun.model.checks import check
 from forerun.model.names import gguf_file
@@ -50,6 +51,16 @@ def test_ollamas_models_by_their_names(ollama: Ollama, caplog: pytest.LogCapture
     check("ollama:smollm2", "auto")
     [line] = [record.getMessage() for record in caplog.records if "ollama:smollm2:" in record.getMessage()][:1]
     assert "template, params are not" in line
+
+
+def test_llama_cpp_is_deployed_for_what_ollama_keeps(ollama: Ollama, capsys: pytest.CaptureFixture[str]) -> None:
+    large, small = ollama.add("large:latest"), ollama.add("small:latest", layers=("model",))
+    words = ["deploy", "llamacpp", "ollama:large", "--drafter", "draft_model", "--drafter-model", "ollama:small"]
+    assert main(words) == 0
+    line = "".join(capsys.readouterr().out.split())
+    assert f"-m{large}" in line and f"--spec-draft-model{small}" in line
+    assert main(["deploy", "llamacpp", "ollama:larg"]) != 0
+    assert "Ollama keeps no model 'larg:latest' here: there are" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

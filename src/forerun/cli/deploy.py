@@ -70,7 +70,7 @@ def deploy(
     engine
         vllm, sglang, trtllm, llamacpp or dynamo.
     model
-        Directory or hub id of the target; for llama.cpp a GGUF file, too.
+        Directory or hub id of the target; for llama.cpp a GGUF file, ollama:NAME or lmstudio:NAME, too.
     tp
         Devices that share every layer.
     pp
@@ -91,8 +91,7 @@ def deploy(
         Go on for a version that is not known, or with a head that the engine serves worse than it was trained.
     """
     from forerun.control.config import SpeculativeConfig
-    from forerun.deploy.launch import DeployRequest, choose_version, find_engine
-    from forerun.shipped import resolve
+    from forerun.deploy.launch import DeployRequest, choose_version, find_engine, find_model
 
     chosen = find_engine(engine)
     version, notes = choose_version(chosen, engine_version, force=force)
@@ -102,7 +101,7 @@ def deploy(
         given = speculation.config() or {}
         config = SpeculativeConfig.parse(given or None)
         where |= {"adaptive": given.get("adaptive") is True, "force": force}
-        asked = DeployRequest(model=str(resolve(model)), config=config, version=version, forecast=forecast, **where)
+        asked = DeployRequest(model=find_model(model), config=config, version=version, forecast=forecast, **where)
         made = chosen.deployment(asked, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     if out is not None:

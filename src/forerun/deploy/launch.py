@@ -24,6 +24,8 @@ from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
 from forerun.drafters.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, CheckpointError, refuse, refuse_unknown
+from forerun.model.names import gguf_file
+from forerun.model.other_apps import find_kept
 from forerun.plan import theory
 from forerun.plan.planner import PlanLoad, plan_tree
 from forerun.shipped import resolve
@@ -610,6 +612,13 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     return found
 
 
+def find_model(name: str) -> str:
+    """Return what an engine opens under a model's name: the folder of a shipped one, the GGUF file that Ollama or LM
+    Studio keeps, and anything else unchanged.
+    """
+    return str(gguf_file(name) if find_kept(name) else resolve(name))
+
+
 def _draft(config: SpeculativeConfig) -> DraftSpec:
     check_options(config.method, config.drafter_options)
     k = config.num_speculative_tokens or default_length(config.method) or 1
@@ -617,6 +626,6 @@ def _draft(config: SpeculativeConfig) -> DraftSpec:
     return DraftSpec(
         method=config.method,
         k=k,
-        model=None if given is None else str(resolve(str(given))),
+        model=None if given is None else find_model(str(given)),
         options=config.drafter_options,
     )

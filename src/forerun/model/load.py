@@ -241,7 +241,8 @@ def open_model(
         raise explain_load_error(name, error) from error
     text = config.get_text_config(decoder=True)
     unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
-    _check_tensors(name if file is None else file.path, {**found, "unexpected_keys": unexpected})
+    source, described = (name, "its config.json") if file is None else (file.path, "its metadata")
+    _check_tensors(source, described, {**found, "unexpected_keys": unexpected})
     if file is not None and weights is not None:
         model.name_or_path = model.config.name_or_path = str(name)
         model.generation_config.eos_token_id = file.ends or model.generation_config.eos_token_id
@@ -348,12 +349,11 @@ def without_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_tensors(name: str | Path, found: dict[str, Any]) -> None:
+def _check_tensors(name: str | Path, described: str, found: dict[str, Any]) -> None:
     misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
     wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
     complaints = [f"{what}: {list_some(sorted(map(str, names)))}" for what, names in wrong.items() if names]
     complaints += map(str, found.get("error_msgs") or ())
-    described = "its metadata" if Path(name).suffix == ".gguf" else "its config.json"
     if complaints:
         raise CheckpointError(
             f"the tensors of {name} are not those of {described}. {'. '.join(complaints)}. The checkpoint is "

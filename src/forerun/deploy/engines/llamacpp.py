@@ -92,7 +92,7 @@ class LlamaCpp(EngineInfo):
 
 
 def _is_file(model: str) -> bool:
-    return model.endswith(".gguf")
+    return model.endswith(".gguf") or Path(model).is_file()  # Ollama's have no ending
 
 
 def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> str:
