@@ -837,15 +837,15 @@ FAULTS = [
     Fault(
         "blocks",
         "the least value of a nested block is added",
-        "leasts[lane] = -(leasts[lane] *",
-        "leasts[lane] = (leasts[lane] *",
+        "Lanes negative = multiply_lanes(leasts, all_lanes(-1.0f));",
+        "Lanes negative = leasts;",
         BLOCKS,
     ),
     Fault(
         "blocks",
         "a zero loses the sign of its scale",
-        "leasts[lane] = -0.0f;",
-        "leasts[lane] = 0.0f;",
+        "leasts = all_lanes(-0.0f);",
+        "leasts = all_lanes(0.0f);",
         BLOCKS,
     ),
     Fault(
@@ -865,9 +865,9 @@ FAULTS = [
     Fault(
         "blocks",
         "a file's weights are taken for the model's unseen",
-        "return made if not compare or torch.equal(made.panels(), products.pack(*weights)) else None",
-        "return made",
-        BLOCKS,
+        "return StoredRows(tensor.type, content, order[:, 0]) if same else None",
+        "return StoredRows(tensor.type, content, order[:, 0])",
+        "tests/model/test_gguf_blocks.py",
     ),
 ]
 
