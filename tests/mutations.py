@@ -159,8 +159,8 @@ FAULTS = [
     Fault(
         "rollouts",
         "packed copies of weights outlive a call, and an optimiser's step is not seen",
-        "        for layer in replaced:\n            del layer.forward\n",
-        "        pass\n",
+        "            parent._modules[name] = layer\n            layer.__dict__.pop",
+        "            layer.__dict__.get",
         f"{LOOPS} -k optimiser",
     ),
     Fault(

@@ -26,9 +26,8 @@ from forerun.control.config import SpeculativeConfig
 from forerun.core.rules import rule_named
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
-from forerun.model.kernels import attention
+from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.accelerate import COMPARED
-from forerun.model.kernels.packing import packed_for_now
 from forerun.model.layers import base_of, device_of, evaluating, turn_of
 from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
@@ -36,8 +35,8 @@ from forerun.types import LogitsProcessor, OutputToken, SamplingParams, Speculat
 
 _SLOT_STEP = 512
 _REPACKS_FROM = 16
-"""New tokens of a row from which it pays to repack the weights for one call. On SmolLM2-135M (two cores of an AMD EPYC)
-that takes as long as it saves in 8 passes, over 1 to 64 rows alike.
+"""New tokens of a row from which it pays to repack the weights for one call. On SmolLM2-135M (one core of an AMD EPYC)
+that takes as long as 5 passes over 1 to 64 rows gain by it.
 """
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
 """Tensors that `generate` hands on besides the token ids; any other one would be part of the
@@ -141,16 +140,20 @@ class HuggingFaceGenerate:
         _refuse_sharded(model)
         repacks = self._repack and generation_config.max_length - input_ids.shape[1] >= _REPACKS_FROM
         repacks = repacks and not torch.is_autocast_enabled("cpu")  # Under it, states have another dtype than weights
-        with (
-            self._turn,
-            turn_of(base_of(model)),
-            evaluating(model),
-            packed_for_now(model) if repacks else nullcontext(),
-        ):
-            return self._generate(model, input_ids, mask, generation_config, keywords)
+        with self._turn, turn_of(base_of(model)), evaluating(model):
+            weights = _WeightWatch(model)
+            with packing.packed_for_now(model, model.get_output_embeddings()) if repacks else nullcontext():
+                return self._generate(model, input_ids, mask, generation_config, keywords, weights=weights)
 
     def _generate(
-        self, model: Any, input_ids: Tensor, mask: Tensor, generation_config: Any, keywords: Mapping[str, Any]
+        self,
+        model: Any,
+        input_ids: Tensor,
+        mask: Tensor,
+        generation_config: Any,
+        keywords: Mapping[str, Any],
+        *,
+        weights: _WeightWatch,
     ) -> Any:
         streamer, processors = self._streamer, keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
@@ -183,8 +186,8 @@ class HuggingFaceGenerate:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         try:
-            with _folding(model, served.folds):
-                self.speculation = _run(llm, running, stops, _WeightWatch(model))
+            with _folding(model, served.folds), _in_kernels(model, served):
+                self.speculation = _run(llm, running, stops, weights)
         finally:
             for request_id in running:
                 llm.abort(request_id)
@@ -288,13 +291,14 @@ class _WeightWatch:
         return next(name for (name, _), new, old in states if new != old)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Served:
     """A model's engine."""
 
     llm: LLM
     ends: tuple[Any, ...]  # Embeddings and output head, the modules that it refers to, and the model's dtype and device
     folds: bool  # Whether attention may read the keys of grouped heads without copies of them
+    kernels: list[str] | None = None  # Names of modules that kernels of ours stand for; None: not compared yet
 
 
 def _tokens_for(model: Any) -> Tensor:
@@ -312,6 +316,22 @@ def _folding(model: Any, folds: bool) -> Iterator[None]:
         yield
     finally:
         model.set_attn_implementation("sdpa")
+
+
+@contextmanager
+def _in_kernels(model: Any, served: _Served) -> Iterator[None]:
+    """Run norms, MLPs and layers of packed weights in kernels of ours while open. The first time, these are compared
+    with the modules that they stand for.
+    """
+    if not packing.packed_bytes(model):
+        yield
+        return
+    try:
+        forwards.install(model, _tokens_for(model) if served.kernels is None else None, served.kernels)
+        served.kernels = forwards.list_installed(model)
+        yield
+    finally:
+        forwards.remove(model)
 
 
 def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

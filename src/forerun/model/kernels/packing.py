@@ -14,7 +14,6 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -311,26 +310,33 @@ def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Pa
 
 
 @contextmanager
-def packed_for_now(model: nn.Module) -> Iterator[None]:
-    """Multiply by packed copies of the weights that a model has on a CPU while open. Its layers and their weights stay
-    what they are, and the copies, which take as much memory again, go: what an optimiser changes is seen the next time.
+def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
+    """Put packed copies of its linear layers in the places of those that a model has on a CPU, while open. They take as
+    much memory as the layers and go again: what an optimiser changes is seen the next time.
+
+    Args:
+        head: a layer that others refer to, too: it stays in its place and multiplies by a packed copy.
     """
     found = [
         place
         for place in _packable(model)
         if all(packable(layer) and "forward" not in layer.__dict__ for layer in _linears(*place))
     ]
-    replaced = set[nn.Module]()
+    replaced = list[tuple[nn.Module, str, nn.Linear]]()
     try:
         with torch.no_grad():
-            for place, weight, group in _made(found, lambda place: PackedWeight.of(_linears(*place))):
-                for index, layer in enumerate(_linears(*place)):
-                    layer.forward = weight.apply if group is None else partial(group.take, index=index)
-                    replaced.add(layer)
+            for (parent, names), weight, group in _made(found, lambda place: PackedWeight.of(_linears(*place))):
+                for index, layer in enumerate(_linears(parent, names)):
+                    replaced.append((parent, names[index], layer))
+                    if layer is head:
+                        layer.forward = PackedLinear(layer, weight, group, index).forward
+                    else:
+                        parent._modules[names[index]] = PackedLinear(layer, weight, group, index)
         yield
     finally:
-        for layer in replaced:
-            del layer.forward
+        for parent, name, layer in replaced:
+            parent._modules[name] = layer
+            layer.__dict__.pop("forward", None)
 
 
 def _made(found: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_Made]:
