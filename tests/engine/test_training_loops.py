@@ -49,7 +49,7 @@ def train(model: Any, rate: float = 0.05) -> None:
 
 
 def test_one_engine_serves_more_rows_and_longer_texts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    checked, own = list[int](), loop()
+    checked, own = list[int](), forerun.hf("suffix", num_speculative_tokens=4, adaptive=False)
     proof = prepare.prove_model
     monkeypatch.setattr(prepare, "prove_model", lambda *given: checked.append(1) or proof(*given))
     engines = list[LLM]()
