@@ -84,8 +84,9 @@ def test_where_blocks_are_slower_there_are_none(tmp_path: Path, monkeypatch: pyt
     assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)).model)
 
 
-def test_types_without_blocks_are_dequantised(tmp_path: Path) -> None:
-    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.F16)).model)
+@pytest.mark.parametrize("stored", [Type.F16, Type.BF16], ids=lambda kind: kind.name)
+def test_types_without_blocks_are_dequantised(tmp_path: Path, stored: Type) -> None:
+    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", stored)).model)
 
 
 @pytest.mark.parametrize("tied", [True, False])
