@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forerun.certify import CertifyPlan
-from forerun.certify.chi_square import EDGES, draws_over, fit, level_of, pearson, place_cells, survival
+from forerun.certify.chi_square import EDGES, draws_over, judged, level_of, pearson, place_cells, survival
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import (
     LOGPROB_TOLERANCE,
@@ -483,10 +483,10 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
         pace.total += turn * test.answers
         return _drawing(run, test, stats, pace, turn * test.answers)
 
-    found = fit(draw, test.level)
+    fits, words, figures = judged(draw, test.level)
     drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
     summary = (
-        f"{found.words()}; {test.samples} {test.each} detect a total variation of {test.detects:.2g} over "
+        f"{words}; {test.samples} {test.each} detect a total variation of {test.detects:.2g} over "
         f"{test.possible} cells with {run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up "
         f"to {depth} deep"
         + ("" if drafted else "; nothing was drafted, so nothing was proved")
@@ -497,9 +497,9 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     drafts = {"drafted": drafted, "accepted": accepted, "depth": depth, "rules": sorted(stats.steps_per_rule)}
     return Check(
         name=f"sampled distribution, {test.setting.name}",
-        passed=found.passed and drafted > 0,
+        passed=fits and drafted > 0,
         summary=summary,
-        figures={**found.figures, **sample, **power, **drafts},
+        figures={**figures, **sample, **power, **drafts},
     )
 
 

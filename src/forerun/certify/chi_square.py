@@ -11,7 +11,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,49 +23,23 @@ EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
 _FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fit:
-    """A fit is what the last drawing of a test says, with the one before it if there was one."""
-
-    statistic: float
-    freedom: int
-    chance: float  # Of a larger statistic where nothing is wrong
-    level: float  # Probability below which a drawing is unlikely
-    first: float | None  # Probability of the drawing before, which was unlikely
-
-    @property
-    def passed(self) -> bool:
-        """True unless both drawings were unlikely, or one impossible."""
-        return self.chance >= self.level
-
-    def words(self, what: str = "chi-square {:.1f}") -> str:
-        """Say it for people; `what` names the statistic."""
-        return (
-            f"{what.format(self.statistic)}, {self.freedom} degrees of freedom, p = {self.chance:.3g} (fails below "
-            f"{self.level:.1g}, twice{'' if self.first is None else f'; p = {self.first:.3g} at first'})"
-        )
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        """Return it for programs."""
-        return {
-            "chi_square": self.statistic,
-            "degrees_of_freedom": self.freedom,
-            "p_value": self.chance,
-            "first_p_value": self.first,
-            "level": self.level,
-        }
-
-
-def fit(draw: Callable[[int], tuple[float, int, float]], level: float) -> Fit:
+def judged(
+    draw: Callable[[int], tuple[float, int, float]], level: float, what: str = ""
+) -> tuple[bool, str, dict[str, Any]]:
     """Judge a drawing by its statistic, degrees of freedom and chance; an unlikely one, unless it is impossible, by
-    another. `draw` is told how many went before."""
-    statistic, freedom, chance = draw(0)
+    another. `draw` is told how many went before. Returns whether it passed, in words (`what` stands behind the
+    statistic), and the figures."""
     first = None
+    statistic, freedom, chance = draw(0)
     if 0 < chance < level:
         first = chance
         statistic, freedom, chance = draw(1)
-    return Fit(statistic=statistic, freedom=freedom, chance=chance, level=level, first=first)
+    words = (
+        f"chi-square {statistic:.1f}{what}, {freedom} degrees of freedom, p = {chance:.3g} (fails below {level:.1g}, "
+        f"twice{'' if first is None else f'; p = {first:.3g} at first'})"
+    )
+    fit = {"chi_square": statistic, "degrees_of_freedom": freedom, "p_value": chance, "first_p_value": first}
+    return chance >= level, words, {**fit, "level": level}
 
 
 def level_of(plan: CertifyPlan, tests: int) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from forerun.certify import CertifyPlan
 from forerun.certify.checks import Check
-from forerun.certify.chi_square import EDGES, draws_for, draws_over, fit, level_of, pearson, place_cells, survival
+from forerun.certify.chi_square import EDGES, draws_for, draws_over, judged, level_of, pearson, place_cells, survival
 from forerun.certify.reference import REST, Cells, Outcome, cells_of, count, first_difference
 from forerun.certify.served import (
     CHOICES,
@@ -183,20 +183,19 @@ def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
         drawn = count(test.cells, test.drawn(exam, turn * test.samples))
         return _fit(test.cells, drawn)
 
-    found = fit(draw, test.level)
+    fits, words, figures = judged(draw, test.level)
     summary = (
-        f"T = 1: {found.words()}; {drawn.total()} {test.each} detect a total variation of {test.detects:.2g} over "
+        f"T = 1: {words}; {drawn.total()} {test.each} detect a total variation of {test.detects:.2g} over "
         f"{len(test.cells)} cells with {exam.plan.power:.0%}"
     )
-    figures = {
-        **found.figures,
+    figures |= {
         "samples": drawn.total(),
         "cells": len(test.cells),
         "detects_total_variation": test.detects,
         "power": exam.plan.power,
     }
-    check = Check(name=test.name, passed=found.passed, summary=summary, figures=figures)
-    if found.passed:
+    check = Check(name=test.name, passed=fits, summary=summary, figures=figures)
+    if fits:
         return check
     if test.each == "tokens":
         words = _worst_cell(test.cells, drawn)
@@ -300,12 +299,12 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
         statistic, freedom, cells = two_samples(one, two, plan)
         return statistic, freedom, survival(statistic, freedom)
 
-    found = fit(draw, level)
+    fits, words, figures = judged(draw, level, " of two samples")
     summary = (
-        f"T = 1: {found.words('chi-square {:.1f} of two samples')}; {number} answers of each detect a total variation "
+        f"T = 1: {words}; {number} answers of each detect a total variation "
         f"of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
     )
-    return Check(name=name, passed=found.passed, summary=summary, figures={**found.figures, "samples": number})
+    return Check(name=name, passed=fits, summary=summary, figures={**figures, "samples": number})
 
 
 def _drafted(answer: ServedAnswer) -> Outcome:
