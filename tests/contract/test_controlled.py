@@ -234,3 +234,15 @@ def test_a_useless_drafter_is_switched_off_by_default(costs: Costs) -> None:
         assert sum(one.num_spec_steps + one.num_plain_steps for one in stats) > 400
         drafted.append(sum(one.num_draft_tokens for one in stats))
     assert drafted[0] < 0.1 * drafted[1]
+
+
+def test_what_is_not_asked_remembers_the_answers_all_the_same() -> None:
+    engine, config = llm(None, rows=2), {"method": "suffix"}
+    engine.generate(as_prompts(PROMPTS[:1]), replace(NEUTRAL, max_tokens=1), speculative=config)
+    [active] = engine.engine.drafting._active.values()
+    [arm] = active.policy.arms
+    arm.lookup_trials.off, arm.lookup_trials._due = True, 10**9
+    outputs = engine.generate(as_prompts(PROMPTS[:2]), replace(NEUTRAL, max_tokens=20), speculative=config)
+    assert not any(output.outputs[0].speculation.num_draft_tokens for output in outputs)
+    store = arm.drafter.drafter._domains.of(None).store
+    assert store.held >= sum(len(output.outputs[0].token_ids) for output in outputs)

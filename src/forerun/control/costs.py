@@ -145,7 +145,6 @@ def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs:
 _CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the next multiple of this, tokens
 _LEAST_MS = 1e-3
 _STALE = 1024  # Steps after which plain passes are seen once more
-_RENEWED = 8  # Steps for which predicted times stand, unless a pass of a new size is seen
 _LOOKUP_OVERHEAD = 2.0  # First guess of what asking copies adds to a step, over the time that they take themselves
 READING = 32  # Tokens, more than a step commits, from which showing a drafter a text is reading it, and timed apart
 Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
@@ -203,12 +202,9 @@ class SeenTimes:
         self._latest: Size | None = None
         self.steps = 0  # Decoding steps, whether or not they have a figure
 
-    def add(self, size: Size, seen: float, predict: Callable[[int], float]) -> bool:
-        """Record one measured time, ms, and return whether it is the first of its size; `predict`
-        says what was predicted for so many nodes.
-        """
+    def add(self, size: Size, seen: float, predict: Callable[[int], float]) -> None:
+        """Record one measured time, ms; `predict` says what was predicted for so many nodes."""
         (nodes, rows), ratios = size, self._ratios.get(size)
-        new = ratios is None
         if ratios is None:
             ratios = deque(maxlen=SETTINGS.window)
             if self._ratios:
@@ -221,7 +217,6 @@ class SeenTimes:
         ratios.append(max(seen, _LEAST_MS) / max(predict(nodes), _LEAST_MS))
         self._low[size] = sorted(ratios)[(len(ratios) - 1) // 4]
         self._latest, self._latest_step[size] = size, self.steps
-        return new
 
     def curve(self, rows: int, predict: Callable[[int], float], *, trial: bool = False) -> Callable[[int], float]:
         """Return the time of a pass of so many rows by its nodes, ms. In a trial nothing counts that was seen of
@@ -286,7 +281,6 @@ class StepCosts:
             lambda size, rows, context: passes.pass_ms(1 + shape.nodes(size, rows), rows, context)
         )
         self._pass, self._draft = SeenTimes(), defaultdict[str, SeenTimes](SeenTimes)
-        self._times = dict[tuple[int, int, int], Times]()  # Predicted of late, by rows, context and nodes
         self.passes = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """Latest times of passes, ms, by (context, nodes of all rows, roots and padding included)."""
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
@@ -301,15 +295,9 @@ class StepCosts:
         spent whatever is then submitted. In a trial, what was seen long ago of passes with nodes
         does not count.
         """
-        key = rows, context // _CONTEXT_STEP, nodes
-        if not trial and key in self._times:
-            return self._times[key]
         host, about = self.host_ms(rows), _about(rows)
         time = self._pass.curve(about, lambda size: self._predicted(size, rows, context), trial=trial)
-        found = Times(self.shape.even(rows, nodes), lambda size: time(size) + host)
-        if not trial:
-            self._times[key] = found
-        return found
+        return Times(self.shape.even(rows, nodes), lambda size: time(size) + host)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
         """Return the time of a proposal down to `depth` by a drafter in a step of `rows` rows whose
@@ -339,9 +327,7 @@ class StepCosts:
         self.passes[context // _CONTEXT_STEP * _CONTEXT_STEP, nodes].append(ms)
         for seen in (self._pass, *self._draft.values()):
             seen.steps += 1
-        new = self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))
-        if new or self._pass.steps % _RENEWED == 0:
-            self._times.clear()
+        self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
         """Record that the proposal of one drafter took this long, with `unread` tokens read before

@@ -268,6 +268,14 @@ class Policy:
         self._most_taken = max(SETTINGS.quick_memory * self._most_taken, *(plan.counts[row] for row in plan.rows))
         return prune(trees, {row: plan.ranked[row].order[:n] for row, n in pruned.items()}) if pruned else trees
 
+    def finish(self, row: Row) -> None:
+        """Show a text that ends to the drafters that copy: it is worth remembering, also where they
+        were not asked of late.
+        """
+        for arm in self.arms:
+            if arm.copies and not arm.drafter.requires:
+                arm.drafter.catch_up(context_for([row], [0], [0], {}), [0])
+
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shrink rows to these lengths, 0 for those that are free."""
         for arm in self.arms:

@@ -296,14 +296,18 @@ class Deferred(Guarded):
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
+        self.catch_up(context, wanted)
+        for index in wanted:
+            self._rows[context.rows[index]].asked = True
+        return super().propose(context.repeatable() if self._reproducible else context, budget)
+
+    def catch_up(self, context: DraftContext, wanted: Sequence[int]) -> None:
+        """Show what was put aside of these rows of the context, as far as their texts go."""
         rows = [self._rows.setdefault(context.rows[index], _DeferredRow()) for index in wanted]
         self._show_waiting({context.rows[index] for index in wanted})
         late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
         if late:
             self._show(late, context)
-        for row in rows:
-            row.asked = True
-        return super().propose(context.repeatable() if self._reproducible else context, budget)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         self._put_waiting_aside()

@@ -249,6 +249,8 @@ class Engine:
         keep = keep and self._prefixes.enabled
         held: CachedText = self._held(answer) if keep else ((), None)
         remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
+        if drafter is not None and answer.introduced:
+            self.drafting.finish(drafter, row)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.cache_row], [0])
         self._prefixes.release(row.cache_row, held, drafter if remembers else None)

@@ -215,6 +215,12 @@ class DrafterPool:
             return False
         return any(drafter.remembers for _, drafter in self._active[key].drafters)
 
+    def finish(self, key: str, row: Row) -> None:
+        """Let the drafters of a key read the rest of a text that ends, as far as they remember texts."""
+        policy = self._active[key].policy
+        if policy is not None:
+            policy.finish(row)
+
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shrink rows that the drafters of a key worked for to these lengths, 0 for those that are
         free.
