@@ -74,8 +74,8 @@ $(LLAMA_VENV)/.ready: pyproject.toml
 demo: $(READY) ## a small real model answers real questions, plainly and speculatively (93 MB, once)
 	$(BIN)/forerun demo $(ARGS)
 
-test: $(READY) ## all tests but the slow ones: ten minutes on two idle cores
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+test: $(READY) ## all tests but the slow ones: twelve minutes on two idle cores
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-real: $(READY) ## every drafter on the real model, 100 questions of FORERUN_QUESTIONS=FILE (two hours)
 	$(BIN)/python -m pytest -m "slow or not slow" tests/real $(ARGS)

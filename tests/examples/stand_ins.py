@@ -21,6 +21,8 @@ from mtp_targets import with_fresh_layers
 
 HEAD = str(resolve("demo-eagle3"))
 WORDS = {
+    # What other applications keep; tests/model/test_other_apps.py finds it.
+    **dict.fromkeys(("ollama:smollm2:135m", "lmstudio:bartowski/SmolLM2-135M-Instruct-GGUF"), "demo"),
     **dict.fromkeys(("MODEL", "TARGET", "smollm2"), "demo"),  # smollm2 is downloaded; tests/real asks it
     **dict.fromkeys(("SMALL_MODEL", "SMALL-1", "SMALL-2", "SMALL-3"), "demo-draft"),
     **dict.fromkeys(("HEAD", "SOMEBODY/HEAD", "RedHatAI/SOME-HEAD"), HEAD),
