@@ -577,6 +577,13 @@ FAULTS = [
     ),
     Fault(
         "policy",
+        "what is not asked forgets the answers that it did not draft for",
+        "self.drafting.finish(drafter, row)",
+        "pass",
+        "tests/contract/test_controlled.py",
+    ),
+    Fault(
+        "policy",
         "depths behind a rejection count as rejected",
         "for depth in range(min(accepted + 1, drafted)):",
         "for depth in range(drafted):",
