@@ -550,8 +550,8 @@ FAULTS = [
     Fault(
         "policy",
         "a dear trial comes as soon as a cheap one",
-        "self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))",
-        "self._due = step + SETTINGS.interval",
+        "self._due = step + max(self.least, round(spent / SETTINGS.trial_share))",
+        "self._due = step + self.least",
         "tests/control/test_trials.py",
     ),
     Fault(
@@ -564,8 +564,8 @@ FAULTS = [
     Fault(
         "policy",
         "what is put off is asked as rarely as a model is tried",
-        "self._due = step + max(1, round(spent / SETTINGS.trial_share))",
-        "self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))",
+        "    least = 1\n",
+        "",
         "tests/control/test_lookups.py",
     ),
     Fault(

@@ -26,6 +26,8 @@ request, and models drafted in 30 % of the steps at 50 ms where copies gave more
 class TrialSchedule:
     """The schedule of trials of one drafter; `first` is the step of the first one."""
 
+    least = SETTINGS.interval  # Steps from the end of a trial to the next one
+
     def __init__(self, first: int) -> None:
         self._due = first
 
@@ -35,7 +37,7 @@ class TrialSchedule:
 
     def wait_after(self, step: int, spent: float = 0.0) -> None:
         """Schedule the next trial after one that ended, which took `spent` plain steps."""
-        self._due = step + max(SETTINGS.interval, round(spent / SETTINGS.trial_share))
+        self._due = step + max(self.least, round(spent / SETTINGS.trial_share))
 
 
 def few(members: Sequence[int]) -> Sequence[int]:
@@ -109,21 +111,19 @@ class ModelTrials(TrialSchedule):
         self._steps, self._tokens, self._cost, self._spent = 0, 0.0, 0.0, 0.0
 
 
-class LookupTrials:
+class LookupTrials(TrialSchedule):
     """The schedule for asking a drafter that copies: in every step while that repays itself, else for a
     few rows, as often as takes `trial_share` of the time, until what it holds repays asking. A long
     copy does so at once.
     """
 
+    least = 1
+
     def __init__(self) -> None:
-        self._due = 0
+        super().__init__(first=0)
         self.off = False
         self._seen = deque[tuple[float, float]](maxlen=SETTINGS.window)
         """Pairs (ms added, ms saved) of the latest steps that it was asked in."""
-
-    def due(self, step: int) -> bool:
-        """Return whether it is asked in this step."""
-        return step >= self._due
 
     def of(self, members: Sequence[int]) -> Sequence[int]:
         """Return the members to ask it for: while it is off a few represent all."""
@@ -144,11 +144,6 @@ class LookupTrials:
             return 0.0
         cost = median([ms for ms, _ in self._seen])
         return max(0.0, cost - sum([gain for _, gain in self._seen]) / len(self._seen))
-
-    def put_off(self, step: int, spent: float) -> None:
-        """Ask it rarely from now on; asking it now took `spent` plain steps."""
-        self.off = True
-        self._due = step + max(1, round(spent / SETTINGS.trial_share))
 
 
 class Asked(NamedTuple):
@@ -173,7 +168,7 @@ def settle(asked: Sequence[Asked], step: int, *, plain_ms: float) -> None:
             one.trials._seen.clear()
     for one in asked:
         if one.trials.off:
-            one.trials.put_off(step, one.spent_ms / plain_ms)
+            one.trials.wait_after(step, one.spent_ms / plain_ms)
 
 
 class Survival:

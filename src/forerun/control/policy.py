@@ -76,6 +76,11 @@ class Arm:
     nodes: dict[int, float] = field(default_factory=dict)  # Depth -> nodes of a row in a proposal down to it, of late
     used: float = 1.0  # Share of its offers that were taken, of late
 
+    @property
+    def catches_up(self) -> bool:
+        """True if it can be shown later what it was not shown in a step: it copies, and reads text alone."""
+        return self.copies and not self.drafter.requires
+
     def expected_nodes(self, depth: int) -> int:
         """Return the nodes per row of a proposal down to `depth`, in proportion to the nearest that
         was seen, else a chain.
@@ -230,7 +235,7 @@ class Policy:
     def _group(self, plan: _StepPlan, index: int) -> Group:
         arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
         # One that was not asked and reads text alone is shown it when it is asked.
-        waits = arm.copies and not arm.drafter.requires and all(found.arm != index for found in plan.lookups)
+        waits = arm.catches_up and all(found.arm != index for found in plan.lookups)
         deepest = arm.limit if offer is None else min(arm.limit, offer.depth)
         return Group(
             name=arm.name,
@@ -273,7 +278,7 @@ class Policy:
         were not asked of late.
         """
         for arm in self.arms:
-            if arm.copies and not arm.drafter.requires:
+            if arm.catches_up:
                 arm.drafter.catch_up(context_for([row], [0], [0], {}), [0])
 
     def forget(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
@@ -311,7 +316,7 @@ class Policy:
                 paying = gains.index(plan.gained[index])
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
                 plan.copies[index] = Bid(main, paying, ranking.worth[paying])
-        if plan.lookups:
+        if self.measure and plan.lookups:
             self._settle(plan)
 
     def _look_up(self, plan: _StepPlan, index: int, nodes: int) -> None:
