@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
-GROUND = ("types", "params", "errors", "devices", "writing", "moved", "nesting", "plots", "shipped")
+GROUND = ("types", "params", "errors", "devices", "writing", "moved", "nesting", "plots", "shipped", "endpoints")
 ORDER = (
     GROUND,
     ("core",),

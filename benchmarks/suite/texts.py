@@ -37,9 +37,7 @@ def compare_texts(
     lines = []
     for arm in dict.fromkeys(run.arm for run in runs if run.arm != plain):
         answers = [run for run in runs if run.arm == arm]
-        found = [
-            difference(llm, prompts[run.prompt], (expected[run.prompt], run.tokens), run.prompt) for run in answers
-        ]
+        found = [difference(llm, prompts[run.prompt], expected[run.prompt], run.tokens) for run in answers]
         lines.append(
             TextComparison(
                 arm=arm,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
 """This sentence ends the message about a model whose kind is refused."""
@@ -137,6 +137,11 @@ def refuse(*cases: tuple[object, str], error: type[Exception] = ArgumentError) -
     """Raise `error` with the message of the first case that applies, see `find_problem`."""
     if (message := find_problem(*cases)) is not None:
         raise error(message)
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN or infinity, which Python's reader of JSON takes, and others do not."""
+    raise ValueError(f"there is no {name} in JSON")
 
 
 def choices(name: str, known: Iterable[str], are: str = "There are") -> str:

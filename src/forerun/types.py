@@ -252,6 +252,11 @@ class RequestOutput:
     decode_s: float | None = None  # From the first to the last token
     num_cached_tokens: int | None = 0  # Prompt tokens that were in the cache and were not read again; None: untold
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds from the question to the last token, reading the prompt included."""
+        return (self.time_to_first_token_s or 0.0) + (self.decode_s or 0.0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamChunk:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun import LLM
-from forerun.certify import CertifyPlan, checks, reference
-from forerun.certify.checks import Check, Report, certify
+from forerun.certify import CertifyPlan, Check, Report, checks, reference
+from forerun.certify.checks import certify
 from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.cli import main
 from forerun.core.probs import NodeProbs
@@ -159,8 +159,8 @@ def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -
         llm.target.model.lm_head.forward = lambda hidden, distribution=distribution: distribution.expand(
             *hidden.shape[:-1], -1
         ).clone()
-        near = reference.difference(llm, [1, 2, 3], ([5], [9]), 0)
-        far = reference.difference(llm, [1, 2, 3], ([5], [2]), 0)
+        near = reference.difference(llm, [1, 2, 3], [5], [9])
+        far = reference.difference(llm, [1, 2, 3], [5], [2])
         assert near is not None and near.gap == pytest.approx(0.1, abs=0.01) and near.tie is forgiving
         assert far is not None and far.gap == pytest.approx(1.0, abs=0.01) and not far.tie
 

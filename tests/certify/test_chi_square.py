@@ -16,8 +16,7 @@ from scipy import stats
 from torch import Tensor
 
 from forerun import LLM, SamplingParams
-from forerun.certify import CertifyPlan, checks, chi_square
-from forerun.certify.checks import Check
+from forerun.certify import CertifyPlan, Check, checks, chi_square
 from forerun.certify.reference import Reference, count, exact_cells
 from forerun.core import sampling
 from forerun.core.probs import HostResidual, NodeProbs
@@ -191,13 +190,14 @@ def test_an_unlikely_drawing_is_drawn_again_and_an_impossible_one_is_not(
 ) -> None:
     seeds = list[int]()
 
-    def drawing(_: object, __: object, stats: SpeculationStats, ___: object, first: int) -> tuple[float, int, float]:
+    def drawing(_: object, __: object, stats: SpeculationStats, ___: object, first: int) -> list[Any]:
         stats.num_draft_tokens += 1
         seeds.append(first)
-        return 1.0, 1, chances[len(seeds) - 1]
+        return []
 
     run = toy_run(monkeypatch, {1: [0.5, 0.5]})
     monkeypatch.setattr(checks, "_drawing", drawing)
+    monkeypatch.setattr(chi_square, "fit", lambda cells, drawn: (1.0, 1, chances[len(seeds) - 1]))
     check = checks.chi_square_check(run, checks.uncertain(run, SETTING, 0, tests=1))
     assert check.passed is passed and len(set(seeds)) == len(seeds) == len(chances)
 

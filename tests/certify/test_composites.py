@@ -8,8 +8,7 @@ import torch
 from contract.exact import toy
 from contract.test_exact_steps import NAMED, by_the_drawn_tree
 from forerun import LLM, SamplingParams
-from forerun.certify import CertifyPlan, checks
-from forerun.certify.checks import Check
+from forerun.certify import CertifyPlan, Check, checks
 from forerun.certify.reference import TransformersReference
 from forerun.decode import step as stepping
 

@@ -16,28 +16,48 @@ from engine.conftest import tiny_tokenizer
 from forerun.core.acceptance import Evidence, by_match
 from forerun.decode.drafter import Drafter, DrafterSetup
 from forerun.drafters.lookup import drafts
+from forerun.drafters.lookup import following as follows
 from forerun.drafters.lookup.ngram import NgramConfig, NgramDrafter
-from forerun.drafters.lookup.prediction import Follower, PredictionConfig, PredictionDrafter
+from forerun.drafters.lookup.prediction import PredictionConfig, PredictionDrafter
 from forerun.errors import ArgumentError
 
 SOURCE = list(range(10, 60))
 START = SOURCE[:6]
 
 
-class Reader(Follower):
+class Reader:
     """A follower that keeps its source, and is shown lists."""
 
-    def __init__(self, source: Sequence[int]) -> None:
-        super().__init__()
-        self.source = np.array(source, np.int32)
+    def __init__(self, source: Sequence[int], same: bool = False) -> None:
+        self.source, self.same, self.follower = np.array(source, np.int32), same, follows.new_follower()
 
-    def reads(self, text: Sequence[int], at: int, same: bool = False) -> None:
-        self.read(self.source, np.array(text, np.int32), at, at + 1, same=same)
+    def start(self, place: int, matched: int) -> None:
+        follows.start(self.follower.place, place, matched)
 
-    def drafts(self, most: int) -> list[int]:
+    def reads(self, text: Sequence[int], at: int) -> None:
+        array = np.array(text, np.int32)
+        self.source = array if self.same else self.source
+        follows.read(self.follower, self.source, array, at, at + 1, self.same)
+
+    def draft(self, most: int, same: bool = False) -> drafts.Draft:
         made = drafts.Draft.of(most)
-        size, _ = self.draft(self.source, drafts.unseen(), made)
-        return made.first(size).tree(0).tokens[1:]
+        size, _ = follows.draft(self.follower, self.source, drafts.unseen(), made, 0.0, same)
+        return made.first(size)
+
+    def drafts(self, most: int, same: bool = False) -> list[int]:
+        return self.draft(most, same).tree(0).tokens[1:]
+
+    @property
+    def place(self) -> int | None:
+        place = int(self.follower.place[follows.PLACE])
+        return None if place == drafts.NONE else place
+
+    def told(self, column: int) -> int:
+        return int(self.follower.place[column])
+
+    @property
+    def agreed(self) -> int:
+        return follows.count_agreed(self.follower.place)
 
 
 def follower(text: Sequence[int], source: Sequence[int] = SOURCE) -> Reader:
@@ -74,19 +94,20 @@ def test_behind_a_change_the_source_goes_on(changed: list[int], expected: list[i
 
 def test_a_guess_is_known_as_one() -> None:
     made = follower([*START, 99])
-    assert not made.found and made.changed and made.parted == 6
+    assert (made.told(follows.FOUND), made.told(follows.CHANGED), made.told(follows.PARTED)) == (0, 1, 6)
     assert evidences(made) == [by_match("guessed", made.agreed + offset) for offset in range(3)]
     made.reads([*START, 99, 17], 7)
-    assert made.found and evidences(made) == [by_match("followed", made.agreed + offset) for offset in range(3)]
+    assert made.told(follows.FOUND) and evidences(made) == [
+        by_match("followed", made.agreed + offset) for offset in range(3)
+    ]
 
 
 def evidences(made: Reader) -> list[Evidence]:
     """What is known of the first three tokens of a draft."""
-    (nodes, confidence) = found = drafts.Draft.of(3)
-    size, _ = made.draft(made.source, drafts.unseen(), found)
+    nodes, confidence = made.draft(3)
     keys = {drafts.evidence(place, matched, 1.0)[0]: by_match(source, matched).key
             for place, source in enumerate(drafts.SOURCES) for matched in range(50)}  # fmt: skip
-    return [Evidence(keys[int(nodes[node, drafts.NODE_KEY])], float(confidence[node])) for node in range(1, size)]
+    return [Evidence(keys[int(nodes[node, drafts.NODE_KEY])], float(confidence[node])) for node in range(1, len(nodes))]
 
 
 def test_the_longest_agreement_is_believed_and_of_equal_ones_the_nearest() -> None:
@@ -138,39 +159,34 @@ def test_any_text_is_followed_without_leaving_the_source(seed: int, same: bool) 
     rng = random.Random(seed)
     text = [rng.randrange(5) for _ in range(30)]
     source = text if same else [rng.randrange(5) for _ in range(40)]
-    made = Reader(source)
+    made = Reader(source, same)
     for at in range(10, 30):
         if made.place is None or rng.random() < 0.1:
             made.start(rng.randrange(10), rng.randrange(4))
-        made.reads(text, at, same)
+        made.reads(text, at)
         assert made.place is None or 0 <= made.place <= len(source)
         assert all(0 <= token < 5 for token in made.drafts(50))
 
 
 def test_a_text_that_repeats_itself_is_followed_beyond_its_end() -> None:
-    text = np.array([9, 1, 2, 3, 1, 2, 3, 1, 2], np.int32)
-    made, found = Follower(), drafts.Draft.of(8)
+    made = Reader([9, 1, 2, 3, 1, 2, 3, 1, 2])
     made.start(6, 5)
-    size, _ = made.draft(text, drafts.unseen(), found, same=True)
-    assert found.first(size).tree(0).tokens[1:] == [3, 1, 2, 3, 1, 2, 3, 1]
-    size, _ = made.draft(text, drafts.unseen(), found)
-    assert found.first(size).tree(0).tokens[1:] == [3, 1, 2], "another text ends"
+    assert made.drafts(8, same=True) == [3, 1, 2, 3, 1, 2, 3, 1]
+    assert made.drafts(8) == [3, 1, 2], "another text ends"
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_copy_that_makes_replacements_beyond_its_end_reads_what_it_has_made(seed: int) -> None:
     """Shorter and longer replacements, so that the place runs ahead of what is drafted, or behind it."""
-    rng, made = random.Random(seed), Follower()
+    rng = random.Random(seed)
     text = [rng.randrange(4) for _ in range(6)]
+    made = Reader(text, same=True)
     for _ in range(300):
         text.append(rng.choice(text[-5:]) if rng.random() < 0.8 else rng.randrange(4))
         if made.place is None:
             made.start(max(0, len(text) - rng.randrange(2, 9)), 1)
-        array = np.array(text, np.int32)
-        made.read(array, array, len(text) - 1, len(text), same=True)
-        found = drafts.Draft.of(40)
-        size, _ = made.draft(array, drafts.unseen(), found, same=True)
-        assert set(found.first(size).tree(0).tokens[1:]) <= {0, 1, 2, 3}
+        made.reads(text, len(text) - 1)
+        assert set(made.drafts(40, same=True)) <= {0, 1, 2, 3}
 
 
 # --- as `ngram` and `suffix` use it -----------------------------------------------------------------------------------
@@ -311,8 +327,8 @@ def test_a_long_prediction_is_no_object_for_each_of_its_strings() -> None:
     made, tokens = predicting(), [*PROMPT, *text[:5], 300, *text[7000:7004]]
     made.extend(replace(context(tokens, len(tokens), prompt=len(PROMPT)), predictions=[text]))
     assert len(gc.get_objects()) - before < 100
-    place = made._rows[0].follower.place
-    assert place is not None and text[place - 4 : place] == text[7000:7004]
+    place = int(made._rows[0].follower.place[follows.PLACE])
+    assert place >= 4 and text[place - 4 : place] == text[7000:7004]
 
 
 def test_an_answer_as_predicted_is_followed_to_the_end() -> None:

@@ -60,7 +60,7 @@ def test_few_prompts_have_no_interval_and_none_have_no_figures() -> None:
 
 
 def test_by_category() -> None:
-    figures = summarise(TIMINGS, [SpeedupArm(name=PLAIN), SpeedupArm(name="suffix", config={"method": "suffix"})])
+    figures = summarise(TIMINGS, [SpeedupArm(name=PLAIN), SpeedupArm(name="suffix", speculative={"method": "suffix"})])
     assert set(figures["suffix"]["0"]["categories"]) == {"chat", "code"}
     assert mean_speedup(figures["suffix"]) == pytest.approx(20 / 12, abs=1e-3)
 

@@ -10,10 +10,11 @@ import math
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from forerun.bench.workloads import Task
-from forerun.errors import ArgumentError, ForerunError
+from forerun.endpoints import ApiClient, ServerError, check_address, read_complaint
+from forerun.errors import ArgumentError
 from forerun.training.data.records import Message
 from forerun.types import mean_acceptance_length, tokens_per_pass
 
@@ -195,12 +196,6 @@ def sum_counts(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts |
     )
 
 
-class ServerError(ForerunError, ConnectionError):
-    """A server cannot be measured: it is out of reach, refuses everything, or is not
-    OpenAI-compatible.
-    """
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchAnswer:
     """A `BenchAnswer` records the answer to one question, its times and its error."""
@@ -244,20 +239,19 @@ class RequestOptions:
     timeout_s: float = 600.0
 
 
-class Server:
-    """A `Server` is a server's address and client; open it with ``async with``."""
+class Server(ApiClient):
+    """A `Server` is a server that is measured: its model, its metrics, and what it answers."""
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, metrics_url: str | None = None
     ) -> None:
+        super().__init__(url, api_key=api_key)
         try:
-            import httpx
             import prometheus_client.parser  # noqa: F401 - `metrics` reads with it
         except ImportError as error:
             raise ArgumentError(f"forerun bench needs {error.name}: pip install 'forerun[bench]'") from error
-        self.url = _address(url, "a server's address").rstrip("/").removesuffix("/v1")
         self.model, self.metrics_named = model, metrics_url is not None
-        self.metrics_url = f"{self.url}/metrics" if metrics_url is None else _address(metrics_url, "--metrics-url")
+        self.metrics_url = f"{self.url}/metrics" if metrics_url is None else check_address(metrics_url, "--metrics-url")
         self.without_metrics = ""
         """The reason why `metrics_url` gave no metrics when it was last asked; empty where it did.
         """
@@ -265,15 +259,8 @@ class Server:
         """The owner of the model list: vllm, sglang, llamacpp, forerun, ...; empty before the
         server was opened.
         """
-        if api_key is not None and not api_key.isascii():
-            raise ArgumentError("--api-key goes into a header, which has ASCII characters alone")
-        self._client = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            timeout=30.0,
-        )
 
-    async def __aenter__(self) -> Server:
+    async def __aenter__(self) -> Self:
         """Ask which models there are.
 
         ServerError: nobody answers, or not as OpenAI does, or ``--metrics-url`` gives no metrics.
@@ -294,7 +281,7 @@ class Server:
                     "--metrics-url, or leave it out"
                 )
         except BaseException:
-            await self._client.aclose()
+            await self.http.aclose()
             raise
         return self
 
@@ -303,7 +290,7 @@ class Server:
         import httpx
 
         try:
-            response = await self._client.get(f"{self.url}/v1/models")
+            response = await self.http.get(f"{self.url}/v1/models")
         except httpx.HTTPError as error:
             raise ServerError(
                 f"no server answers at {self.url} ({str(error) or type(error).__name__}); is it up?"
@@ -316,9 +303,6 @@ class Server:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerError(f"{self.url}/v1/models answered what is no model list: {response.text[:200]}") from error
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._client.aclose()
-
     async def metrics(self) -> Samples | None:
         """Return the server's counters; None where it has none, with the reason in
         `without_metrics`.
@@ -327,7 +311,7 @@ class Server:
 
         self.without_metrics = ""
         try:
-            response = await self._client.get(self.metrics_url, follow_redirects=True)
+            response = await self.http.get(self.metrics_url, follow_redirects=True)
             if response.status_code != 200:
                 self.without_metrics = f"status {response.status_code}"
             elif not (samples := parse(response.text)):
@@ -349,7 +333,7 @@ class Server:
 
         where = f"{self.url}{path}"
         try:
-            waiting = self._client.post(where, json=dict(body), timeout=httpx.Timeout(timeout_s, connect=30.0))
+            waiting = self.http.post(where, json=dict(body), timeout=httpx.Timeout(timeout_s, connect=30.0))
             response = await waiting
         except httpx.TimeoutException as error:
             raise ServerError(f"{where} did not answer within {timeout_s:g} s") from error
@@ -398,7 +382,7 @@ class Server:
         started = time.perf_counter()
         heard = _Heard(started)
         try:
-            waiting = self._client.stream("POST", path, json=body, timeout=httpx.Timeout(None, connect=30.0))
+            waiting = self.http.stream("POST", path, json=body, timeout=httpx.Timeout(None, connect=30.0))
             async with asyncio.timeout(asking.timeout_s), waiting as response:
                 if response.status_code != 200:
                     text = (await response.aread()).decode("utf-8", "replace")
@@ -498,29 +482,3 @@ async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         for line in whole:
             yield line
     yield begun
-
-
-def _address(url: str, what: str) -> str:
-    """Return `url` itself; ArgumentError if it is no valid HTTP address."""
-    import httpx
-
-    try:
-        found, why = httpx.URL(url), ""
-        if found.scheme not in ("http", "https") or not found.host or not 0 < (found.port or 1) < 2**16:
-            why = "it lacks http:// or https://, a host, or a port from 1 to 65535"
-    except httpx.InvalidURL as error:
-        why = str(error)
-    if why:
-        raise ArgumentError(f"{what} is http://HOST:PORT or https://..., got {url!r}: {why}")
-    return url
-
-
-def read_complaint(text: str) -> str:
-    """Return the message in an error's body, in the forms of OpenAI, vLLM, SGLang and llama.cpp."""
-    try:
-        said = json.loads(text)
-    except (ValueError, RecursionError):
-        return text.strip()[:200] or "nothing more"
-    inner = said.get("error", said) if isinstance(said, dict) else said
-    message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-    return str(message or said)[:300]

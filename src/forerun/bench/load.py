@@ -26,12 +26,12 @@ from forerun.bench.client import (
     BenchAnswer,
     RequestOptions,
     Server,
-    ServerError,
     SpeculationCounts,
     diff_counts,
     sum_counts,
 )
 from forerun.bench.workloads import Task
+from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError, nearest, refuse
 from forerun.plots import COLOURS, pyplot, save
 from forerun.training.data.records import Message

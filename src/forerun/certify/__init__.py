@@ -1,11 +1,14 @@
 """The proof of losslessness as a user's tool, on the user's own model and through the engine's public API.
 
-A plan says how much is checked; it needs no torch, so that the command has it before a model.
+A plan says how much is checked, and a report what was found, whether an engine was examined or a server. They need no
+torch, so that the command has them before a model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,3 +37,42 @@ class CertifyPlan:
         """Return the most tokens of a prompt and its answer."""
         sampled = self.sample_prompt_tokens + self.sample_tokens
         return max(self.prompt_tokens + self.max_tokens, sampled) + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """One check and its outcome."""
+
+    name: str
+    passed: bool
+    summary: str  # One line for people
+    figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
+    left_out: bool = False  # True where nothing was examined, for the reason in `summary`
+    shown_by: tuple[str, ...] = ()  # Commands that show the fault, in order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """Everything one run found."""
+
+    model: str
+    drafter: str
+    dtype: str
+    device: str
+    runs_as: str  # The number format and what computes, in words
+    checks: list[Check]
+
+    @property
+    def passed(self) -> bool:
+        """True if every check passed; no check is no proof, and neither is one that was left out."""
+        return any(not check.left_out for check in self.checks) and all(check.passed for check in self.checks)
+
+    def record(self) -> dict[str, Any]:
+        """The report as ``certify --json`` prints it."""
+        checks = [
+            {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
+            | ({"left_out": True} if check.left_out else {})
+            | ({"shown_by": list(check.shown_by)} if check.shown_by else {})
+            for check in self.checks
+        ]
+        return {"passed": self.passed, **asdict(self), "checks": checks}

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import time
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.certify import CertifyPlan
-from forerun.certify.chi_square import EDGES, draws_over, judged, level_of, pearson, place_cells, survival
+from forerun.certify import CertifyPlan, Check, Report
+from forerun.certify.chi_square import EDGES, SampledTest, place_cells
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import (
     LOGPROB_TOLERANCE,
     QUANTISED,
-    Cells,
     Difference,
     Outcome,
     Reference,
@@ -92,45 +92,6 @@ def certify(
         runs_as=target.runs_as,
         checks=checks,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One check and its outcome."""
-
-    name: str
-    passed: bool
-    summary: str  # One line for people
-    figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
-    left_out: bool = False  # True where nothing was examined, for the reason in `summary`
-    shown_by: tuple[str, ...] = ()  # Commands that show the fault, in order
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """Everything one run found."""
-
-    model: str
-    drafter: str
-    dtype: str
-    device: str
-    runs_as: str  # The number format and what computes, in words
-    checks: list[Check]
-
-    @property
-    def passed(self) -> bool:
-        """True if every check passed; no check is no proof, and neither is one that was left out."""
-        return any(not check.left_out for check in self.checks) and all(check.passed for check in self.checks)
-
-    def record(self) -> dict[str, Any]:
-        """The report as ``certify --json`` prints it."""
-        checks = [
-            {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
-            | ({"left_out": True} if check.left_out else {})
-            | ({"shown_by": list(check.shown_by)} if check.shown_by else {})
-            for check in self.checks
-        ]
-        return {"passed": self.passed, **asdict(self), "checks": checks}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,8 +188,8 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
         run.llm.engine.drafting.ensure(SpeculativeConfig.parse(found))
     except UnsupportedModelError:
         return None
-    what = f"{test.setting.what}, drafted by early_exit"
-    return replace(test, setting=replace(test.setting, speculative=found, what=what))
+    setting = replace(test.setting, speculative=found, what=f"{test.setting.what}, drafted by early_exit")
+    return replace(test, name=setting.name, setting=setting)
 
 
 def settings_for(run: Run, temperature: float) -> list[Setting]:
@@ -384,24 +345,18 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Test:
-    """A test compares sampled answers with their exact distribution."""
+class Test(SampledTest):
+    """A test compares sampled answers of an engine with their exact distribution."""
 
     setting: Setting
     prompts: list[Tokens]  # Answered in turn
     tokens: int  # Of each answer
-    cells: Cells
-    level: float  # Probability below which a drawing is unlikely
-    samples: int  # What a drawing puts into cells: answers, or tokens of answers
-    answers: int  # Answers of a drawing
-    detects: float  # The total variation that a failure is nearly certain for
-    each: str = "answers"  # What is put into cells
     passed_over: int = 0  # Prompts before this one, which had nothing to compare
 
     @property
-    def possible(self) -> int:
-        """Return how many cells answers may fall into."""
-        return sum(chance > 0 for chance in self.cells.values())
+    def answers(self) -> int:
+        """Return the answers of a drawing."""
+        return self.samples // (1 if self.each == "answers" else self.tokens)
 
     def drawn(self, run: Run, number: int, first: int) -> Iterator[tuple[Tokens, CompletionOutput]]:
         """Draw so many answers, those with seeds from the `first` seed on, each with its prompt."""
@@ -413,22 +368,11 @@ class Test:
 def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     """Return the test, one of `tests`, of where the tokens of longer answers stand in their own distributions. The
     setting has a temperature and nothing else."""
-    plan = run.plan
+    plan, longer = run.plan, replace(setting, what="each token of longer answers")
     cells = place_cells([edge for edge in EDGES if 1 - edge > plan.least / 20])  # A coarse test takes few answers
-    wanted, fewest = draws_over(cells, plan, tests)
-    answers = math.ceil(max(wanted, fewest) / plan.max_tokens)
-    samples = answers * plan.max_tokens
-    return Test(
-        setting=replace(setting, what="each token of longer answers"),
-        prompts=[prompt[: plan.sample_prompt_tokens] for prompt in run.prompts],
-        tokens=plan.max_tokens,
-        cells=cells,
-        level=level_of(plan, tests),
-        samples=samples,
-        answers=answers,
-        detects=plan.detect * math.sqrt(wanted / samples),
-        each="tokens",
-    )
+    prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
+    own: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
+    return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **own)
 
 
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
@@ -439,18 +383,8 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
         prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
         cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
         if sum(chance > 0 for chance in cells.values()) > 1:
-            samples = max(draws_over(cells, plan, tests))
-            return Test(
-                setting=setting,
-                prompts=[prompt],
-                tokens=plan.sample_tokens,
-                cells=cells,
-                level=level_of(plan, tests),
-                samples=samples,
-                answers=samples,
-                detects=plan.detect,
-                passed_over=turn,
-            )
+            own: dict[str, Any] = {"setting": setting, "prompts": [prompt], "tokens": plan.sample_tokens}
+            return Test.over(cells, plan, tests, name=setting.name, **own, passed_over=turn)
     raise ArgumentError(
         f"{setting.name}: there is nothing to compare, for the answers to each of the {len(run.prompts)} prompts are "
         f"certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
@@ -479,33 +413,24 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     with other seeds, too; or if an answer is impossible."""
     pace, stats = pace or Pace(tell=run.progress, total=test.answers), SpeculationStats()
 
-    def draw(turn: int) -> tuple[float, int, float]:
+    def draw(turn: int) -> Counter[Outcome]:
         pace.total += turn * test.answers
-        return _drawing(run, test, stats, pace, turn * test.answers)
+        return count(test.cells, _drawing(run, test, stats, pace, turn * test.answers))
 
-    fits, words, figures = judged(draw, test.level)
+    check, _ = test.check(run.plan, draw)
     drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
     summary = (
-        f"{words}; {test.samples} {test.each} detect a total variation of {test.detects:.2g} over "
-        f"{test.possible} cells with {run.plan.power:.0%}; {accepted} of {drafted} drafted tokens accepted, drafts up "
-        f"to {depth} deep"
+        f"{check.summary}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
         + ("" if drafted else "; nothing was drafted, so nothing was proved")
         + (f"; {test.passed_over} of the prompts passed over: nothing to compare" if test.passed_over else "")
     )
-    sample = {"samples": test.samples, "cells": test.possible, "passed_over": test.passed_over}
-    power = {"detects_total_variation": test.detects, "power": run.plan.power}
     drafts = {"drafted": drafted, "accepted": accepted, "depth": depth, "rules": sorted(stats.steps_per_rule)}
-    return Check(
-        name=f"sampled distribution, {test.setting.name}",
-        passed=fits and drafted > 0,
-        summary=summary,
-        figures={**figures, **sample, **power, **drafts},
-    )
+    figures = {**check.figures, "passed_over": test.passed_over, **drafts}
+    return replace(check, passed=check.passed and drafted > 0, summary=summary, figures=figures)
 
 
-def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> tuple[float, int, float]:
-    """Draw a test's answers, those with seeds from the `first` seed on; return chi-square, its degrees of freedom and
-    the probability of a larger one."""
+def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> list[Outcome]:
+    """Draw a test's answers, those with seeds from the `first` seed on, and return what goes into cells."""
     outcomes, seed = list[Outcome](), run.plan.seed + first
     uniform = torch.Generator().manual_seed(seed)
     for index, (prompt, answer) in enumerate(test.drawn(run, test.answers, seed)):
@@ -519,5 +444,4 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
             places = run.reference.places(prompt, answer.token_ids, temperature, uniform)
             outcomes += [(min(bisect(EDGES, place), len(test.cells) - 1),) for place in places]
         pace.drawn += 1
-    statistic, freedom = pearson(test.cells, count(test.cells, outcomes), test.samples)
-    return statistic, freedom, survival(statistic, freedom)
+    return outcomes

@@ -11,16 +11,71 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 
-from forerun.certify import CertifyPlan
+from forerun.certify import CertifyPlan, Check
 from forerun.certify.reference import Cells, Outcome
 
 EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
 """The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
 _FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SampledTest:
+    """A `SampledTest` compares what is drawn with its exact distribution."""
+
+    name: str
+    cells: Cells
+    level: float  # Probability below which a drawing is unlikely
+    samples: int  # What a drawing puts into cells: answers, or tokens of answers
+    detects: float  # The total variation that a failure is nearly certain for
+    each: str = "answers"  # What is put into cells
+
+    @classmethod
+    def over(cls, cells: Cells, plan: CertifyPlan, tests: int, *, batch: int = 1, **own: Any) -> Self:
+        """Return one of `tests` tests, which draws so much that it detects what the plan wants detected and that each
+        cell expects enough, in whole batches.
+        """
+        likely = [chance for chance in cells.values() if chance > 0]
+        level = level_of(plan, tests)
+        wanted = draws_for(len(likely) - 1, level, plan.detect, math.sqrt(plan.power))
+        samples = batch * math.ceil(max(wanted, _FEWEST / min(likely)) / batch)
+        detects = plan.detect * math.sqrt(wanted / samples)
+        return cls(cells=cells, level=level, samples=samples, detects=detects, **own)
+
+    def check(
+        self, plan: CertifyPlan, draw: Callable[[int], Counter[Outcome]], where: str = ""
+    ) -> tuple[Check, Counter[Outcome]]:
+        """Return the check, and what was drawn last. `draw` counts a drawing by cell, and is told how many went before;
+        `where` begins the summary.
+        """
+        drawn = Counter[Outcome]()
+
+        def fit_next(turn: int) -> tuple[float, int, float]:
+            nonlocal drawn
+            drawn = draw(turn)
+            return fit(self.cells, drawn)
+
+        fits, words, figures = judged(fit_next, self.level)
+        possible = sum(chance > 0 for chance in self.cells.values())
+        summary = (
+            f"{where}{words}; {drawn.total()} {self.each} detect a total variation of {self.detects:.2g} over "
+            f"{possible} cells with {plan.power:.0%}"
+        )
+        sample = {"samples": drawn.total(), "cells": possible}
+        power = {"detects_total_variation": self.detects, "power": plan.power}
+        name = f"sampled distribution, {self.name}"
+        return Check(name=name, passed=fits, summary=summary, figures={**figures, **sample, **power}), drawn
+
+
+def fit(cells: Cells, drawn: Counter[Outcome]) -> tuple[float, int, float]:
+    """Return chi-square, its degrees of freedom and the probability of a larger one."""
+    statistic, freedom = pearson(cells, drawn, drawn.total())
+    return statistic, freedom, survival(statistic, freedom)
 
 
 def judged(
@@ -50,13 +105,6 @@ def level_of(plan: CertifyPlan, tests: int) -> float:
 def place_cells(edges: Sequence[float]) -> Cells:
     """Return the cells of tokens' places between these edges."""
     return {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
-
-
-def draws_over(cells: Cells, plan: CertifyPlan, tests: int) -> tuple[int, int]:
-    """Return how many draws detect what the plan wants detected, and how many give each cell enough."""
-    likely = [chance for chance in cells.values() if chance > 0]
-    wanted = draws_for(len(likely) - 1, level_of(plan, tests), plan.detect, math.sqrt(plan.power))
-    return wanted, math.ceil(_FEWEST / min(likely))
 
 
 def draws_for(freedom: int, level: float, detect: float, power: float) -> int:

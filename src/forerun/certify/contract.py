@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from forerun.certify import CertifyPlan
-from forerun.certify.checks import Check, Run, examined
+from forerun.certify import CertifyPlan, Check
+from forerun.certify.checks import Run, examined
 from forerun.certify.reference import TransformersReference
 from forerun.decode.drafter import warn_drafter
 from forerun.errors import ForerunError

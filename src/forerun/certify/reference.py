@@ -303,17 +303,17 @@ def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | 
 
 
 def difference(
-    llm: LLM, prompt: Sequence[int], answers: tuple[Sequence[int], Sequence[int]], index: int
+    llm: LLM, prompt: Sequence[int], plain_ids: Sequence[int], other_ids: Sequence[int]
 ) -> Difference | None:
     """Find where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
-    position = first_difference(*answers)
+    position = first_difference(plain_ids, other_ids)
     if position is None:
         return None
-    plain, other = list(itertools.zip_longest(*answers))[position]
+    plain, other = list(itertools.zip_longest(plain_ids, other_ids))[position]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=8, detokenize=False, ignore_eos=True)
-    prefix = {"prompt_token_ids": [*prompt, *answers[0][:position]]}
+    prefix = {"prompt_token_ids": [*prompt, *plain_ids[:position]]}
     token = llm.generate(prefix, params, speculative=False)[0].outputs[0].tokens[0]
     likeliest: dict[int | None, float] = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
     worse = min(likeliest.get(name, -math.inf) for name in (plain, other))
     gap, epsilon = max(likeliest.values()) - worse, epsilon_of(llm)
-    return Difference(prompt=index, position=position, plain=plain, speculative=other, gap=gap, epsilon=epsilon)
+    return Difference(prompt=0, position=position, plain=plain, speculative=other, gap=gap, epsilon=epsilon)

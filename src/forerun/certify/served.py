@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forerun.bench.client import Server, ServerError, SpeculationCounts, diff_counts, read_counts, sum_counts
-from forerun.certify import CertifyPlan
-from forerun.certify.checks import Check
+from forerun.bench.client import Server, SpeculationCounts, diff_counts, read_counts, sum_counts
+from forerun.certify import CertifyPlan, Check
 from forerun.certify.reference import TIE_EPSILON, Difference
+from forerun.endpoints import ServerError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LIKELIEST = 20  # Tokens of a place whose log-probabilities are asked for: the most that vLLM gives by default
@@ -223,6 +223,11 @@ class ServedModel:
         known = [token for token in ids if token is not None]
         return None if isinstance(prompt, str) or len(known) < len(ids) else (*prompt, *known)
 
+    def stated(self, prompt: Prompt, beginning: Sequence[int], salt: str) -> Stated:
+        """Return what may follow the beginning of an answer; nothing where the server cannot be asked."""
+        text = self.continued(prompt, beginning)
+        return {} if text is None else self.next_tokens([text], salt)[0]
+
     def speculation(self) -> SpeculationCounts | None:
         """Return what the server counted since it was opened; None where neither its metrics nor its answers tell."""
         after = self._runner.run(self._server.metrics())
@@ -262,7 +267,8 @@ class ServedModel:
             names = told.get("tokens") or []
             tokens = [self._token(name, None) for name in names]
             logprobs = list(told.get("token_logprobs") or [])
-            pairs = [[(name, None, value) for name, value in (top or {}).items()] for top in _tops(told, names)]
+            tops = told.get("top_logprobs") or [None] * len(names)
+            pairs = [[(name, None, value) for name, value in (top or {}).items()] for top in tops]
         if ids is not None and len(ids) == len(tokens):
             self._ids.update((token, int(known)) for token, known in zip(tokens, ids, strict=True) if token < 0)
         elif ids is not None and not tokens:
@@ -289,10 +295,6 @@ class ServedModel:
 
     def _id_of(self, token: int) -> int | None:
         return token if token >= 0 else self._ids.get(token)
-
-
-def _tops(told: Mapping[str, Any], names: Sequence[str]) -> Sequence[Mapping[str, float] | None]:
-    return told.get("top_logprobs") or [None] * len(names)
 
 
 @contextmanager
@@ -339,9 +341,8 @@ class ServerExam:
         self.served.next_tokens([text for text in contexts if text is not None], self.salt)
 
     def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
-        """Return what may follow the beginning of an answer; nothing where the server cannot be asked."""
-        text = self.served.continued(prompt, beginning)
-        return {} if text is None else self.served.next_tokens([text], self.salt)[0]
+        """Return what may follow the beginning of an answer, see `ServedModel.stated`."""
+        return self.served.stated(prompt, beginning, self.salt)
 
     def difference(self, place: tuple[int, int], tokens: tuple[int | None, int | None], gap: float) -> Difference:
         """Return that an answer has another token than plain decoding at a `place`, its prompt and position."""

@@ -16,9 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from forerun.bench.client import ServerError
-from forerun.certify import CertifyPlan
-from forerun.certify.checks import Check, Report
+from forerun.certify import CertifyPlan, Check, Report
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference
 from forerun.certify.served import (
     CHAT,
@@ -34,6 +32,7 @@ from forerun.certify.served import (
     with_smallest,
 )
 from forerun.certify.server_samples import first_parting, sampled_beside, sampled_checks
+from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError
 
 ASSUMED = "bfloat16"  # A server does not tell its number format
@@ -359,7 +358,7 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
             continue
         mine, theirs = _at(one, position), _at(two, position)
         here_gap = _gap(exam.stated(request.prompt, one.tokens[:position]), mine, theirs)
-        there_gap = _gap(_stated_by(other, exam, request, two.tokens[:position]), theirs, mine)
+        there_gap = _gap(other.stated(request.prompt, two.tokens[:position], exam.salt), theirs, mine)
         gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
         parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
         found.append(parted)
@@ -387,11 +386,6 @@ def _two_commands(
     soonest = min(bugs, key=lambda one: one.position)
     request = replace(requests[soonest.prompt], max_tokens=soonest.position + 1)
     return (*exam.served.commands(request), *other.commands(request))
-
-
-def _stated_by(other: ServedModel, exam: ServerExam, request: ServedRequest, beginning: Sequence[int]) -> Stated:
-    text = other.continued(request.prompt, beginning)
-    return {} if text is None else other.next_tokens([text], exam.salt)[0]
 
 
 def _at(answer: ServedAnswer, position: int) -> int | None:

@@ -13,10 +13,10 @@ from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from forerun.certify import CertifyPlan
-from forerun.certify.checks import Check
-from forerun.certify.chi_square import EDGES, draws_for, draws_over, judged, level_of, pearson, place_cells, survival
+from forerun.certify import CertifyPlan, Check
+from forerun.certify.chi_square import EDGES, SampledTest, draws_for, fit, judged, level_of, place_cells, survival
 from forerun.certify.reference import REST, Cells, Outcome, cells_of, count, first_difference
 from forerun.certify.served import (
     CHOICES,
@@ -37,18 +37,12 @@ FEW_TRIES = 4  # Smaller requests that are tried for a fault of a distribution: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServedTest:
+class ServedTest(SampledTest):
     """A test compares sampled answers with the distribution that the server states."""
 
-    name: str
     requests: Sequence[ServedRequest]  # Asked in turn
-    cells: Cells
-    level: float  # Probability below which a drawing is unlikely
-    samples: int  # What a drawing puts into cells
-    detects: float
     at_a_time: int
     seeded: bool
-    each: str = "answers"  # What is put into cells: answers, or tokens of answers
 
     def drawn(self, exam: ServerExam, first: int) -> list[Outcome]:
         """Draw answers, those with seeds from the `first` seed on, and return what goes into cells."""
@@ -101,17 +95,21 @@ def sampled_checks(exam: ServerExam) -> Iterator[Check]:
         for name in names:
             yield left_out(f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
         return
-    prompt = _uncertain(exam)
+    plan, prompt = exam.plan, _uncertain(exam)
     many = 1 if "n" in exam.served.missing else CHOICES
-    request = ServedRequest(prompt=prompt, max_tokens=exam.plan.sample_tokens, temperature=1.0, n=many)
-    name = f"sampled distribution, n = {many}"
+    request = ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, n=many)
+    longer = [ServedRequest(prompt=prompt, max_tokens=plan.max_tokens, temperature=1.0) for prompt in exam.prompts]
+    answers = partial(
+        ServedTest.over, _cells(exam, prompt, plan.sample_tokens), plan, exam.tests, batch=many, requests=[request]
+    )
+    places = partial(ServedTest.over, place_cells(_edges(plan)), plan, exam.tests, batch=plan.max_tokens, each="tokens")
     tests = [
-        _answers_test(exam, f"{name}, no seed, {TOGETHER} clients", request, TOGETHER, seeded=False),
-        _answers_test(exam, f"{name}, seeded, 1 client", request, 1, seeded=True),
-        _tokens_test(exam),
+        answers(name=f"n = {many}, no seed, {TOGETHER} clients", at_a_time=TOGETHER, seeded=False),
+        answers(name=f"n = {many}, seeded, 1 client", at_a_time=1, seeded=True),
+        places(name="each token of longer answers", requests=longer, at_a_time=TOGETHER, seeded=False),
     ]
     for test in tests:
-        exam.progress(test.name)
+        exam.progress(f"sampled distribution, {test.name}")
         yield _chi_square_check(exam, test)
     if "n" in exam.served.missing:
         yield left_out("several answers to one request", exam.served.missing["n"])
@@ -139,75 +137,17 @@ def _cells(exam: ServerExam, prompt: Prompt, tokens: int) -> Cells:
     return cells_of(likely, replace(exam.plan, sample_tokens=tokens))
 
 
-def _answers_test(exam: ServerExam, name: str, request: ServedRequest, at_a_time: int, *, seeded: bool) -> ServedTest:
-    """Return the test of the beginnings of answers to one request."""
-    plan = exam.plan
-    cells = _cells(exam, request.prompt, request.max_tokens)
-    samples = max(draws_over(cells, plan, exam.tests))
-    return ServedTest(
-        name=name,
-        requests=[request],
-        cells=cells,
-        level=level_of(plan, exam.tests),
-        samples=request.n * math.ceil(samples / request.n),
-        detects=plan.detect,
-        at_a_time=at_a_time,
-        seeded=seeded,
-    )
-
-
-def _tokens_test(exam: ServerExam) -> ServedTest:
-    """Return the test of where the tokens of longer answers stand in the distributions of their places."""
-    plan = exam.plan
-    cells = place_cells(_edges(plan))
-    answers = math.ceil(max(draws_over(cells, plan, exam.tests)) / plan.max_tokens)
-    return ServedTest(
-        name="sampled distribution, each token of longer answers",
-        requests=[ServedRequest(prompt=prompt, max_tokens=plan.max_tokens, temperature=1.0) for prompt in exam.prompts],
-        cells=cells,
-        level=level_of(plan, exam.tests),
-        samples=answers * plan.max_tokens,
-        detects=plan.detect,
-        at_a_time=TOGETHER,
-        seeded=False,
-        each="tokens",
-    )
-
-
 def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
     """Compare sampled answers with what the server states; the check fails if two drawings are unlikely."""
-    drawn = Counter[Outcome]()
-
-    def draw(turn: int) -> tuple[float, int, float]:
-        nonlocal drawn
-        drawn = count(test.cells, test.drawn(exam, turn * test.samples))
-        return _fit(test.cells, drawn)
-
-    fits, words, figures = judged(draw, test.level)
-    summary = (
-        f"T = 1: {words}; {drawn.total()} {test.each} detect a total variation of {test.detects:.2g} over "
-        f"{len(test.cells)} cells with {exam.plan.power:.0%}"
+    check, drawn = test.check(
+        exam.plan, lambda turn: count(test.cells, test.drawn(exam, turn * test.samples)), "T = 1: "
     )
-    figures |= {
-        "samples": drawn.total(),
-        "cells": len(test.cells),
-        "detects_total_variation": test.detects,
-        "power": exam.plan.power,
-    }
-    check = Check(name=test.name, passed=fits, summary=summary, figures=figures)
-    if fits:
+    if check.passed:
         return check
     if test.each == "tokens":
-        words = _worst_cell(test.cells, drawn)
-        commands = exam.served.commands(test.requests[0])
-        return replace(check, summary=f"{summary}; of the places of tokens {words}", shown_by=commands)
+        summary = f"{check.summary}; of the places of tokens {_worst_cell(test.cells, drawn)}"
+        return replace(check, summary=summary, shown_by=exam.served.commands(test.requests[0]))
     return with_smallest(exam, check, test.requests, _sampled_fault(exam, test), FEW_TRIES)
-
-
-def _fit(cells: Cells, counts: Counter[Outcome]) -> tuple[float, int, float]:
-    """Return chi-square, its degrees of freedom and the probability of a larger one."""
-    statistic, freedom = pearson(cells, counts, counts.total())
-    return statistic, freedom, survival(statistic, freedom)
 
 
 def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
@@ -224,7 +164,7 @@ def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
             return None
         own = replace(test, requests=[request], cells=cells)
         drawn = count(cells, own.drawn(exam, 3 * test.samples))
-        _, _, chance = _fit(cells, drawn)
+        _, _, chance = fit(cells, drawn)
         return (
             None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json as as_json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -143,7 +142,7 @@ def bench(
     for difference in _differences(older or {}, record["about"]):
         console.warn(f"{compare} was measured with another {difference}")
     record["repeated_prompts"] = _warn_of_repeated(asked, most=(len(tasks) - load.warmup) // len(loads))
-    key = {"model": model, "api_key": api_key or os.environ.get("OPENAI_API_KEY")}
+    key = {"model": model, "api_key": api_key}
     made = Bench(
         server=Server(server, metrics_url=metrics_url, **key),
         baseline=None if baseline_server is None else Server(baseline_server, **key),

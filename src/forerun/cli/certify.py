@@ -4,25 +4,20 @@ nothing; ``forerun certify --server URL`` examines a server of anybody's.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 from rich.padding import Padding
 from rich.text import Text
 
-from forerun.certify import CertifyPlan
+from forerun.certify import CertifyPlan, Check, Report
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, Json, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import DataError, refuse
-
-if TYPE_CHECKING:
-    from forerun.certify.checks import Check, Report
-
 
 _ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
 _TEMPERATURES = (0.0, 0.7)
@@ -136,7 +131,7 @@ def _examine_server(
     from forerun.certify.served import serving_model
     from forerun.certify.server import certify_server
 
-    key = servers.api_key or os.environ.get("OPENAI_API_KEY")
+    key = servers.api_key
     with ExitStack() as opened, console.telling("certifying") as tell:
         served = opened.enter_context(serving_model(servers.server or "", model=model, api_key=key))
         against = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,7 +107,7 @@ def prepare(
     for sentence in about_answers(done.data):
         console.warn(sentence)
     if json:
-        console.out().file.write(dumps(summary, ensure_ascii=False) + "\n")
+        console.write_json(summary)
     else:
         _show_prepared(summary)
     return 0
@@ -216,7 +215,7 @@ def draw_prompts(*, asked: DrawOptions, json: Json = False, loading: TargetOptio
             began = time.monotonic()
             drawn.run(llm)
     if json:
-        console.out().file.write(dumps(drawn.summary(), ensure_ascii=False) + "\n")
+        console.write_json(drawn.summary())
         return 0
     earlier = f", of which {drawn.resumed:,} were there already" if drawn.resumed else ""
     console.out().print(f"{drawn.output}: {drawn.kept:,} prompts{earlier}")
@@ -331,7 +330,7 @@ def _report(found: AnswerRun, *, as_json: bool) -> None:
     for complaint in found.complaints:
         console.warn(f"left out: {complaint}")
     if as_json:
-        console.out().file.write(dumps(found.summary(), ensure_ascii=False) + "\n")
+        console.write_json(found.summary())
         return
     earlier = f", {found.resumed:,} were there already" if found.resumed else ""
     console.out().print(f"{found.output}: {found.written:,} records written with {found.answers:,} answers{earlier}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,6 @@ DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
 SHOWN_LINES, CHANGED_LINES = 6, 24  # Lines shown of a file, and of what an edit changed
-ARMS = ("plain", "speculative")
 
 
 class _Setting(NamedTuple):
@@ -322,12 +320,10 @@ def _introduce(setting: _Setting) -> None:
 
 
 def _show_arm(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
-    from forerun.cli.session import print_stream
-
     out = console.out()
     out.print()
     out.rule(Text(f" {arm} ", "bold"), align="left", style="dim")
-    output = print_stream(chunks, show_draft=True)
+    output = session.print_stream(chunks, show_draft=True)
     assert output is not None
     return output
 
@@ -341,32 +337,28 @@ class Race:
 
     def __init__(self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: bool = False) -> None:
         from forerun.certify.reference import difference
-        from forerun.cli.session import tokens_per_second
+        from forerun.cli.side_by_side import both_arms
 
-        numbers = itertools.count()
-
-        def run(arm: str, *, show: bool = False) -> RequestOutput:
-            # A domain of its own for each run, or drafters that remember answers would copy the run before.
-            options: dict[str, Any] = {
-                "speculative": None if arm == "speculative" else False,
-                "cache_salt": f"run {next(numbers)}",
-            }
-            if show:
-                return _show_arm(arm, llm.stream(prompt, params, **options))
-            return llm.generate([prompt], params, **options)[0]
-
+        arms, runs = both_arms(), dict[str, list[RequestOutput]]()
         # The first run of an arm pays for what is made once and for the printing, so it is not timed.
-        self.runs = runs = {arm: [run(arm, show=show)] for arm in ARMS}
+        for arm in arms:
+            if show:
+                runs[arm.name] = [_show_arm(arm.name, llm.stream(prompt, params, **arm.options()))]
+            else:
+                runs[arm.name] = llm.generate([prompt], params, **arm.options())
         for turn in range(repeats):
-            for arm in ARMS if turn % 2 == 0 else ARMS[::-1]:
-                runs[arm].append(run(arm))
-        plain, speculative = (_tokens(runs[arm][0]) for arm in ARMS)
+            for arm in arms if turn % 2 == 0 else arms[::-1]:
+                runs[arm.name] += llm.generate([prompt], params, **arm.options())
+        self.runs = runs
+        plain, speculative = (_tokens(run[0]) for run in runs.values())
         # Where the two answers part; None if they are the same.
-        self.parted = difference(llm, runs["plain"][0].prompt_token_ids, (plain, speculative), 0)
-        reproducible = all(_tokens(one) == _tokens(arm[0]) for arm in runs.values() for one in arm)
+        self.parted = difference(llm, runs["plain"][0].prompt_token_ids, plain, speculative)
+        reproducible = all(_tokens(one) == _tokens(run[0]) for run in runs.values() for one in run)
         self.identical = self.parted is None and reproducible
         # Tokens per second by arm.
-        self.speeds = {arm: median(tokens_per_second(one) or 0.0 for one in runs[arm][1:]) for arm in ARMS}
+        self.speeds = {
+            name: median(session.tokens_per_second(one) or 0.0 for one in run[1:]) for name, run in runs.items()
+        }
         self.speedup = self.speeds["speculative"] / self.speeds["plain"] if self.speeds["plain"] else 0.0
 
 

@@ -218,6 +218,7 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     question by question.
     """
     from forerun.certify.reference import difference
+    from forerun.speedup.compare import SpeedupArm
 
     plain = BoardLine(name="plain", config={})
     asked = questions(llm)
@@ -229,17 +230,17 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
                 params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=number < FILES, seed=7)
                 first: RequestOutput | None = None
                 for arm in arms:
-                    drafter: Any = {**arm.config, "adaptive": False} if arm.config else False
-                    # A domain of its own for each answer, or drafters that remember would copy the one before.
-                    salt = f"{arm.name} {temperature} {number}"
-                    [output] = llm.generate([prompt], params, speculative=drafter, cache_salt=salt)
+                    how = SpeedupArm(
+                        name=arm.name, speculative={**arm.config, "adaptive": False} if arm.config else False
+                    )
+                    [output] = llm.generate([prompt], params, **how.options())
                     first = first or output
                     if number < 0:
                         continue
                     arm.add(temperature, output)
                     if temperature == 0 and arm is not plain:
-                        pair = (first.outputs[0].token_ids, output.outputs[0].token_ids)
-                        parted = difference(llm, output.prompt_token_ids, pair, 0)
+                        ids = first.outputs[0].token_ids, output.outputs[0].token_ids
+                        parted = difference(llm, output.prompt_token_ids, *ids)
                         arm.unlike += parted is not None and not parted.tie
                     advance(advance=1)
     return plain

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, validators
 
-from forerun.errors import ArgumentError, DataError
+from forerun.errors import ArgumentError, DataError, refuse_constant
 from forerun.types import SamplingParams
 
 Number = TypeVar("Number", int, float)
@@ -158,6 +158,14 @@ def read_text(path: Path, what: str) -> str:
         raise DataError(f"cannot read {what} from {path}: {error}") from error
 
 
+def traffic_files(traffic: Path) -> list[Path]:
+    """Return the files of what a server recorded: a directory's, or the one that was named."""
+    files = sorted(traffic.glob("*.jsonl")) if traffic.is_dir() else [traffic]
+    if not files or not all(file.is_file() for file in files):
+        raise ArgumentError(f"{traffic} holds no recorded traffic (.jsonl); see forerun serve --record-traffic")
+    return files
+
+
 def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Number]:
     """Parse the numbers that an option lists with commas between them, each read by `kind`."""
     try:
@@ -166,14 +174,10 @@ def numbers(text: str, option: str, kind: Callable[[str], Number]) -> list[Numbe
         raise ArgumentError(f"{option} takes numbers with commas between them, got {text!r}") from error
 
 
-def _no_json(word: str) -> None:
-    raise ValueError(f"{word} is none")
-
-
 def json_object(text: str, flag: str) -> dict[str, Any]:
     """Parse what was given to `flag`; ArgumentError if it is no JSON object."""
     try:
-        value = json.loads(text, parse_constant=_no_json)
+        value = json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError) as error:
         raise ArgumentError(f"{flag} is not JSON ({error}); quote it in the shell with '...'") from error
     if not isinstance(value, dict):

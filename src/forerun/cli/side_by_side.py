@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,32 +22,18 @@ from forerun.types import OutputToken, RequestOutput, SamplingParams, tokens_per
 if TYPE_CHECKING:
     from forerun import LLM
     from forerun.certify.reference import Difference
+    from forerun.speedup.compare import SpeedupArm
 
 ASKED_CHARACTERS = 360  # Characters of a question that are shown
 WARM_UP_TOKENS = 32  # Tokens of the warm-up's answers
 ARMS = ("plain", "speculative")
-_RUNS = itertools.count()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ArmRun:
-    """An `ArmRun` is one answer with its time and passes."""
+def both_arms() -> tuple[SpeedupArm, ...]:
+    """Return the two ways to decode that ``forerun demo`` compares: plainly, and as the engine is configured."""
+    from forerun.speedup.compare import SpeedupArm
 
-    token_ids: list[int]
-    text: str
-    seconds: float  # From the question to the last token, reading the prompt included
-    passes: int  # Passes of the target, the prompt's included
-
-    @classmethod
-    def of(cls, output: RequestOutput) -> ArmRun:
-        """Return the run of a finished request."""
-        answer, stats = output.outputs[0], output.outputs[0].speculation
-        return cls(
-            token_ids=answer.token_ids,
-            text=answer.text,
-            seconds=(output.time_to_first_token_s or 0.0) + (output.decode_s or 0.0),
-            passes=stats.num_passes,
-        )
+    return tuple(SpeedupArm(name=name, speculative=None if name == "speculative" else False) for name in ARMS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +42,8 @@ class AnsweredPair:
 
     question: Question
     temperature: float
-    plain: ArmRun
-    speculative: ArmRun
+    plain: RequestOutput
+    speculative: RequestOutput
     parted: Difference | None  # Where the two answers part; None where they are the same
 
     @property
@@ -73,26 +58,25 @@ class AnsweredPair:
             "temperature": self.temperature,
             "identical": self.parted is None,
             "numeric_tie": None if self.parted is None else self.parted.tie,
-            "tokens": len(self.speculative.token_ids),
+            "tokens": len(self.speculative.outputs[0].token_ids),
             **figures([self]),
-            "text": self.speculative.text,
+            "text": self.speculative.outputs[0].text,
         }
 
 
 def figures(answers: Sequence[AnsweredPair]) -> dict[str, float]:
     """Return tokens per second of both arms, their ratio, and tokens per pass, over some answers."""
-    speeds = {arm: _total(answers, arm, "tokens") / (_total(answers, arm, "seconds") or 1e-9) for arm in ARMS}
-    tokens, passes = (round(_total(answers, "speculative", what)) for what in ("tokens", "passes"))
+    speeds = dict[str, float]()
+    for arm in ARMS:  # The last one is speculative
+        outputs = [getattr(answer, arm) for answer in answers]
+        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+        passes = sum(output.outputs[0].speculation.num_passes for output in outputs)
+        speeds[arm] = tokens / (sum(output.seconds for output in outputs) or 1e-9)
     return {
         **{f"{arm}_tokens_per_second": round(speed, 2) for arm, speed in speeds.items()},
         "speedup": round(speeds["speculative"] / (speeds["plain"] or 1e-9), 3),
         "tokens_per_pass": round(tokens_per_pass(tokens, passes), 3),
     }
-
-
-def _total(answers: Iterable[AnsweredPair], arm: str, what: str) -> float:
-    runs = (getattr(answer, arm) for answer in answers)
-    return sum(len(run.token_ids) if what == "tokens" else getattr(run, what) for run in runs)
 
 
 def ask_all(
@@ -112,8 +96,8 @@ def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
 
     short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     prompt = _word_question(llm, question, short)
-    for speculative in (False, None):
-        llm.generate([prompt], short, speculative=speculative, cache_salt=f"warm-up {speculative}")
+    for arm in both_arms():
+        llm.generate([prompt], short, **arm.options())
 
 
 def _word_question(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
@@ -128,26 +112,18 @@ def _word_question(llm: LLM, question: Question, params: SamplingParams) -> dict
 def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> AnsweredPair:
     from forerun.certify.reference import difference
 
-    prompt, runs = _word_question(llm, question, params), dict[str, ArmRun]()
+    prompt, runs = _word_question(llm, question, params), dict[str, RequestOutput]()
     temperature = float(params.temperature or 0.0)
     with _picture(temperature, show=show) as picture:
-        for arm in ARMS:
-            # A domain of its own for each run: no drafter has seen the plain answer, and both read the whole prompt.
-            options: dict[str, Any] = {"cache_salt": f"demo {next(_RUNS)}"}
-            output = None
-            for chunk in llm.stream(prompt, params, speculative=None if arm == "speculative" else False, **options):
-                picture.add(arm, chunk.tokens)
-                output = chunk.output or output
-            assert output is not None, "a stream ends with its output"
-            runs[arm] = ArmRun.of(output)
-            picture.done(arm, runs[arm])
-    plain, speculative = (runs[arm].token_ids for arm in ARMS)
-    return AnsweredPair(
-        question=question,
-        temperature=temperature,
-        parted=difference(llm, prompt["prompt_token_ids"], (plain, speculative), 0),
-        **runs,
-    )
+        for arm in both_arms():
+            for chunk in llm.stream(prompt, params, **arm.options()):
+                picture.add(arm.name, chunk.tokens)
+                if chunk.output is not None:
+                    runs[arm.name] = chunk.output
+            picture.done(arm.name, runs[arm.name])
+    ids = (run.outputs[0].token_ids for run in runs.values())
+    parted = difference(llm, prompt["prompt_token_ids"], *ids)
+    return AnsweredPair(question=question, temperature=temperature, parted=parted, **runs)
 
 
 class _Picture:
@@ -168,10 +144,11 @@ class _Picture:
         else:
             self._texts[arm].append_text(colour_tokens(tokens, self._out))
 
-    def done(self, arm: str, run: ArmRun) -> None:
+    def done(self, arm: str, run: RequestOutput) -> None:
         """Show the time and passes of an answer."""
-        speed = len(run.token_ids) / run.seconds if run.seconds else 0.0
-        said = f"{len(run.token_ids)} tokens, {run.passes} passes: "  # With the speed one line of half a terminal
+        tokens, passes = len(run.outputs[0].token_ids), run.outputs[0].speculation.num_passes
+        speed = tokens / run.seconds if run.seconds else 0.0
+        said = f"{tokens} tokens, {passes} passes: "  # With the speed one line of half a terminal
         self._feet[arm] = Text(said, "dim").append(f"{speed:.1f} tokens/s", "default")
 
     def __rich__(self) -> Table:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, AnswerLength, Flag, Json, Many, Model, TargetOptions
+from forerun.cli.options import LOADING, AnswerLength, Flag, Json, Many, Model, TargetOptions, traffic_files
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def speedup(
         model=model,
         output=output or Path(f"speedup-{Path(model).name}"),
         budget_s=seconds,
-        prompts=prompts if from_traffic is None else _recorded(from_traffic),
+        prompts=prompts if from_traffic is None else tuple(traffic_files(from_traffic)),
         kind=kind,
         max_tokens=max_tokens,
         dtype=loading.dtype,
@@ -103,14 +103,6 @@ def parse_budget(text: str) -> float:
     if found is None or float(found[1]) <= 0:
         raise ArgumentError(f"--budget is a time such as 30m, 2h or 8h, got {text!r}")
     return float(found[1]) * UNITS[found[2]]
-
-
-def _recorded(traffic: Path) -> tuple[Path, ...]:
-    """Return the files of recorded traffic."""
-    files = tuple(sorted(traffic.glob("*.jsonl"))) if traffic.is_dir() else (traffic,)
-    if not files or not all(path.is_file() for path in files):
-        raise ArgumentError(f"{traffic} holds no recorded traffic (.jsonl); see forerun serve --record-traffic")
-    return files
 
 
 class _Console:

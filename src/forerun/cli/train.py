@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.cli import INTERRUPTED, OK, console, session
-from forerun.cli.options import Flag, Json
+from forerun.cli.options import Flag, Json, traffic_files
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -116,12 +116,9 @@ def _prepare_traffic(traffic: Path, recipe: TrainRecipe[Any]) -> str:
 
     output = Path(recipe.output) / "traffic"
     if not output.is_dir():
-        files = sorted(traffic.glob("*.jsonl")) if traffic.is_dir() else [traffic]
-        if not files:
-            raise ArgumentError(f"{traffic} holds no recorded traffic (.jsonl); see forerun serve --record-traffic")
         # What a server was killed in the middle of is the only line that may be bad.
         done = prepare(
-            files,
+            traffic_files(traffic),
             session.load_tokenizer(recipe.target),
             output,
             name=recipe.target,

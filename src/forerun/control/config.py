@@ -284,9 +284,11 @@ def method_of(model: Any) -> str:
 
 
 def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
-    """Return the method and the options of a configuration, and of each drafter that it names as a mapping."""
-    members = [one for one in config.options.get("drafters", ()) if isinstance(one, Mapping)]
-    return [{"method": config.method, **config.options}, *members]
+    """Return the method and the options of a configuration, and of each drafter that it names."""
+    members = config.options.get("drafters", ())
+    listed = members if isinstance(members, list | tuple) else ()
+    named = [one if isinstance(one, Mapping) else {"method": one} for one in listed]
+    return [{**config.options, "method": config.method}, *named]
 
 
 def check_models_named(config: SpeculativeConfig | None, target_name: str) -> None:
@@ -301,13 +303,7 @@ def check_models_named(config: SpeculativeConfig | None, target_name: str) -> No
 
 def reads_layers(config: SpeculativeConfig | None) -> bool:
     """Return whether a drafter reads hidden states or runs layers of the target, which only transformers hands out."""
-    if config is None:
-        return False
-    members = config.options.get("drafters", ())
-    named: list[Any] = [{**config.options, "method": config.method}]
-    named += members if isinstance(members, list | tuple) else []
-    for one in named:
-        options = one if isinstance(one, Mapping) else {"method": one}
+    for options in [] if config is None else _all_options(config):
         method = options.get("method")
         if method in (None, AUTO) and options.get("model") is not None:
             method = method_of(options["model"])

@@ -157,7 +157,8 @@ class HuggingFaceGenerate:
     ) -> Any:
         streamer, processors = self._streamer, keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
-        scores = _wants_scores(generation_config)
+        asked = generation_config
+        scores = bool(asked.return_dict_in_generate and (asked.output_scores or asked.output_logits))
         processors, warpers = (processors, {}) if scores else _take_warpers(processors)
         rows = list[_BatchRow]()
         for index, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
@@ -341,10 +342,6 @@ def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]
         if left and type(left[-1]).__name__ == kind and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
             taken[name] = getattr(left.pop(), name)
     return left, taken
-
-
-def _wants_scores(config: Any) -> bool:
-    return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
 
 
 def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:

@@ -318,11 +318,6 @@ class Eagle3Settings(DecoderSettings):
     flex_attention: bool = False
     """On CUDA: FlexAttention, which makes no mask of queries times keys; the figures are the same."""
 
-    @property
-    def weights(self) -> list[float]:
-        """Return the weights (T,) of the steps, summing to 1."""
-        return unrolled_weights(self.steps, self.decay)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnrolledStep:
@@ -350,12 +345,15 @@ class Eagle3Objective(DecoderObjective):
         """Return the weighted sum over all steps and counted predictions, and acceptance by step."""
         last = batch.features[LAST_HIDDEN]
         steps = list(self.unroll(batch))
-        shares = torch.tensor(self.settings.weights, device=last.device).view(-1, 1, 1)
-        counts = torch.stack([step.counted for step in steps])
+        shares, counts = self.shares(last.device), torch.stack([step.counted for step in steps])
         found = self._loss(steps, counts * shares, last)
         return LossReport(
             loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees, found.overlap)
         )
+
+    def shares(self, device: torch.device) -> Tensor:
+        """Return the weights (T, 1, 1) of the steps, summing to 1."""
+        return torch.tensor(unrolled_weights(self.settings.steps, self.settings.decay), device=device).view(-1, 1, 1)
 
     def unroll(self, batch: FeatureBatch) -> Iterator[UnrolledStep]:
         """Yield the head's outputs, step by step."""

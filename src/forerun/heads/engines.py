@@ -183,17 +183,21 @@ def trtllm_line(target: str, directory: Path) -> str:
 NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")
 
 
-def plainly_named(launch: Launch) -> Path:
-    """Return the directory. Raises ArgumentError if vLLM (``SpeculativeConfig``) would infer
-    another method from its path than the one that it is told, as it does for all but EAGLE, DFlash
-    and DSpark heads.
+def refuse_misread(path: str, remedy: str) -> None:
+    """Raise ArgumentError if vLLM (``SpeculativeConfig``) would infer another method from a path than the one that it
+    is told, as it does for all but EAGLE, DFlash and DSpark heads.
     """
-    found = [word for word in NAMES_METHOD if word in str(launch.directory).lower()]
+    found = [word for word in NAMES_METHOD if word in path.lower()]
     if found:
         raise ArgumentError(
-            f"vLLM takes a path with {found[0]!r} in it for a head of that kind, whatever it is told; write the "
-            f"{launch.head.config.kind} head to a path without it, not to {launch.directory}"
+            f"vLLM takes a path with {found[0]!r} in it for a head of that kind, whatever it is told; {remedy}"
         )
+
+
+def plainly_named(launch: Launch) -> Path:
+    """Return the directory; ArgumentError if vLLM would misread its name (`refuse_misread`)."""
+    kind = launch.head.config.kind
+    refuse_misread(str(launch.directory), f"write the {kind} head to a path without it, not to {launch.directory}")
     return launch.directory
 
 

@@ -54,7 +54,6 @@ from forerun.losses.objective import (
     ObjectiveSettings,
     chain_metrics,
     shift_left,
-    unrolled_weights,
 )
 from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
@@ -424,11 +423,6 @@ class MtpSettings(ObjectiveSettings):
     noise: NotNegative = 0.0
     """Uniform noise on the target's states, see `DecoderSettings`."""
 
-    @property
-    def weights(self) -> list[float]:
-        """Return the weights (K,) of the depths, summing to 1."""
-        return unrolled_weights(self.steps, self.decay)
-
 
 class MtpObjective(Eagle3Objective):
     """An `MtpObjective` is the loss of a target's only MTP module on a batch of features."""
@@ -458,7 +452,7 @@ class MtpObjective(Eagle3Objective):
         steps, tokens = list(self.unroll(batch)), batch.batch.tokens
         wanted = torch.stack([shift_left(tokens, step.step + 2, 0) for step in steps])
         counts = torch.stack([step.counted for step in steps])
-        shares = counts * torch.tensor(self.settings.weights, device=tokens.device).view(-1, 1, 1)
+        shares = counts * self.shares(tokens.device)
         outputs = torch.stack([step.output for step in steps])
         found = hard_loss(
             outputs.flatten(0, 2),

@@ -77,7 +77,8 @@ def _multiplies_blocks(file: Path, device: Any) -> bool:
     if device is not None:
         on_cpu = torch.device(device).type == "cpu"
     else:
-        on_cpu = not (torch.accelerator.is_available() or _llama_cpp_accelerates())
+        accelerates = llama_context.installed() and llama_context.has_accelerator()
+        on_cpu = not (torch.accelerator.is_available() or accelerates)
     return on_cpu and products.ready(torch.bfloat16) and _runs_on_transformers(file)
 
 
@@ -89,7 +90,3 @@ def _runs_on_transformers(file: Path) -> bool:
         return False
     weights = memory_bytes(read_model_header(file), torch.bfloat16.itemsize, in_blocks=True)
     return weights < available_bytes(torch.device("cpu"))
-
-
-def _llama_cpp_accelerates() -> bool:
-    return llama_context.installed() and llama_context.has_accelerator()

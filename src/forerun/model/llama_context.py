@@ -54,7 +54,9 @@ class Context:
 
     def __init__(self, api: Any, header: GgufHeader, *, rows: int, tokens: int, layers: int) -> None:
         """Load the file; -1 `layers` are all of them on the accelerator. CheckpointError: llama.cpp cannot load it."""
-        self._api, self.layers_offloaded, self.build = api, layers, _build(api)
+        self._api, self.layers_offloaded = api, layers
+        # What decides how fast llama.cpp's passes are here: its version and the instructions that it uses
+        self.build = f"{version('llama_cpp_python')} {api.llama_print_system_info().decode()}"
         said = _Messages(api)
         model = api.llama_model_default_params()
         model.n_gpu_layers = layers
@@ -176,11 +178,6 @@ def load_api() -> Any:
             f"llama-cpp-python {version('llama_cpp_python')} is too old to score trees, 0.3.16 is needed: {INSTALL} -U"
         )
     return llama_cpp
-
-
-def _build(api: Any) -> str:
-    """Return what decides how fast llama.cpp's passes are here: its version and the instructions that it uses."""
-    return f"{version('llama_cpp_python')} {api.llama_print_system_info().decode()}"
 
 
 def has_accelerator() -> bool:

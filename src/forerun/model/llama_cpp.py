@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -75,14 +75,6 @@ class _Row:
     def forget_nodes(self) -> None:
         """Forget which nodes this step has run."""
         self.tokens, self.positions, self.lies, self.ends = (), [], [], {}
-
-
-class _Shape(NamedTuple):
-    """One row's tree, root first."""
-
-    ids: Sequence[int]
-    depths: Sequence[int]
-    parents: Sequence[int]  # -1 of the root
 
 
 class LlamaCppTarget(Target):
@@ -217,11 +209,11 @@ class LlamaCppTarget(Target):
     ) -> Scored:
         self._check_boundaries(boundaries)
         start = trees.start if isinstance(trees, Nodes) else 0
-        shapes = _shapes_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else list(map(_shape_of, trees))
-        counts = [len(shape.ids) for shape in shapes]
-        self._check_room(rows, counts, [1 + max(shape.depths) for shape in shapes])
-        groups = self._groups(shapes, start)
-        found = [self._score([rows[index] for index in group], shapes, group, start) for group in groups]
+        given = _trees_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else trees
+        counts = [1 + tree.size for tree in given]
+        self._check_room(rows, counts, [1 + max(tree.depths) for tree in given])
+        groups = self._groups(given, start)
+        found = [self._score([rows[index] for index in group], given, group, start) for group in groups]
         logits = found[0] if len(found) == 1 else torch.cat(found)
         self._ran.update(zip(rows, counts, strict=True))
         if len(set(counts)) == 1:
@@ -232,11 +224,11 @@ class LlamaCppTarget(Target):
         flat = Flat.of(torch.arange(max(fresh)) < torch.tensor(fresh).unsqueeze(1))
         return Scored(logits=logits.unsqueeze(0), flat=flat)
 
-    def _groups(self, shapes: Sequence[_Shape], start: int) -> list[range]:
+    def _groups(self, trees: Sequence[TokenTree], start: int) -> list[range]:
         """Return which of the rows are run together: all, as long as there is a sequence for every branch."""
         groups, left = list[range](), 0
-        for index, shape in enumerate(shapes):
-            branches = len(shape.ids) - start - len(set(shape.parents[start:]))  # Children beside a first one
+        for index, tree in enumerate(trees):
+            branches = 1 + tree.size - start - len(set(tree.parents[start:]))  # Children beside a first one
             if groups and branches <= left:
                 groups[-1] = range(groups[-1].start, index + 1)
             else:
@@ -245,43 +237,43 @@ class LlamaCppTarget(Target):
             left -= branches
         if len(groups) > 1 and start:
             raise ArgumentError(
-                f"trees of {len(shapes)} rows have more branches than llama.cpp has sequences ({MOST_SEQUENCES}): "
+                f"trees of {len(trees)} rows have more branches than llama.cpp has sequences ({MOST_SEQUENCES}): "
                 "draft narrower trees, or for fewer rows"
             )
         return groups
 
-    def _score(self, rows: Sequence[int], shapes: Sequence[_Shape], group: range, start: int) -> Tensor:
+    def _score(self, rows: Sequence[int], trees: Sequence[TokenTree], group: range, start: int) -> Tensor:
         """Run the trees of the `group` of rows from node `start` on, and return the logits (M, V) of their nodes."""
         batch = LlamaBatch()
         for row, index in zip(rows, group, strict=True):
             if start == 0:
                 self._begin(row)
-            self._place(row, shapes[index], start, batch)
+            self._place(row, trees[index], start, batch)
         logits = self._run(rows, batch)
         for row in rows:
             state = self._rows[row]
             own = [position for position, lies in zip(state.positions, state.lies, strict=True) if lies == row]
             state.held = 1 + max(own)
-            if len(group) < len(shapes):  # Others need the sequences of its branches
+            if len(group) < len(trees):  # Others need the sequences of its branches
                 self._leave_branches(row)
                 state.lies = [lies if lies == row else None for lies in state.lies]
         return logits
 
-    def _place(self, row: int, shape: _Shape, start: int, batch: LlamaBatch) -> None:
+    def _place(self, row: int, tree: TokenTree, start: int, batch: LlamaBatch) -> None:
         """Add a row's nodes from `start` on to the batch, each with the sequences of all leaves below it."""
-        state, length, parents = self._rows[row], self.lengths[row], shape.parents
+        state, length, parents = self._rows[row], self.lengths[row], tree.parents
         if start and not state.lies:  # The root was appended, and taken back to become node 0
             state.lies, state.positions, state.ends = [row], [length], {row: 0}
-        state.tokens, first = shape.ids, len(batch)
-        for node in range(start, len(shape.ids)):
-            parent, position = parents[node], length + shape.depths[node]
+        state.tokens, first = tree.tokens, len(batch)
+        for node in range(start, 1 + tree.size):
+            parent, position = parents[node], length + tree.depths[node]
             beside = state.lies[parent] if node else row
             assert beside is not None, "levels of a tree are run while their branches are there"
             lies = beside if node == 0 or state.ends[beside] == parent else self._branch(row)
             state.lies.append(lies)
             state.positions.append(position)
             state.ends[lies] = node
-            batch.add(shape.ids[node], position, [lies], wanted=True)
+            batch.add(tree.tokens[node], position, [lies], wanted=True)
             if lies == beside:
                 continue
             above = parent
@@ -568,16 +560,12 @@ class _Check:
         return torch.cat(steps)
 
 
-def _shape_of(tree: TokenTree) -> _Shape:
-    return _Shape(tree.tokens, tree.depths, tree.parents)
-
-
-def _shapes_of(nodes: Nodes) -> list[_Shape]:
+def _trees_of(nodes: Nodes) -> list[TokenTree]:
     """Return packed trees by row. A node's parent is the last one before it that it looks at."""
     before = nodes.sees.numpy() & np.tri(nodes.sees.shape[1], k=-1, dtype=bool)
     parents = np.where(before, np.arange(before.shape[1]), -1).max(-1).tolist()
-    found = zip(nodes.ids.tolist(), nodes.depths.tolist(), parents, nodes.counts, strict=True)
-    return [_Shape(ids[:count], depths[:count], above[:count]) for ids, depths, above, count in found]
+    found = zip(nodes.ids.tolist(), parents, nodes.counts, strict=True)
+    return [TokenTree.of(ids[0], ids[1:count], above[1:count]) for ids, above, count in found]
 
 
 def _by_row(logits: Tensor, counts: Sequence[int]) -> Tensor:

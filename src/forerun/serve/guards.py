@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -30,7 +30,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.engine.prompts import Lane, Lanes
-from forerun.errors import of_the_process
+from forerun.errors import of_the_process, refuse_constant
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
@@ -243,7 +243,7 @@ def read_json(body: bytes) -> Any:
             if count > most:
                 raise ValueError(f"it has {count} {what}, at most {most} are read")
         text = body.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse_constant)
+        value = json.loads(text, object_pairs_hook=_object, parse_constant=refuse_constant)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         return value
@@ -340,7 +340,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:64]!r} is there twice")
     return found
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"there is no {name} in JSON")

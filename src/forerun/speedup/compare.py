@@ -4,12 +4,13 @@ how sure that is.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Thread
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
@@ -30,12 +31,24 @@ ATTEMPTS = 3  # For a prompt while which the process stood still; then it is lef
 FEWEST = 5  # Prompts that are asked however long that takes, and below which there is no interval
 
 
+_NUMBERS = itertools.count()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupArm:
     """A `SpeedupArm` is one way to decode: plainly, or with a drafter."""
 
     name: str
-    config: Mapping[str, Any] | None = None  # A `speculative_config`; None decodes plainly
+    speculative: Mapping[str, Any] | Literal[False] | None = False
+    """`LLM.generate` takes it: False decodes plainly, None as the engine is configured."""
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of one request that is answered in this way.
+
+        Each request has an isolation domain of its own: a drafter that remembers would copy the answer of another arm,
+        and a prompt in the cache would not be read.
+        """
+        return {"speculative": self.speculative, "cache_salt": f"arm {next(_NUMBERS)}"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +110,6 @@ class SideBySide:
     def __init__(self, llm: LLM, arms: Sequence[SpeedupArm], *, max_tokens: int, fewest: int = FEWEST) -> None:
         """Compare `arms`, of which the first decodes plainly, on at least the `fewest` prompts."""
         self.llm, self.arms, self.max_tokens, self.fewest = llm, arms, max_tokens, fewest
-        self._number = 0
 
     def ask(
         self,
@@ -145,24 +157,15 @@ class SideBySide:
         return found
 
     def _answer(self, arm: SpeedupArm, prompt: AskedPrompt, temperature: float, tokens: int) -> RequestOutput:
-        self._number += 1
         params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=7)
-        # A domain of its own for each answer, or a drafter that remembers would copy the plain one.
-        [output] = self.llm.generate(
-            [prompt.prompt],
-            params,
-            speculative=False if arm.config is None else dict(arm.config),
-            cache_salt=f"speedup {self._number}",
-        )
-        return output
+        return self.llm.generate([prompt.prompt], params, **arm.options())[0]
 
     def _timing(
         self, prompt: AskedPrompt, temperature: float, arm: str, output: RequestOutput, plain: RequestOutput
     ) -> AnswerTiming:
-        answer, decode_s, same = output.outputs[0], output.decode_s or 0.0, True
+        answer, same = output.outputs[0], True
         if temperature == 0 and output is not plain:
-            pair = (plain.outputs[0].token_ids, answer.token_ids)
-            parted = difference(self.llm, output.prompt_token_ids, pair, 0)
+            parted = difference(self.llm, output.prompt_token_ids, plain.outputs[0].token_ids, answer.token_ids)
             same = parted is None or parted.tie
         return AnswerTiming(
             digest=prompt.digest,
@@ -171,8 +174,8 @@ class SideBySide:
             temperature=temperature,
             tokens=len(answer.token_ids),
             passes=answer.speculation.num_passes,
-            seconds=(output.time_to_first_token_s or 0.0) + decode_s,
-            decode_s=decode_s,
+            seconds=output.seconds,
+            decode_s=output.decode_s or 0.0,
             same=same,
             empty=not answer.text.strip(),
             circle=runs_in_circles(np.array(answer.token_ids, np.int32)),
@@ -239,7 +242,7 @@ def summarise(timings: Sequence[AnswerTiming], arms: Sequence[SpeedupArm]) -> di
     categories = sorted({one.category for one in timings})
     found = dict[str, Any]()
     for arm in arms:
-        if arm.config is None:
+        if arm.speculative is False:
             continue
         found[arm.name] = {
             f"{temperature:g}": {

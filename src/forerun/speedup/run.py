@@ -64,10 +64,10 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 FREE: tuple[SpeedupArm, ...] = (
-    SpeedupArm(name="ngram", config={"method": "ngram"}),
-    SpeedupArm(name="suffix", config={"method": "suffix"}),
-    SpeedupArm(name="recycling", config={"method": "recycling"}),
-    SpeedupArm(name="auto", config={"method": "auto"}),
+    SpeedupArm(name="ngram", speculative={"method": "ngram"}),
+    SpeedupArm(name="suffix", speculative={"method": "suffix"}),
+    SpeedupArm(name="recycling", speculative={"method": "recycling"}),
+    SpeedupArm(name="auto", speculative={"method": "auto"}),
 )
 """Drafters that need no training. The plan forecasts all but `auto`, which chooses among them at every step."""
 RESULT, TIMINGS = "result", "timings.json"
@@ -413,7 +413,7 @@ class SpeedupRun:
         """Return what the plan expects of a drafter, from its acceptance on the first of these prompts; of so many
         that it takes a small share of the `seconds`.
         """
-        config = SpeculativeConfig.parse(arm.config)
+        config = SpeculativeConfig.parse(arm.speculative or None)
         assert config is not None
         how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.asked.compared_tokens}
         chosen = [prompt.prompt for prompt in prompts]
@@ -499,8 +499,8 @@ class SpeedupRun:
         prompts, forecasts = self.asked_prompts("held_out"), dict(free["forecasts"])
         if trained["head"] is not None:
             head = str((self.folder / trained["head"]).resolve())
-            alone_ = SpeedupArm(name=trained["kind"], config={"method": trained["kind"], "model": head})
-            arms += [alone_, SpeedupArm(name=f"auto + {alone_.name}", config={"method": "auto", "model": head})]
+            alone_ = SpeedupArm(name=trained["kind"], speculative={"method": trained["kind"], "model": head})
+            arms += [alone_, SpeedupArm(name=f"auto + {alone_.name}", speculative={"method": "auto", "model": head})]
         path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.asked.budget_s
         with self.console.busy("measuring") as tell:
             if trained["head"] is not None:
@@ -514,7 +514,7 @@ class SpeedupRun:
             timings = compared.ask(prompts, seconds=seconds, done=_kept(path, arms), tell=keep)
         plain = [one for one in timings if one.arm == PLAIN and one.temperature == 0]
         return {
-            "arms": {arm.name: arm.config for arm in arms},
+            "arms": {arm.name: arm.speculative or None for arm in arms},
             "figures": summarise(timings, arms),
             "over_free": {
                 arm.name: {f"{one:g}": summarise_arm(timings, arm.name, one, base=free["best"]) for one in TEMPERATURES}

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError, DataError
-from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, EndpointError, with_endpoint
+from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, with_endpoint
 from forerun.types import SamplingParams
 from training.data.conftest import byte_tokenizer, write_lines
 
@@ -73,8 +74,8 @@ def todo(folder: Path, records: list[Any], **more: Any) -> AnswerRun:
     return AnswerRun(source, folder / "out.jsonl", director, **more)
 
 
-def ask(work: AnswerRun, server: Server, *, concurrency: int = 4, retries: int = 3, **more: Any) -> Any:
-    endpoint = Endpoint(url="http://here", model="m", retries=retries, first_pause_s=0.001, **more)
+def ask(work: AnswerRun, server: Server, *, concurrency: int = 4) -> Any:
+    endpoint = Endpoint(url="http://here", model="m", retries=3, first_pause_s=0.001)
     return with_endpoint(work, endpoint, concurrency=concurrency, transport=httpx.MockTransport(server))
 
 
@@ -88,9 +89,12 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 TALK = [{"role": "system", "content": "s"}, user("a"), assistant("old"), user("b"), assistant("old"), user("c")]
 
 
-def test_user_turns_are_kept_and_every_answer_is_new_and_built_on_the_new_ones(tmp_path: Path) -> None:
+def test_user_turns_are_kept_and_every_answer_is_new_and_built_on_the_new_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
     server = Server()
-    done = ask(todo(tmp_path, [{"id": "x", "messages": TALK}]), server, api_key="k")
+    done = ask(todo(tmp_path, [{"id": "x", "messages": TALK}]), server)
     (line,) = lines(tmp_path)
     assert line == {
         "id": "x",
@@ -159,11 +163,11 @@ def test_pauses_grow_and_obey_the_server() -> None:
 
 
 def test_a_server_that_stays_away_ends_the_run_with_its_words(tmp_path: Path) -> None:
-    with pytest.raises(EndpointError, match=r"4 times.*503: starting"):
+    with pytest.raises(ServerError, match=r"4 times.*503: starting"):
         ask(todo(tmp_path, [{"prompt": "q"}] * 3), Server(lambda number, body: httpx.Response(503, text="starting")))
-    with pytest.raises(EndpointError, match="401: who"):
+    with pytest.raises(ServerError, match="401: who"):
         ask(todo(tmp_path, [{"prompt": "q"}] * 3), Server(lambda number, body: httpx.Response(401, text="who")))
-    with pytest.raises(EndpointError, match="no OpenAI response"):
+    with pytest.raises(ServerError, match="no OpenAI response"):
         ask(todo(tmp_path, [{"prompt": "q"}]), Server(lambda number, body: httpx.Response(200, text="<html>")))
 
 
@@ -282,8 +286,9 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
     (tmp_path / "out.jsonl").write_text('{"no": "id"}\n', encoding="utf-8")
     with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
         todo(tmp_path, [{"prompt": "q"}])
+    (tmp_path / "new").mkdir()
     with pytest.raises(ArgumentError, match="http://"):
-        Endpoint(url="here:8000", model="m").client()
+        with_endpoint(todo(tmp_path / "new", [{"prompt": "q"}]), Endpoint(url="here:8000", model="m"), concurrency=1)
     for wrong in ({"max_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}):
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             Director(tokenizer=None, params=SamplingParams(**wrong))

@@ -25,7 +25,7 @@ from forerun.deploy import reads_text_alone
 from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, Stretch
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
-from forerun.heads.engines import NAMES_METHOD
+from forerun.heads.engines import refuse_misread
 
 _NGRAM = {"prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
 _SUFFIX = {
@@ -147,12 +147,7 @@ class Vllm(EngineInfo):
                 "over it: leave --rule out, or give --rule token_rejection"
             )
         read = {"draft_model": draft.model, "medusa": draft.model, "mtp": asked.model}.get(way.name) or ""
-        misread = [word for word in NAMES_METHOD if word in read.lower()]
-        if misread:
-            raise ArgumentError(
-                f"vLLM takes a path with {misread[0]!r} in it for a head of that kind, whatever it is told; rename "
-                f"{read}"
-            )
+        refuse_misread(read, f"rename {read}")
         _, k = self.read_drafter(asked, draft, notes)
         self.chain_only(asked, draft, k, notes)
         schedule = self.schedule(asked, k, notes, able=draft.method not in _ONE_LENGTH)

@@ -56,6 +56,13 @@ class Following(NamedTuple):
     replacements: Ints  # (REPLACEMENTS, REPLACEMENT_COLUMNS)
 
 
+def new_follower() -> Following:
+    """Return a follower that is nowhere in its source. Source and text, which the caller passes, may grow, and may be
+    the same array.
+    """
+    return Following(NOWHERE.copy(), np.empty((REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32))
+
+
 class Followers(NamedTuple):
     """The followers of the rows of a batch."""
 

@@ -24,67 +24,10 @@ from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup import following
-from forerun.drafters.lookup.drafts import NONE, Draft, Floats, Ints, learn, unseen
+from forerun.drafters.lookup.drafts import Draft, Floats, Ints, learn, unseen
+from forerun.drafters.lookup.following import CHANGED, FOUND, PARTED, Following
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
-
-
-class Follower:
-    """A text's place in its source. Both may grow, and they may be the same sequence; the caller
-    passes both, as int32 arrays.
-    """
-
-    def __init__(self) -> None:
-        self._place = following.NOWHERE.copy()
-        replacements = np.empty((following.REPLACEMENTS, following.REPLACEMENT_COLUMNS), np.int32)
-        self._all = following.Following(self._place, replacements)
-
-    @property
-    def place(self) -> int | None:
-        """Index in the source of the token that comes next; None: nowhere."""
-        place = int(self._place[following.PLACE])
-        return None if place == NONE else place
-
-    @property
-    def found(self) -> bool:
-        """True if the place is where the text's last token stands; else it is a guess, or there is
-        none.
-        """
-        return bool(self._place[following.FOUND])
-
-    @property
-    def changed(self) -> bool:
-        """True if the text has left the source before."""
-        return bool(self._place[following.CHANGED])
-
-    @property
-    def parted(self) -> int:
-        """Index in the source where the text last left it."""
-        return int(self._place[following.PARTED])
-
-    @property
-    def agreed(self) -> int:
-        """How much speaks for the place: recent tokens that agreed, and those since the last
-        change.
-        """
-        return following.count_agreed(self._place)
-
-    def start(self, place: int, matched: int) -> None:
-        """Set the place: the text goes on at this index of its source, before which so many tokens
-        agree.
-        """
-        following.start(self._place, place, matched)
-
-    def read(self, source: Ints, text: Ints, first: int, last: int, *, same: bool = False) -> None:
-        """Read the tokens ``first:last`` that the text gained, in their order. `same` means that
-        the text is its own source.
-        """
-        following.read(self._all, source, text, first, last, same)
-
-    def draft(self, source: Ints, counts: Floats, made: Draft, *, same: bool = False) -> tuple[int, float]:
-        """Draft everything that comes next, however improbable, with `following.draft`."""
-        return following.draft(self._all, source, counts, made, 0.0, same)
-
 
 _LONGEST = 4  # Longest string searched for, tokens
 _REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
@@ -104,7 +47,7 @@ class PredictionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _PredictionRow:
-    follower: Follower
+    follower: Following  # The text's place in the prediction
     places: Places
     text: Ints  # The row's tokens as far as they were read
     counts: Floats  # Accepted and tried, of nodes by what was known of them
@@ -147,10 +90,12 @@ class PredictionDrafter(Drafter):
             row = self._row(context, index)
             self._read(row, tokens, context.prompt_lengths[index])
             length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
-            if row.follower.changed:
-                length = min(length, _FACTOR * row.follower.agreed)
+            if row.follower.place[CHANGED]:
+                length = min(length, _FACTOR * following.count_agreed(row.follower.place))
             made = Draft.of(max(0, length))
-            drafted = made.first(row.follower.draft(row.places.text, row.counts, made)[0])
+            # Everything that comes next, however improbable
+            size, _ = following.draft(row.follower, row.places.text, row.counts, made, 0.0, False)
+            drafted = made.first(size)
             row.drafted = drafted.nodes
             trees.append(drafted.tree(tokens[-1]))
         return trees
@@ -167,8 +112,8 @@ class PredictionDrafter(Drafter):
         row_id = context.rows[index]
         if row_id not in self._rows:
             predicted = (context.predictions[index] if context.predictions else ()) or self._default
-            follower = Follower()
-            follower.start(0, 0)
+            follower = following.new_follower()
+            following.start(follower.place, 0, 0)
             self._rows[row_id] = _PredictionRow(
                 follower=follower,
                 places=Places(predicted),
@@ -183,11 +128,12 @@ class PredictionDrafter(Drafter):
             row.drafted = None
             row.text = np.append(row.text, np.asarray(tokens[known:], np.int32))
         for at in range(max(known, prompt), len(tokens)):
-            row.follower.read(row.places.text, row.text, at, at + 1)
-            if not row.follower.found:
-                place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], row.follower.parted)
+            state = row.follower.place
+            following.read(row.follower, row.places.text, row.text, at, at + 1, False)
+            if not state[FOUND]:
+                place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], int(state[PARTED]))
                 if place is not None:
-                    row.follower.start(place, matched)
+                    following.start(state, place, matched)
 
 
 def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:

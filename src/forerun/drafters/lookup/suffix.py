@@ -3,7 +3,7 @@ in earlier outputs.
 
 arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
 running request over its prompt and output, and a bounded store of past outputs; and, ours, a
-`Follower`, which stays with a text that is copied with changes. Each step drafts from where the
+follower (`following`), which stays with a text that is copied with changes. Each step drafts from where the
 expected number of accepted tokens is largest. All nodes are deterministic.
 
 The automata (`suffixes`) hold every string that occurs in a text, how often, and what followed:

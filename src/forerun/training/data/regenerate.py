@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import itertools
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Generator, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forerun.endpoints import ApiClient, ServerError, read_complaint
 from forerun.engine.prompts import check_variables
 from forerun.errors import ArgumentError, DataError, ForerunError, refuse
 from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.llm import LLM
 
+TIMEOUT_S = 600.0  # How long an endpoint may take to answer one question
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
@@ -179,12 +180,12 @@ def find_hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str 
 def with_endpoint(todo: AnswerRun, endpoint: Endpoint, *, concurrency: int, transport: Any = None) -> AnswerRun:
     """Answer everything with an endpoint, `concurrency` records at a time.
 
-    `transport` replaces httpx's, for tests. EndpointError if it refuses everything, or cannot be
+    `transport` replaces httpx's, for tests. ServerError if it refuses everything, or cannot be
     reached any more; what is written stays.
     """
 
     async def ask_all() -> None:
-        async with endpoint.client(transport, concurrency) as client:
+        async with ApiClient(endpoint.url, "--endpoint", timeout_s=TIMEOUT_S, transport=transport) as client:
             await _answer_all(todo, partial(endpoint.ask, client), concurrency)
 
     asyncio.run(ask_all())
@@ -209,7 +210,7 @@ async def _answer_all(
                     answer = await ask(question)
                     todo.answers += 1
                     todo.tokens += answer.tokens
-            except EndpointError as error:
+            except ServerError as error:
                 failures += 1
                 if failures >= MOST_FAILURES or not todo.answers:
                     raise
@@ -288,32 +289,10 @@ class Endpoint:
     model: str
     retries: int = 6  # Further attempts after the first, for timeouts, 429 and 5xx
     first_pause_s: float = 0.5  # Pause before the second attempt; doubles each time
-    timeout_s: float = 600.0
-    api_key: str | None = None  # Bearer token; None takes ``OPENAI_API_KEY`` if it is set
 
-    def client(self, transport: Any = None, connections: int = 100) -> Any:
-        """Return an `httpx.AsyncClient` for this endpoint, to be closed by the caller; `transport`
-        replaces the network.
-        """
-        try:
-            import httpx
-        except ImportError as error:
-            raise ArgumentError("an endpoint needs httpx; install it with: pip install 'forerun[train]'") from error
-        key = self.api_key or os.environ.get("OPENAI_API_KEY")
-        if not self.url.startswith(("http://", "https://")):
-            raise ArgumentError(f"--endpoint must begin with http:// or https://, got {self.url!r}")
-        base = self.url.rstrip("/")
-        return httpx.AsyncClient(
-            base_url=base if base.endswith("/v1") else f"{base}/v1",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx.Timeout(self.timeout_s, connect=min(30.0, self.timeout_s)),
-            limits=httpx.Limits(max_connections=connections),
-            transport=transport,
-        )
-
-    async def ask(self, client: Any, question: TargetPrompt) -> TargetAnswer:
-        """Ask one question; DataError if it is refused, EndpointError if the endpoint stays busy or refuses all."""
-        path = "/chat/completions" if question.messages else "/completions"
+    async def ask(self, client: ApiClient, question: TargetPrompt) -> TargetAnswer:
+        """Ask one question; DataError if it is refused, ServerError if the endpoint stays busy or refuses all."""
+        path = "/v1/chat/completions" if question.messages else "/v1/completions"
         sampling = {name: getattr(question.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
         asked: dict[str, Any] = {"prompt": question.prompt}
         if question.messages:
@@ -328,30 +307,30 @@ class Endpoint:
             truncated = choice.get("finish_reason") == "length"
             tokens = int((response.json().get("usage") or {}).get("completion_tokens") or 0)
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EndpointError(
-                f"{self.url}{path} answered something that is no OpenAI response: {response.text[:200]!r}"
+            raise ServerError(
+                f"{client.url}{path} answered something that is no OpenAI response: {response.text[:200]!r}"
             ) from error
         if question.messages and not text and not truncated:
             raise DataError(_EMPTY)
         return TargetAnswer(text, truncated, thought if isinstance(thought, str) else "", tokens)
 
-    async def _post(self, client: Any, path: str, body: dict[str, Any]) -> Any:
+    async def _post(self, client: ApiClient, path: str, body: dict[str, Any]) -> Any:
         import httpx
 
         for attempt in itertools.count():
             response = None
             try:
-                response = await client.post(path, json=body)
+                response = await client.http.post(client.url + path, json=body)
                 if response.is_success:
                     return response
-                trouble = f"status {response.status_code}: {response.text[:300]}"
+                trouble = f"status {response.status_code}: {read_complaint(response.text)}"
                 if response.status_code < 500 and response.status_code not in BUSY:
-                    kind = DataError if response.status_code in UNFIT else EndpointError
+                    kind = DataError if response.status_code in UNFIT else ServerError
                     raise kind(f"{self.url} refused the request with {trouble}")
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             if attempt == self.retries:
-                raise EndpointError(f"{self.url} failed {attempt + 1} times, the last with {trouble}")
+                raise ServerError(f"{self.url} failed {attempt + 1} times, the last with {trouble}")
             await asyncio.sleep(self._pause(attempt, response))
 
     def _pause(self, attempt: int, response: Any) -> float:
@@ -368,10 +347,6 @@ class Endpoint:
 
 BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
 UNFIT = frozenset({400, 413, 422})  # Statuses that blame this one request: for example, too long for the model
-
-
-class EndpointError(ForerunError, ConnectionError):
-    """The endpoint cannot be reached, or refuses requests of this kind altogether."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ taken.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -26,7 +27,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.losses.objective import Batches, Objective
@@ -46,67 +46,40 @@ ALIKE = 0.06  # Share of the loss by which a higher rate must be better
 WORSE = 1.2  # Times the best loss at which no higher rate is tried
 
 
-def trial_steps(total: int) -> int:
-    """Return the steps of one trial: all of them together are a tenth of a run of `total` steps, within limits.
+def try_rates(training: Training, steps: int) -> dict[float, float]:
+    """Map each factor to the mean loss of the last quarter of its trial of so many steps, in nats; infinite where it
+    came apart. Weights, optimizers, which have no state so far, and random states are afterwards what they were.
 
-    In eight steps a rate that is too high looks no worse than it is, but one that is right looks bad: SmolLM2's head
-    wants more.
+    All processes must call it.
     """
-    return min(40, max(LEAST, total // (10 * len(FACTORS))))
+    weights = [parameter for parameter in training.module.parameters() if parameter.requires_grad]
+    kept = [weight.detach().clone() for weight in weights]
+    found = dict[float, float]()
+    for factor in FACTORS:
+        with checkpoint.preserve_random():
+            found[factor] = _try_rate(training, factor, steps)
+        with torch.no_grad():
+            for weight, former in zip(weights, kept, strict=True):
+                weight.copy_(former)
+        for optimizer in training.optimizers:
+            optimizer.state.clear()
+        if found[factor] > WORSE * min(found.values()):
+            break  # a higher one would be worse still
+    return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RangeTest:
-    """A `RangeTest` runs the trials; weights, optimizers and random states are afterwards what they were."""
-
-    model: nn.Module  # The objective as `wrap_parallel` returned it
-    module: nn.Module  # What is trained
-    optimizers: Sequence[torch.optim.Optimizer]  # Without state so far
-    batches: Batches
-    settings: TrainSettings
-    parallel: Parallel
-    steps: int  # Steps of a trial
-
-    def run(self) -> dict[float, float]:
-        """Map each factor to the mean loss of its trial's last quarter, in nats; infinite where it came apart.
-
-        All processes must call it.
-        """
-        weights = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        kept = [weight.detach().clone() for weight in weights]
-        found = dict[float, float]()
-        for factor in FACTORS:
-            with checkpoint.preserve_random():
-                found[factor] = self._try(factor)
-            with torch.no_grad():
-                for weight, former in zip(weights, kept, strict=True):
-                    weight.copy_(former)
-            for optimizer in self.optimizers:
-                optimizer.state.clear()
-            if found[factor] > WORSE * min(found.values()):
-                break  # a higher one would be worse still
-        return found
-
-    def _try(self, factor: float) -> float:
-        settings, losses = self.settings, list[float]()
-        for step in range(self.steps):
-            position = step * settings.accumulation
-            sums = backward(self.model, self.batches, position, 0.0, settings, self.parallel)
-            norm = 0.0
-            if sums.weight:
-                norm = scale(self.module, self.parallel.world / sums.weight, settings.gradient_clip)
-                losses.append(sums.loss / sums.weight)
-            if not sums.broken and math.isfinite(norm):
-                rising = (step + 1) / max(1, round(WARMUP * self.steps))
-                set_rate(self.optimizers, factor * min(1.0, rising, 1 - step / self.steps), {})
-                for optimizer in self.optimizers:
-                    optimizer.step()
-            for optimizer in self.optimizers:
-                optimizer.zero_grad()
-            if sums.broken or not math.isfinite(norm):
-                return math.inf
-        last = losses[-max(1, len(losses) // 4) :]
-        return sum(last) / len(last) if last else math.inf
+def _try_rate(training: Training, factor: float, steps: int) -> float:
+    settings, losses = training.settings, list[float]()
+    for step in range(steps):
+        position = step * settings.accumulation
+        sums = backward(training.model, training.batches, position, 0.0, settings, training.parallel)
+        rising = (step + 1) / max(1, round(WARMUP * steps))
+        norm = training.move(sums, factor * min(1.0, rising, 1 - step / steps), {})
+        if sums.broken or not math.isfinite(norm):
+            return math.inf
+        losses += [sums.loss / sums.weight] if sums.weight else []
+    last = losses[-max(1, len(losses) // 4) :]
+    return sum(last) / len(last) if last else math.inf
 
 
 def choose_factor(losses: Mapping[float, float]) -> float:
@@ -276,7 +249,11 @@ class Training:
         if sums.broken:
             raise NumericError(self._not_finite("loss", sums.broken))
         factor = rate_factor(progress.step, self.total, settings)
-        norm = self._move(sums, factor, done)
+        norm = self.move(sums, factor * progress.rate_factor, self.rates(done))
+        if not math.isfinite(norm):
+            positions, ranks = range(progress.position, progress.position + settings.accumulation), self.parallel.world
+            raise NumericError(self._not_finite("gradient", list(itertools.product(positions, range(ranks)))))
+        self.loss = sums.loss / sums.weight if sums.weight else self.loss
         progress.step += 1
         progress.position += settings.accumulation
         progress.tokens += sums.tokens
@@ -293,24 +270,18 @@ class Training:
         self._log({**self.window.means(), **self.last, "tokens": self.progress.tokens})
         self.window = Sums()
 
-    def _move(self, sums: Sums, factor: float, done: float) -> float:
-        """Move the weights by `factor` of their peak rates, and return the norm of the gradient
-        before clipping.
-
-        `done` is the share of the run that lies before the step.
+    def move(self, sums: Sums, factor: float, rates: Mapping[str, float]) -> float:
+        """Move the weights by `factor` of their peak rates, and of each part's by what `rates` has for it; return the
+        norm of the gradient before clipping. Where that or a loss is not finite nothing moves.
         """
         norm = 0.0
-        if sums.weight:  # else no prediction counted, and there is nothing to follow
+        if sums.weight and not sums.broken:  # else no prediction counted, and there is nothing to follow
             # Gradients are means over processes: undone here, together with the division by the weight.
             norm = scale(self.module, self.parallel.world / sums.weight, self.settings.gradient_clip)
-            if not math.isfinite(norm):
-                first, ranks = self.progress.position, range(self.parallel.world)
-                positions = range(first, first + self.settings.accumulation)
-                raise NumericError(self._not_finite("gradient", [(p, rank) for p in positions for rank in ranks]))
-            set_rate(self.optimizers, factor * self.progress.rate_factor, self.rates(done))
-            for optimizer in self.optimizers:
-                optimizer.step()
-            self.loss = sums.loss / sums.weight
+            if math.isfinite(norm):
+                set_rate(self.optimizers, factor, rates)
+                for optimizer in self.optimizers:
+                    optimizer.step()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         return norm
@@ -356,16 +327,9 @@ class Training:
 
     def _find_rate(self) -> None:
         """Look for the best factor on the peak rates, keep it, and log what each one came to."""
-        test = RangeTest(
-            model=self.model,
-            module=self.module,
-            optimizers=self.optimizers,
-            batches=self.batches,
-            settings=self.settings,
-            parallel=self.parallel,
-            steps=trial_steps(self.total),
-        )
-        losses = test.run()
+        # All trials together are a tenth of the run, within limits. In eight steps a rate that is too high looks no
+        # worse than it is, but one that is right looks bad: SmolLM2's head wants more.
+        losses = try_rates(self, min(40, max(LEAST, self.total // (10 * len(FACTORS)))))
         rate = self.settings.learning_rate
         self._log({f"loss at rate {factor * rate:.1e}": loss for factor, loss in losses.items()})
         self.progress.rate_factor = choose_factor(losses)
