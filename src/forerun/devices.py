@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,23 @@ def _takes_of_float32(dtype: torch.dtype) -> float:
 
 def _measure_takes(dtype: torch.dtype) -> float:
     """Measure that multiple, which takes some hundredths of a second."""
-    times = {torch.float32: list[float](), dtype: list[float]()}
-    with torch.inference_mode():
-        for _ in range(3):
-            for kind, taken in times.items():
-                left, right = torch.ones(256, 768, dtype=kind), torch.ones(768, 768, dtype=kind)
-                began = time.perf_counter()
-                left @ right
-                taken.append(time.perf_counter() - began)
-    return min(times[dtype]) / min(times[torch.float32])
+    ones = [(torch.ones(256, 768, dtype=kind), torch.ones(768, 768, dtype=kind)) for kind in (dtype, torch.float32)]
+    own, float32 = time_in_turns([partial(torch.matmul, *pair) for pair in ones], 3)
+    return min(own) / min(float32)
+
+
+@torch.inference_mode()
+def time_in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+    """Return the seconds that each of these took, so many times. They take turns, so that other work on the machine
+    affects all of them.
+    """
+    times = [list[float]() for _ in runs]
+    for _ in range(repeats):
+        for taken, run in zip(times, runs, strict=True):
+            began = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - began)
+    return times
 
 
 def trim_heap() -> None:

@@ -12,6 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from torch import Tensor, nn
 
+from forerun import devices
 from forerun.model.kernels import blocks, products
 from forerun.model.kernels.blocks import StoredRows
 from forerun.model.kernels.packing import PackedLinear, list_in_blocks, pack, unpack
@@ -133,7 +134,7 @@ def test_whether_blocks_pay_is_measured_once(
     monkeypatch.setattr(products, "kind_of", lambda _: ProductKind.WIDENED)
     monkeypatch.setattr(blocks, "_TRIAL", (32, 64))
     clock = [0.0]
-    monkeypatch.setattr(blocks.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: clock[0])
 
     def takes(seconds: float) -> Callable[..., None]:
         def multiply(*_: Any) -> None:

@@ -15,13 +15,12 @@ from functools import partial
 from operator import attrgetter
 from statistics import median
 
-import torch
-
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DrafterSetup
 from forerun.decode.row import Row
 from forerun.decode.step import Group, first_tokens, step
+from forerun.devices import time_in_turns
 from forerun.drafters.self_drafting.skip_layers import (
     PARTS,
     Search,
@@ -208,7 +207,8 @@ class Probe:
         for length, chain in enumerate(chains):
             chain.add_path([root] * length)
         passes = [*(partial(draft, skip) for skip in skips), *(partial(verify, chain) for chain in chains)]
-        whole, *times = _time(passes, repeats)
+        # In ms; the first of each only warms up.
+        whole, *times = (1e3 * median(taken[1:]) for taken in time_in_turns(passes, repeats + 1))
         self._target.truncate([0], [self._target.lengths[0]])
         sublayer = {part: max(0.0, (whole - less) / layers) for part, less in zip(PARTS, times, strict=False)}
         rest = max(0.0, whole - layers * sum(sublayer.values()))
@@ -225,16 +225,3 @@ class Probe:
             stop_ids=frozenset(),
             tokens_left=room,
         )
-
-
-@torch.inference_mode()
-def _time(runs: Sequence[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median ms of each, taken in turns after one warm-up."""
-    times: list[list[float]] = [[] for _ in runs]
-    for lap in range(repeats + 1):
-        for own, run in zip(times, runs, strict=True):
-            start = time.perf_counter()
-            run()
-            if lap:
-                own.append(1e3 * (time.perf_counter() - start))
-    return [median(own) for own in times]

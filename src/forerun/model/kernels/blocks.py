@@ -7,16 +7,15 @@ them as panels of bf16.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from forerun.devices import measure_once
+from forerun.devices import measure_once, time_in_turns
 from forerun.model.kernels import compiling, products
 from forerun.model.kernels.products import LANES
 
@@ -51,7 +50,6 @@ def fast() -> bool:
     return float(measure_once(name, _takes_of_bf16)) < _MUCH
 
 
-@torch.inference_mode()
 def _takes_of_bf16() -> float:
     """Return the time of products of few rows in blocks of 4 bits, as a multiple of that in bf16, by turns."""
     outputs, depth = _TRIAL
@@ -59,19 +57,13 @@ def _takes_of_bf16() -> float:
     content = np.zeros((outputs, depth // inputs * size), dtype=np.uint8)
     packed = pack([StoredRows(q4_1, content, np.arange(outputs))], depth)
     panels = expand(packed, outputs, depth)
-    total = [0.0, 0.0]
+    in_blocks, in_bf16 = 0.0, 0.0
     for count in _TRIAL_ROWS:
         rows = torch.ones(count, depth, dtype=torch.bfloat16)
-        times: tuple[list[float], list[float]] = ([], [])
-        for _ in range(_REPEATS):
-            began = time.perf_counter()
-            multiply(rows, packed, None, outputs)
-            between = time.perf_counter()
-            products.multiply(rows, panels, None, outputs)
-            times[0].append(between - began)
-            times[1].append(time.perf_counter() - between)
-        total = [sum_so_far + min(taken) for sum_so_far, taken in zip(total, times, strict=True)]
-    return total[0] / total[1]
+        ways = partial(multiply, rows, packed, None, outputs), partial(products.multiply, rows, panels, None, outputs)
+        blocks, plain = time_in_turns(ways, _REPEATS)
+        in_blocks, in_bf16 = in_blocks + min(blocks), in_bf16 + min(plain)
+    return in_blocks / in_bf16
 
 
 def pack(parts: Sequence[StoredRows | Tensor], depth: int) -> Tensor:

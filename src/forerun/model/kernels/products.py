@@ -7,17 +7,16 @@ sum in different orders; the way is chosen once per machine by measurement and k
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from forerun.devices import measure_once, multiplies
+from forerun.devices import measure_once, multiplies, time_in_turns
 from forerun.errors import ArgumentError
 from forerun.model.kernels import compiling
 
@@ -224,23 +223,15 @@ def _takes_of_float32() -> float:
     return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {compiling.version()}", ratio))
 
 
-@torch.inference_mode()
 def _seconds(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> dict[ProductKind, float]:
-    """Return the time of a few products in each way, the shortest of several runs, added up. The
-    ways take turns, so that other work on the machine affects all of them.
-    """
+    """Return the time of a few products in each way, the shortest of several runs, added up."""
     total = dict.fromkeys(kinds, 0.0)
     for count, depth, outputs in _TRIALS:
-        given = {}
+        runs = []
         for kind in kinds:
             dtype = torch.float32 if kind is ProductKind.FLOAT32 else torch.bfloat16
-            given[kind] = torch.ones(count, depth, dtype=dtype), pack(torch.ones(outputs, depth, dtype=dtype))
-        times: dict[ProductKind, list[float]] = {kind: [] for kind in kinds}
-        for _ in range(_REPEATS):
-            for kind, (rows, panels) in given.items():
-                began = time.perf_counter()
-                _multiply(found, kind, rows, panels, None, outputs)
-                times[kind].append(time.perf_counter() - began)
-        for kind in kinds:
-            total[kind] += min(times[kind])
+            rows, panels = torch.ones(count, depth, dtype=dtype), pack(torch.ones(outputs, depth, dtype=dtype))
+            runs.append(partial(_multiply, found, kind, rows, panels, None, outputs))
+        for kind, taken in zip(kinds, time_in_turns(runs, _REPEATS), strict=True):
+            total[kind] += min(taken)
     return total
