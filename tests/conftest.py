@@ -12,6 +12,8 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import HealthCheck, settings
 
+from forerun import errors
+
 # Every client of httpx reads the certificates of the world, 30 ms each time; the servers here are on this machine.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
@@ -74,3 +76,9 @@ def loggers_as_they_were() -> Iterator[None]:
     """Of every module."""
     with loggers_restored():
         yield
+
+
+@pytest.fixture(autouse=True)
+def warned_of_nothing() -> None:
+    """What a process is told once, it is told once in each test."""
+    errors._WARNED.clear()

@@ -5,6 +5,7 @@ do.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NoReturn, Protocol
@@ -169,6 +170,16 @@ def list_some(names: Sequence[str], most: int = 6) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of what an error says, the name of its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+_WARNED = set[str]()
+
+
+def warn_once(log: logging.Logger, about: str, message: str, *values: object) -> None:
+    """Log a warning, unless this process was warned `about` the same before."""
+    if about not in _WARNED:
+        _WARNED.add(about)
+        log.warning(message, *values)
 
 
 @contextmanager

@@ -81,6 +81,8 @@ class Counts:
     events: list[Event] = field(default_factory=list)
     launches: int = 0
     """Operations that the host gave the device one by one, copies included; a replay of a recording is none."""
+    replays: int = 0
+    """Recordings that ran."""
 
     def of(self, kind: Kind) -> int:
         """How many were of this kind."""
@@ -196,6 +198,7 @@ class SimulatedDevice(TorchDispatchMode):
                 mine.copy_(new)
             for call in calls:
                 call.repeat()
+            self.counts.replays += 1
             return result
 
         return replay

@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from contract.harness import PROMPTS, Variant, as_prompts, model
+from forerun import LLM
 from forerun.model import TransformersTarget
 from forerun.model.inputs import Scored
 from selection import slow
 from simulated import waits
 from simulated.arms import MOST_LAUNCHES, MOST_READS
-from simulated.device import Kind
+from simulated.device import Counts, Kind, SimulatedDevice, moved
+from simulated.steps import EVERY, SETTINGS, drafters, on_device
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +44,48 @@ def test_a_step_waits_as_often_as_its_drafter_runs_a_model_whatever_the_rows(arm
             assert found.per_step(Kind.BLOCKING_WRITE) == 0, found.setting
             assert found.launches <= MOST_LAUNCHES.get(arm, 800), found.setting
             assert not found.drafter_errors
+
+
+IN_ONE = {
+    "eagle3-chain": 6,
+    "eagle3-dynamic": 9,
+    "mtp-chain": 6,
+    "draft_model-chain": 6,
+    "dflash-chain": 6,
+    "dspark-chain": 6,
+    "peagle-chain": 6,
+    "medusa-best-first": 9,
+}
+"""Drafters that run a model, and the most operations that a greedy draft of each launches beside its recording."""
+DRAFTS = [variant for variant in EVERY if str(variant) in IN_ONE]
+SWIFT = ("eagle3-chain", "mtp-chain", "draft_model-chain", "dflash-chain")
+
+
+@pytest.mark.parametrize("variant", [one if str(one) in SWIFT else slow(one)[0] for one in DRAFTS], ids=str)
+def test_a_whole_draft_is_one_replay_and_one_read(variant: Variant) -> None:
+    """Chains of K levels, trees and blocks: vocabulary, top-k and draws stay on the device, nothing waits inside."""
+    prompts, device, found = as_prompts(PROMPTS[:1]), SimulatedDevice(), list[Counts]()
+    with device, waits.recording(device):
+        config = {"adaptive": False, **on_device(variant.config(), moved)}
+        settings: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 64, "self_check": False}
+        llm = LLM(moved(model()), tokenizer=False, speculative_config=config, **settings)
+        for _ in range(3):
+            llm.generate(prompts, SETTINGS["greedy"])
+        [drafter] = drafters(llm)
+        propose = drafter.propose
+
+        def counted(*given: Any) -> Any:
+            with device.counting() as counts:
+                trees = propose(*given)
+            found.append(counts)
+            return trees
+
+        drafter.propose = counted
+        llm.generate(prompts, SETTINGS["greedy"])
+    assert len(found) > 1
+    for counts in found:
+        assert counts.replays == 1 and counts.of(Kind.READ) == 1 and counts.of(Kind.BLOCKING_WRITE) == 0
+        assert counts.launches <= IN_ONE[str(variant)]
 
 
 def test_the_last_line_is_what_the_table_says(

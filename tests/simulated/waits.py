@@ -62,6 +62,11 @@ class Waits:
         """Operations that the host launched in the middle one of the steps, recordings not counted."""
         return int(median(step.launches for step in self.steps))
 
+    @property
+    def replays(self) -> int:
+        """Recordings that ran in the middle one of the steps."""
+        return int(median(step.replays for step in self.steps))
+
 
 @contextmanager
 def recording(device: SimulatedDevice) -> Iterator[None]:
@@ -145,6 +150,7 @@ def summary(found: Sequence[Waits]) -> dict[str, Any]:
             "blocking_writes": waits.per_step(Kind.BLOCKING_WRITE),
             "staged_copies": waits.per_step(Kind.STAGED),
             "launches": waits.launches,
+            "replays": waits.replays,
         }
         arm = arms.setdefault(waits.arm, {"reads": 0.0, "blocking_writes": 0.0, "settings": {}})
         arm["settings"][f"{waits.setting}, rows={waits.rows}"] = own
@@ -157,10 +163,11 @@ def table_line(waits: Waits) -> str:
     """One line of the table."""
     figures = "".join(f"{waits.per_step(kind):>10.1f}" for kind in Kind)
     errors = f"  {waits.drafter_errors} drafter errors" if waits.drafter_errors else ""
-    return f"{waits.arm:<18}{waits.setting:<14}{waits.rows:>4}{waits.tokens:>9.2f}{figures}{waits.launches:>10}{errors}"
+    figures += f"{waits.launches:>10}{waits.replays:>10}"
+    return f"{waits.arm:<18}{waits.setting:<14}{waits.rows:>4}{waits.tokens:>9.2f}{figures}{errors}"
 
 
-TITLES = ("reads", "writes", "staged", "launches")
+TITLES = ("reads", "writes", "staged", "launches", "replays")
 HEADER = f"{'arm':<18}{'setting':<14}{'rows':>4}{'tokens':>9}{''.join(f'{title:>10}' for title in TITLES)}   per step"
 
 

@@ -118,8 +118,9 @@ class Residuals:
             probs=any(row.sampler.params.logprobs is not None for row in self.rows),
             top=min(top, size),
         )
+        edited = any(row.edits is not None for row in self.rows)
         if not levels:
-            return _form(plan, raw, values)
+            return _form(plan, raw, values if edited else None)
         entries, times, own = self._times(size, widest(raw.device))
         drafts, draft_entries = self._drafts(size, raw.device)
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
@@ -134,11 +135,11 @@ class Residuals:
                 if node // self.nodes in own:
                     self._vectors[node, step] = vector
 
-        edited, sampled = any(row.edits is not None for row in self.rows), drafts is not None
+        sampled = drafts is not None
         given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
-            values, drafts = others[0] if edited else widen(raw), others[-1] if sampled else None
+            values, drafts = others[0] if edited else None, others[-1] if sampled else None
             return _form(plan, raw, values, drafts, unpack(packed, host), keep if own else None)
 
         key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
@@ -320,7 +321,7 @@ class _Plan:
 def _form(
     plan: _Plan,
     raw: Tensor,
-    values: Tensor,
+    values: Tensor | None,
     drafts: Tensor | None = None,
     host: Sequence[Tensor] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
@@ -330,7 +331,7 @@ def _form(
 
     Args:
         raw: (B, N, V) logits of the model.
-        values: (B, N, V) what the rows' parameters make of them.
+        values: (B, N, V) what the rows' parameters make of them, None where that is nothing else.
         drafts: (P, V) what sampled children were drawn from, the first of zeros.
         host: what differs from step to step, as `Residuals._compute` orders it.
         keep: is called with (level, step, residual vectors).
@@ -339,9 +340,12 @@ def _form(
     made = {
         "raw_max": raw.amax(-1).flatten().to(exact),
         "raw_argmax": raw.argmax(-1).flatten(),
-        "max": values.amax(-1).flatten().to(exact),
-        "argmax": values.argmax(-1).flatten(),
     }
+    if values is None:
+        made |= {"max": made["raw_max"], "argmax": made["raw_argmax"]}
+        values = widen(raw) if plan.levels else raw
+    else:
+        made |= {"max": values.amax(-1).flatten().to(exact), "argmax": values.argmax(-1).flatten()}
     if plan.top:
         made["top"] = raw.topk(plan.top, dim=-1).indices.flatten(0, 1)
     if not plan.levels:

@@ -119,9 +119,8 @@ class HeadRunner(ABC):
             return grow(self._begin(rows, index, lengths, size, recorded), *numbers)
 
         host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
-        index, lengths = send(host, self.device)
         whole = (key, len(rows), size) if recorded else None
-        tree: Tree = self.recordings.run(whole, work, index, lengths, *numbers)
+        tree: Tree = self.recordings.run_sent(whole, work, host, self.device, *numbers)
         self._frontier = None
         return tree if len(rows) == count else first_rows(tree, count)
 
@@ -237,7 +236,7 @@ class AttendingRunner(HeadRunner):
             self._read(Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
 
         key = ("committed", len(every), nodes.fresh, most) if recorded else None
-        self.recordings.run(key, work, *send(host, self.device), *padded)
+        self.recordings.run_sent(key, work, host, self.device, *padded)
         for row, piece in zip(rows, pieces, strict=False):
             self.lengths[row] += len(piece)
 

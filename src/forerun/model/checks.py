@@ -118,6 +118,11 @@ def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
             f"{name} on the hub holds no config.json: expected a transformers checkpoint",
         ),
         (
+            "ImportError" in kinds,  # A package that multiplies by quantised weights, or that the model's own code uses
+            f"cannot open {name}: {first}. Without that package, load the checkpoint whose weights are not "
+            "quantised, or a GGUF file of the model",
+        ),
+        (
             "HFValidationError" in kinds,
             f"there is no directory {name}, and no hub id is written so; expected DIR or owner/name",
         ),

@@ -90,13 +90,13 @@ def read_weights(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_bloc
     return found
 
 
-def put_blocks(model: Any, weights: GgufWeights) -> None:
+def put_blocks(model: Any, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredRows]) -> None:
     """Pack the layers of a model with these weights that stay in blocks; what cannot be packed is dequantised."""
-    lacking = {name for name in weights.stored if not any(weights.tensors[name].stride())}
-    pack(model, weights.stored)
+    lacking = {name for name in stored if not any(tensors[name].stride())}
+    pack(model, stored)
     for name, weight in model.named_parameters():
         if name in lacking:
-            weight.data = blocks.dequantise(weights.stored[name], weight.shape[1]).to(weight.dtype)
+            weight.data = blocks.dequantise(stored[name], weight.shape[1]).to(weight.dtype)
 
 
 def memory_bytes(header: GgufHeader, itemsize: int, *, in_blocks: bool) -> int:

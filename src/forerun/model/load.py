@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
+from forerun.model import quantised_weights
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.gguf_files import file_of
-from forerun.model.gguf_weights import memory_bytes, put_blocks, read_weights
+from forerun.model.gguf_weights import GgufWeights, memory_bytes, put_blocks, read_weights
 from forerun.model.kernels.products import decodes
+from forerun.model.quantised_weights import QuantisedWeights
 from forerun.model.support import auto_class, refuse_config
 
 _log = logging.getLogger(__name__)
@@ -217,16 +220,27 @@ def open_model(
         parallel["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
     elif placed is None:
         placed = {"": str(options.first_device())}
-    file = file_of(name)
+    file, dequantised = file_of(name), _dequantises(options, config)
+    if dequantised:
+        dtype = dtype or torch.bfloat16
+        quantised_weights.tell(name, config, options.first_device(), dtype)
     try:
         with _ONE_LOADS, quiet_transformers(quiet):
-            family, weights = auto_class(config), None
+            family, opened = auto_class(config), name if file is None else None
+            weights: GgufWeights | QuantisedWeights | None = None
             if file is not None:
                 weights = read_weights(file, config, dtype or torch.float32, in_blocks=in_blocks)
-                family, parallel["state_dict"] = weights.family, weights.tensors
+                family = weights.family
+            elif dequantised and quantised_weights.reads(config):
+                family, opened = family._model_mapping[type(config)], None
+                linear = _linear_weights(family, config) if in_blocks else ()
+                files = weight_files(_fetch(name, options))
+                weights = quantised_weights.read_weights(files, config, dtype or torch.bfloat16, linear)
+            if weights is not None:
+                parallel["state_dict"] = weights.tensors
             model, found = family.from_pretrained(
-                name if file is None else None,
-                config=config,
+                opened,
+                config=quantised_weights.plain_config(config) if dequantised else config,
                 dtype=dtype or "auto",
                 device_map=placed,
                 **parallel,
@@ -243,10 +257,13 @@ def open_model(
     unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
     source, described = (name, "its config.json") if file is None else (file.path, "its metadata")
     _check_tensors(source, described, {**found, "unexpected_keys": unexpected})
-    if file is not None and weights is not None:
+    if weights is not None:
         model.name_or_path = model.config.name_or_path = str(name)
-        model.generation_config.eos_token_id = file.ends or model.generation_config.eos_token_id
-        put_blocks(model, weights)
+        if file is None:
+            model.generation_config = _generation_config(name, options) or model.generation_config
+        else:
+            model.generation_config.eos_token_id = file.ends or model.generation_config.eos_token_id
+        put_blocks(model, weights.tensors, weights.stored)
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
 
 
@@ -267,16 +284,58 @@ def stored_bytes(name: str | Path, options: LoadOptions, config: Any, *, in_bloc
     CheckpointError if a file is broken.
     """
     resolved = resolved_dtype(options, config)
-    quantised = getattr(config, "quantization_config", None) is not None
+    quantised, dequantised = quantised_weights.method_of(config) is not None, _dequantises(options, config)
     directory = _local(name, options)
     file = None if directory is None else file_of(directory)
     if file is not None:
         return memory_bytes(file, (resolved or torch.float32).itemsize, in_blocks=in_blocks)
+    if directory is not None and dequantised:
+        headers = [read_header(path) for path in weight_files(directory)]
+        itemsize = (resolved or torch.bfloat16).itemsize
+        return quantised_weights.memory_bytes(headers, config, itemsize, in_blocks=in_blocks)
     if directory is not None:
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
     with _ONE_LOADS, torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
-    return int(model.num_parameters()) * (1 if quantised else (resolved or torch.float32).itemsize)
+    kept = quantised and not dequantised
+    return int(model.num_parameters()) * (1 if kept else (resolved or torch.float32).itemsize)
+
+
+def _dequantises(options: LoadOptions, config: Any) -> bool:
+    """Return whether the weights of a checkpoint in 8 or 4 bits are loaded as plain ones."""
+    known = type(config) in auto_class(config)._model_mapping
+    return known and quantised_weights.dequantises(config, options.first_device())
+
+
+def keeps_blocks(options: LoadOptions, config: Any) -> bool:
+    """Return whether integers of 4 and 8 bits may stay so, in a GGUF file's blocks."""
+    return _dequantises(options, config) and quantised_weights.reads(config)
+
+
+def _linear_weights(family: Any, config: Any) -> set[str]:
+    """Return the names of the weights of linear layers."""
+    with torch.device("meta"):
+        model = family(copy.deepcopy(quantised_weights.plain_config(config)))
+    return {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def _fetch(name: str | Path, options: LoadOptions) -> Path:
+    """Return the local directory of a checkpoint, downloaded if need be."""
+    from huggingface_hub import snapshot_download
+
+    found, patterns = _local(name, options), ["*.safetensors", "*.json"]
+    if found is not None:
+        return found
+    return Path(snapshot_download(str(name), revision=options.revision, token=options.token, allow_patterns=patterns))
+
+
+def _generation_config(name: str | Path, options: LoadOptions) -> Any:
+    """Return the generation defaults beside a checkpoint, None where there are none."""
+    from transformers import GenerationConfig
+
+    directory = _fetch(name, options)
+    there = (directory / "generation_config.json").is_file()
+    return GenerationConfig.from_pretrained(directory) if there else None
 
 
 def _local(name: str | Path, options: LoadOptions) -> Path | None:
@@ -309,8 +368,11 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
     if named is not None and not isinstance(named, torch.dtype):
         raise ArgumentError(f"{dtype!r} is no dtype; expected {DTYPES}")
     placed = options.device_map is not None or options.tp_plan is not None
-    if named is None or not auto or placed or getattr(config, "quantization_config", None) is not None:
+    quantised = quantised_weights.method_of(config) is not None
+    if named is None or not auto or placed or (quantised and not _dequantises(options, config)):
         return named
+    if quantised and named is torch.float16:
+        named = torch.bfloat16  # Of which a CPU has products, and weights of few bits lose nothing
     fast = multiplies if options.repack is False else decodes
     return named if fast(options.first_device(), named) else torch.float32
 

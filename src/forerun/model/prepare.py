@@ -22,7 +22,7 @@ import hashlib
 import logging
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -40,7 +40,15 @@ from forerun.model.gguf_files import file_of
 from forerun.model.kernels import accelerate, blocks, products
 from forerun.model.kernels.packing import count_weights, freed_bytes, list_in_blocks, unpack
 from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
-from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, stored_bytes, without_wrapper
+from forerun.model.load import (
+    LoadOptions,
+    keeps_blocks,
+    open_model,
+    read_config,
+    resolved_dtype,
+    stored_bytes,
+    without_wrapper,
+)
 from forerun.model.masks import FULL, UNMASKED, WITH_STATES
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.sample import sample
@@ -173,12 +181,12 @@ def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes
 
 
 def _keeps_blocks(name: str | Path, options: LoadOptions, config: Any) -> bool:
-    """Return whether weights may stay in a GGUF file's blocks: they do where our own products in bf16 take them and
-    are no slower for it.
+    """Return whether weights may stay in a GGUF file's blocks, or become such: they do where our own products in bf16
+    take them and are no slower for it.
     """
     placed = options.device_map is not None or options.tp_plan is not None or options.adapter is not None
     return (
-        file_of(name) is not None
+        (file_of(name) is not None or keeps_blocks(options, config))
         and not placed
         and options.repack is not False
         and options.first_device().type == "cpu"
@@ -248,10 +256,11 @@ def _slots(
     )
     available = available_bytes(device)
     fitting = plan.fitting_slots(available)
+    halves = replace(plan, weights=weights // 2, token=plan.token // 2, probs=plan.probs * 3 // 4, states=states // 2)
     if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
         _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
         return fitting
-    plan.check(available, str(device))
+    plan.check(available, str(device), halves if itemsize == torch.float32.itemsize else None)
     return slots
 
 
@@ -281,24 +290,38 @@ class MemoryPlan:
     def total(self) -> int:
         return self.weights + self.cache + self.probs + self.states + self.reserve
 
-    def check(self, available: int, where: str) -> None:
-        """Raise OutOfMemoryError, with what to lower, unless the plan fits into `available` bytes."""
+    def check(self, available: int, where: str, halves: MemoryPlan | None = None) -> None:
+        """Raise OutOfMemoryError, with what to lower and what would fit, unless the plan fits into `available` bytes.
+        `halves` is the same plan in bfloat16, where this one is in float32.
+        """
         if self.total <= available:
             return
-        advice = 'Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.'
+        advice = list[str]()
+        if halves is not None and halves.total <= available:
+            advice.append(f"In bfloat16 (dtype='bfloat16') {halves.total / _GIB:.2f} GiB are needed, which fit.")
         if (slots := self.fitting_slots(available)) > 0:
             rows = max(1, slots * self.rows // self.slots)
-            advice = f"Lower slots (max_model_len, kv_cache_tokens) to {slots}"
-            advice += f", or rows (max_num_seqs) to {rows}." if rows < self.rows else "."
+            lower = f"Lower slots (max_model_len, kv_cache_tokens) to {slots}"
+            advice.append(lower + (f", or rows (max_num_seqs) to {rows}." if rows < self.rows else "."))
         elif (rows := self.fitting_rows(available)) > 0:
-            advice = f"Lower rows (max_num_seqs) to {rows}."
+            advice.append(f"Lower rows (max_num_seqs) to {rows}.")
+        elif not advice:
+            advice.append('Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.')
+        if self.weights > available - self.reserve:
+            room = self._weights_room(available)
+            advice.append(f"A model whose weights take {room / _GIB:.2f} GiB would fit with one row of {LEAST_SLOTS}.")
         states = f"recurrent states {self.states / _GIB:.2f}, " if self.states else ""
         raise OutOfMemoryError(
             f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
             f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
             f"slots), {states}logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
-            f"{advice}"
+            f"{' '.join(advice)}"
         )
+
+    def _weights_room(self, available: int) -> int:
+        """Return the bytes that weights may take beside one row of few slots."""
+        least = self.token * LEAST_SLOTS + (self.probs + self.states) // self.rows + self.reserve
+        return max(0, available - least)
 
     def fitting_slots(self, available: int) -> int:
         """Return the most slots of a row that would fit with as many rows; 0 if none."""
@@ -357,8 +380,8 @@ def available_bytes(device: torch.device) -> int:
     """Return the free bytes on a device; on the CPU also within the container's limit, and without
     what caches may still take.
     """
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if device.type in ("cuda", "xpu"):
+        return int(getattr(torch, device.type).mem_get_info(device)[0])
     import psutil
 
     return max(0, min(int(psutil.virtual_memory().available), _container_room()) - promised_bytes())

@@ -10,13 +10,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from forerun.devices import send, send_packed, unpack
+from forerun.errors import warn_once
 
 _log = logging.getLogger(__name__)
 
@@ -36,8 +39,8 @@ LEAST_WIDTH = 256  # Slots of a cache that a recorded pass reads at least, or tw
 
 
 class Recordings:
-    """The recordings of one device, made by `record`. If that is None, or has failed, work runs
-    unrecorded.
+    """The recordings of one device, made by `record`. If that is None, or a recording or its replay has failed, work
+    runs unrecorded.
     """
 
     def __init__(self, record: Record | None) -> None:
@@ -66,23 +69,50 @@ class Recordings:
         """
         if self._record is None or key is None:
             return work(*inputs)
-        if key not in self._known:
-            if self._met[key] < after:
-                if len(self._met) > _MOST_MET:
-                    self._met.clear()
-                self._met[key] += 1
-                return work(*inputs)
-            try:
+        if key not in self._known and self._met[key] < after:
+            if len(self._met) > _MOST_MET:
+                self._met.clear()
+            self._met[key] += 1
+            return work(*inputs)
+        try:
+            if key not in self._known:
                 self._known[key] = self._record(work, inputs)
-            except Exception as error:
-                _log.warning("recording on the device failed, work goes on without, which is slower: %r", error)
-                self._record = None
-                self._known.clear()
-                return work(*inputs)
-        self._known.move_to_end(key)
-        if len(self._known) > self.most:
-            self._known.popitem(last=False)
-        return self._known[key](*inputs)
+            self._known.move_to_end(key)
+            if len(self._known) > self.most:
+                self._known.popitem(last=False)
+            return self._known[key](*inputs)
+        except Exception as error:
+            self._give_up(error)
+        return work(*inputs)  # Whole again, whatever was done of it: doing it twice has the effect of doing it once
+
+    def run_sent(
+        self,
+        key: Hashable | None,
+        work: Work,
+        host: Sequence[Tensor],
+        device: torch.device,
+        *inputs: Tensor,
+        after: int = 0,
+    ) -> Any:
+        """Run `work` as `run` does on tensors of the host, which go to the device in one copy, and on inputs there. A
+        recording takes that copy as it is: a replay is handed one tensor then, not each.
+        """
+        if self._record is None or key is None:
+            return work(*send(host, device), *inputs)
+
+        def take_apart(packed: Tensor, *others: Tensor) -> Any:
+            return work(*unpack(packed, host), *others)
+
+        return self.run(key, take_apart, send_packed(host, device), *inputs, after=after)
+
+    def _give_up(self, error: Exception) -> None:
+        """Record nothing any longer and forget what was recorded. A process is told so once: each model and each head
+        has recordings of its own, and a driver that refuses one refuses all.
+        """
+        why = "recording on the device failed, work goes on without, which is slower: %r"
+        warn_once(_log, "recordings", why, error)
+        self._record = None
+        self._known.clear()
 
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -117,12 +147,14 @@ class CudaGraphs:
         with _ONE_AT_A_TIME, torch.cuda.device(self._device):
             here, aside = torch.cuda.current_stream(), _aside(self._device)
             aside.wait_stream(here)
-            with torch.cuda.stream(aside):
-                for _ in range(_WARM_UPS):
-                    work(*own)
-                with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
-                    result = work(*own)
-            here.wait_stream(aside)
+            try:
+                with torch.cuda.stream(aside):
+                    for _ in range(_WARM_UPS):
+                        work(*own)
+                    with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
+                        result = work(*own)
+            finally:
+                here.wait_stream(aside)  # Where it failed, too: the same work is run here next, on the same memory
 
         def replay(*given: Tensor) -> Any:
             for held, new in zip(own, given, strict=True):

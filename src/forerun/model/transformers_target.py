@@ -489,24 +489,27 @@ class TransformersTarget(Target):
         """Run `work` as `_pass` does, by one recording for all passes of about this size, or as it
         comes where recording failed.
         """
-        packed, width = self._pack(rows, nodes)
-        batch, size = packed[-1].shape
-        index, missing = send_ints(rows, self.device), size - nodes.fresh
+        index = send_ints(rows, self.device)
+        host, drafted, width = self._pack(rows, nodes, index)
+        count, (batch, size) = len(host) + len(drafted), host[1].shape[:2]
+        missing = size - nodes.fresh
         wider = [
             one.new_zeros(batch, size, one.shape[2]).index_copy_(0, index, nn.functional.pad(one, (0, 0, 0, missing)))
             for one in given
         ]
 
         def recorded(*tensors: Tensor) -> list[Tensor]:
-            (*block, places, ids), more = tensors[: len(packed)], tensors[len(packed) :]
+            (*block, places, ids), more = tensors[:count], tensors[count:]
             inputs = self._announce(masks.Block(*block), places, ids, width)
             with running(Pass()), attention_kernels(self.device):
                 found: list[Tensor] = work(inputs, *more)
             return found
 
-        key = what, width, *(tensor.shape for tensor in packed)
+        key = what, width, bool(drafted), *(tensor.shape for tensor in host)
         with self._turn:
-            found = self.recordings.run(key if what is not None else None, recorded, *packed, *wider, after=after)
+            found = self.recordings.run_sent(
+                key if what is not None else None, recorded, host, self.device, *drafted, *wider, after=after
+            )
         # Copies: what a recording returns lives until the next call.
         return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
 
@@ -550,11 +553,11 @@ class TransformersTarget(Target):
         this.positions = self._positions(block, width, flat, branches=nodes.paths is not None)
         return self._inputs(block, ids, width, flat), this
 
-    def _pack(self, rows: Sequence[int], nodes: Nodes) -> tuple[list[Tensor], int]:
-        """Return structure and ids of a pass on the device, and its width. Sizes are powers of two,
-        and every row stands at its own place in the cache, so one recording serves all rows and
-        texts of about these sizes, and nothing of the cache is copied. Other rows' places, and
-        nodes that are not there, are padding as in `_place`.
+    def _pack(self, rows: Sequence[int], nodes: Nodes, index: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
+        """Return the structure of a pass on the host, with its ids or beside them on the device, and its width. Sizes
+        are powers of two, and every row stands at its own place in the cache, so one recording serves all rows and
+        texts of about these sizes, and nothing of the cache is copied. Other rows' places, and nodes that are not
+        there, are padding as in `_place`. `index` holds the rows, on the device.
         """
         committed = self._note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
@@ -569,9 +572,8 @@ class TransformersTarget(Target):
         ]
         ids = pad_right(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            return send([*host, scatter_rows(ids, rows, batch, 0)], self.device), width
-        *there, index = send([*host, torch.tensor(rows, dtype=torch.int64)], self.device)
-        return [*there, ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
+            return [*host, scatter_rows(ids, rows, batch, 0)], [], width
+        return host, [ids.new_zeros(batch, size).index_copy_(0, index, ids)], width
 
     def _paths(self, nodes: Nodes, missing: int) -> list[Tensor]:
         """Return the paths (B, N, D) of a pass over `nodes` and `missing` ones of padding, or

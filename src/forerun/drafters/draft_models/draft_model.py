@@ -30,7 +30,7 @@ from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, ancestor_mask
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_choice
-from forerun.devices import attention_kernels, constant, send
+from forerun.devices import attention_kernels, constant
 from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
 from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary
@@ -110,7 +110,7 @@ def unroll(
     given = [extend_rows(one, more) for one in numbers]
     whole = "unrolled", key, course.parents, width, batch, nodes.fresh, len(at)
     with target._turn:
-        tree: Tree = target.recordings.run(whole, work, *send([*host, at], target.device), *given)
+        tree: Tree = target.recordings.run_sent(whole, work, [*host, at], target.device, *given)
     for row, one, own in zip(rows, held, counts, strict=True):
         target.lengths[row] = one + own - bool(tree.run)  # below a root that was run it is node 0, and not committed
         target._ran.pop(row, None)

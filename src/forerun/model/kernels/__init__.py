@@ -4,13 +4,17 @@ those that fit.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
 from forerun.model.kernels import native
+
+log = logging.getLogger(__name__)
 
 
 def fused(device: torch.device) -> ModuleType | None:
@@ -24,8 +28,21 @@ def fused(device: torch.device) -> ModuleType | None:
 
 @cache
 def _triton() -> ModuleType | None:
+    """Return the kernels in Triton; None, and one line of warning, where Triton is missing or too old to load them."""
+    slower = "norms, gates and attention run in torch, which is slower: %s"
     if find_spec("triton") is None:
+        log.warning(slower, "there is no Triton (pip install triton)")
         return None
-    from forerun.model.kernels import triton_ops
-
+    try:
+        from forerun.model.kernels import triton_ops
+    except Exception as error:  # An old Triton lacks names that our kernels use, a broken one raises what it will
+        log.warning(slower, f"Triton {_version()} cannot load our kernels ({error!r}); install the one of this torch")
+        return None
     return triton_ops
+
+
+def _version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "of an unknown version"
