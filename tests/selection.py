@@ -1,7 +1,7 @@
 """What `make test` runs of many cases that are alike: one of each kind. `make test-slow` runs the others."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
@@ -24,6 +24,15 @@ def one_of_each(values: Iterable[T], kind: Callable[[T], Hashable], turn: int = 
         found += [pytest.param(value)] if seen[own] == turn % many[own] else slow(value)
         seen[own] += 1
     return found
+
+
+def in_turn(values: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Each value with one of the others, which take turns, as parameters; with the rest it is slow."""
+    return [
+        (value, other) if place % len(others) == number else slow((value, other))[0]
+        for place, value in enumerate(values)
+        for number, other in enumerate(others)
+    ]
 
 
 def one_in(count: int, values: Iterable[Any]) -> list[Any]:

@@ -20,9 +20,9 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import ArgumentError
+from sources import FILES, ROOT, tree_of
 
-ROOT = Path(__file__).parents[1]
-SOURCE, SUITE = ROOT / "src", ROOT / "benchmarks" / "suite"
+SOURCE = ROOT / "src"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
 GROUND = ("types", "params", "errors", "devices", "writing", "moved", "nesting", "plots", "shipped", "endpoints")
@@ -68,8 +68,8 @@ def module_name(path: Path, root: Path) -> str:
 @cache
 def modules() -> dict[str, ast.Module]:
     """Every module of the package and of the benchmark's by its name."""
-    roots = {path: root for folder, root in ((SOURCE, SOURCE), (SUITE, ROOT)) for path in folder.rglob("*.py")}
-    return {module_name(path, root): ast.parse(path.read_text(encoding="utf-8")) for path, root in roots.items()}
+    roots = {path: SOURCE if path.is_relative_to(SOURCE) else ROOT for path in FILES}
+    return {module_name(path, root): tree_of(path) for path, root in roots.items()}
 
 
 def imported(tree: ast.Module) -> Iterator[str]:

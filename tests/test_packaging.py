@@ -22,31 +22,30 @@ ROOT = Path(__file__).parents[1]
 MEBI = 2**20
 
 
+def build(source: Path, folder: Path, kind: str = "wheel") -> Path:
+    """What hatchling makes of a checkout: its wheel or its sdist."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True)
+    (built,) = folder.iterdir()
+    return built
+
+
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Wheel and sdist."""
-    folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "hatchling", "build", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    return wheel, sdist
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(ROOT, tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo models' wheel."""
-    folder = tmp_path_factory.mktemp("models")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT / "forerun-demo", check=True, capture_output=True)
-    (wheel,) = folder.glob("*.whl")
-    return wheel
+    return build(ROOT / "forerun-demo", tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
-def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds what the wheel holds, and nothing of this checkout."""
     folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(built[0])]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
     subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -56,20 +55,20 @@ def committed(folder: str) -> set[str]:
     return set(said.splitlines())
 
 
-def test_the_wheel_has_every_file_of_the_package(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[0]) as wheel:
-        names = set(wheel.namelist())
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
     weights = tuple(f"src/forerun/demo/{folder}/" for folder in MODELS.values())
     own = {name.removeprefix("src/") for name in committed("src/forerun") if not name.startswith(weights)}
     assert len(own) > 250 and own <= names and "forerun/py.typed" in names
     assert not {name for name in names if not name.startswith("forerun") or "__pycache__" in name}
     assert not {name for name in names if name.endswith(".safetensors")}
-    assert built[0].stat().st_size < 3 * MEBI
+    assert wheel.stat().st_size < 3 * MEBI
 
 
 def test_the_demo_models_are_a_package_of_their_own(models: Path) -> None:
-    with zipfile.ZipFile(models) as wheel:
-        names = {name for name in wheel.namelist() if name.startswith("forerun_demo/")}
+    with zipfile.ZipFile(models) as opened:
+        names = {name for name in opened.namelist() if name.startswith("forerun_demo/")}
     weights = {name for folder in MODELS.values() for name in committed(f"src/forerun/demo/{folder}")}
     assert names == {"forerun_demo/__init__.py"} | {
         name.replace("src/forerun/demo", "forerun_demo") for name in weights
@@ -77,18 +76,16 @@ def test_the_demo_models_are_a_package_of_their_own(models: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_sdist_builds_the_wheel_again(built: tuple[Path, Path], tmp_path: Path) -> None:
-    with tarfile.open(built[1]) as sdist:
-        names = {name.partition("/")[2] for name in sdist.getnames()}
-        sdist.extractall(tmp_path, filter="data")
+def test_the_sdist_builds_the_wheel_again(wheel: Path, tmp_path: Path) -> None:
+    sdist = build(ROOT, tmp_path / "sdist", "sdist")
+    with tarfile.open(sdist) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
+        opened.extractall(tmp_path / "unpacked", filter="data")
     beside = {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile", "mkdocs.yml"}
     assert committed("src/forerun") | committed("docs") | beside <= names
-    assert built[1].stat().st_size < 64 * MEBI
-    (unpacked,) = tmp_path.iterdir()
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
-    subprocess.run(command, cwd=unpacked, check=True, capture_output=True)
-    (again,) = (tmp_path / "dist").glob("*.whl")
-    with zipfile.ZipFile(again) as second, zipfile.ZipFile(built[0]) as first:
+    assert sdist.stat().st_size < 64 * MEBI
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    with zipfile.ZipFile(build(unpacked, tmp_path / "dist")) as second, zipfile.ZipFile(wheel) as first:
         assert {one.filename: one.CRC for one in second.infolist()} == {
             one.filename: one.CRC for one in first.infolist()
         }
@@ -131,12 +128,12 @@ def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_an_empty_environment_runs_the_demo(built: tuple[Path, Path], models: Path, tmp_path: Path) -> None:
+def test_an_empty_environment_runs_the_demo(wheel: Path, models: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv/bin/python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
     torch = re.search(r"^TORCH .?= (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert torch is not None
-    for wanted in ([torch[1]], [f"{built[0]}[serve,train,bench]", str(models)]):
+    for wanted in ([torch[1]], [f"{wheel}[serve,train,bench]", str(models)]):
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True, capture_output=True)
     command = [str(python.with_name("forerun")), "demo", "--json"]
     ran = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)

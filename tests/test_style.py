@@ -3,13 +3,12 @@
 import ast
 import re
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-FILES = sorted(path for folder in ("src/forerun", "benchmarks/suite") for path in (ROOT / folder).rglob("*.py"))
+from sources import FILES, ROOT, tree_of
+
 MAX_FILE, MAX_FUNCTION, MAX_POSITIONAL = 700, 80, 6
 PACKAGE = [path for path in FILES if path.is_relative_to(ROOT / "src/forerun")]
 RIDDLES = re.compile(r"(Of|What|Whether|As|Where|Whose|The same)\b")
@@ -18,11 +17,6 @@ LAWS_LIVE_HERE = ("core", "decode", "drafters", "certify")
 """Where `p` and `q` would be read as probabilities, and literature disagrees about which is whose."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def functions(path: Path) -> Iterator[Function]:

@@ -14,6 +14,7 @@ from forerun.control.costs import DraftCost
 from forerun.drafters.kinds import kind_named
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.plan import measured as trial
+from selection import slow
 
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
 
@@ -132,7 +133,7 @@ def test_the_best_tree_for_a_drafter_as_measured(
     assert again["measured"]["drafted_nodes"] == pytest.approx(len(parents), abs=0.5)
 
 
-@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 4}), ("kangaroo", {})], ids=str)
+@pytest.mark.parametrize(("kind", "options"), [("medusa", {"num_heads": 4}), *slow(("kangaroo", {}))], ids=str)
 def test_the_best_tree_for_a_head_as_measured(
     kind: str, options: dict[str, Any], forerun: Forerun, measured_on: Any, checkpoint: Path, tmp_path: Path
 ) -> None:

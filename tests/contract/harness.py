@@ -38,7 +38,6 @@ from forerun.certify.contract import (
     tokens_of,
 )
 from forerun.certify.contract import tiny_target as model
-from forerun.core.rules import RULES, default_rule, rule_named
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
@@ -343,6 +342,15 @@ def each_family(turn: int = 0, ways: Sequence[Variant] | None = None) -> list[An
     return one_of_each(variants() if ways is None else ways, family_of, turn)
 
 
+def each_way_to_draft(turn: int = 0) -> list[Any]:
+    """One head of each family and every other drafter, for what heads of a family do by the same code."""
+
+    def way(variant: Variant) -> str:
+        return family_of(variant) if variant.method in KINDS else variant.method
+
+    return one_of_each(variants(), way, turn)
+
+
 @functools.cache
 def oracle(depth: int = 3) -> Variant:
     """A drafter that is always right: the target itself."""
@@ -522,15 +530,6 @@ def installed(name: str, cls: type[Drafter]) -> Iterator[None]:
         del sys.modules[module.__name__]
         DRAFTERS.clear()
         DRAFTERS.update(before)
-
-
-@functools.cache
-def rules_for(variant: Variant) -> list[str]:
-    """The lossless rules for what the variant may draft at a temperature above 0, the default one first."""
-    kind = kind_for(variant)
-    lossless = [name for name in RULES if rule_named(name).lossless and name != "argmax_walk"]
-    default = default_rule(kind, greedy=False)
-    return [default, *(name for name in lossless if rule_named(name).verifies(kind) and name != default)]
 
 
 def kind_of(tree: TokenTree) -> DraftKind:

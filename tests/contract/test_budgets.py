@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, each_drafter, installed, llm
+from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, each_way_to_draft, installed, llm
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext
@@ -44,7 +44,7 @@ def proposals(variant: Variant) -> list[tuple[Budget, TokenTree, TokenTree, bool
     return found
 
 
-@pytest.mark.parametrize("variant", each_drafter(3), ids=str)
+@pytest.mark.parametrize("variant", each_way_to_draft(3), ids=str)
 def test_a_draft_keeps_to_its_budget(variant: Variant) -> None:
     found = proposals(variant)
     for budget, tree, whole, chain in found:

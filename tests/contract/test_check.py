@@ -19,6 +19,7 @@ from forerun.cli import main
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
 from forerun.types import Budget
+from selection import slow
 
 SOUND = "drafts are sound"
 
@@ -112,7 +113,7 @@ def test_each_fault_is_found_by_its_check(cls: type[Drafter], fails: str) -> Non
     assert failures(cls, [fails])
 
 
-@pytest.mark.parametrize("method", ["suffix", "lookahead"])
+@pytest.mark.parametrize("method", ["suffix", *slow("lookahead")])
 def test_drafters_that_need_nothing_keep_their_contract(method: str) -> None:
     config = {"method": method}
     assert [(name, said) for name, look in CHECKS.items() for passed, said in [look(config)] if not passed] == []

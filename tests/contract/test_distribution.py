@@ -11,8 +11,8 @@ from contract.harness import (
     Variant,
     as_prompts,
     draws,
-    each_drafter,
     each_family,
+    each_way_to_draft,
     expected,
     kind_for,
     kind_of,
@@ -38,7 +38,7 @@ def test_plain_sampling_follows_the_distribution() -> None:
     assert p_value(sample(llm(None, rows=64), draws()), expected()) > LEVEL
 
 
-@pytest.mark.parametrize("variant", each_drafter(2), ids=str)
+@pytest.mark.parametrize("variant", each_way_to_draft(2), ids=str)
 def test_drafts_are_of_the_kind_that_their_drafter_declares(variant: Variant) -> None:
     for params in (SAMPLED, replace(SAMPLED, temperature=0.0)):
         declared = kind_for(variant, params)

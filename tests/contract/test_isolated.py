@@ -1,4 +1,4 @@
-"""One isolation domain's text changes nothing that is drafted for another: for every drafter, over the real engine.
+"""One isolation domain's text changes nothing that is drafted for another: over the real engine.
 
 A draft shows what its drafter has read, to whoever reads traces, counts accepted tokens or takes the time. So a domain
 is drafted for as on an engine that never saw another: the same tokens, drawn alike, with the same confidence.
@@ -11,7 +11,17 @@ from itertools import pairwise
 
 import pytest
 
-from contract.harness import PROMPT, PROMPTS, SAMPLED, VOCABULARY, Variant, as_prompts, each_drafter, installed, llm
+from contract.harness import (
+    PROMPT,
+    PROMPTS,
+    SAMPLED,
+    VOCABULARY,
+    Variant,
+    as_prompts,
+    each_way_to_draft,
+    installed,
+    llm,
+)
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain
@@ -90,7 +100,7 @@ def same(one: Sequence[Sequence[Node]], other: Sequence[Sequence[Node]], within:
 
 
 @pytest.mark.parametrize("params", CASES, ids=["greedy", "sampled"])
-@pytest.mark.parametrize("variant", each_drafter(2), ids=str)
+@pytest.mark.parametrize("variant", each_way_to_draft(2), ids=str)
 def test_a_domain_is_drafted_for_as_if_it_were_alone(variant: Variant, params: SamplingParams) -> None:
     alone = drafted(variant, params, [])
     assert any(alone), "something must be drafted"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from contract.harness import PROMPTS, Variant, as_prompts, each_drafter, llm, tokens_of
+from contract.harness import PROMPTS, Variant, as_prompts, each_way_to_draft, llm, tokens_of
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext
@@ -39,7 +39,7 @@ def drafted(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int
     return answers, trees, max(pieces)
 
 
-@pytest.mark.parametrize("variant", each_drafter(1), ids=str)
+@pytest.mark.parametrize("variant", each_way_to_draft(1), ids=str)
 def test_drafts_are_those_of_a_prompt_shown_at_once(variant: Variant, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, pieces = (drafted(llm(variant, chunk=chunk), monkeypatch) for chunk in (64, PIECE))
     assert whole[:2] == pieces[:2]

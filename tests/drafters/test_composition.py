@@ -240,8 +240,8 @@ def cascade(inner: Mapping[str, Any] | None = None, **options: Any) -> Variant:
 
 @pytest.mark.parametrize(
     ("inner", "params"),
-    [("ngram", GREEDY), ("lookahead", SEEDED), ("draft_model", GREEDY), ("draft_model", SEEDED)],
-    ids=["ngram-greedy", "lookahead-sampled", "draft_model-greedy", "draft_model-sampled"],
+    [("ngram", GREEDY), ("lookahead", SEEDED), ("draft_model", SEEDED)],
+    ids=["ngram-greedy", "lookahead-sampled", "draft_model-sampled"],
 )
 def test_a_cascade_drafts_the_very_chain_of_its_draft_model(inner: str, params: SamplingParams) -> None:
     spec = {"method": inner, **({"model": model()} if inner == "draft_model" else {})}

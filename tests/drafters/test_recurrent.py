@@ -11,6 +11,7 @@ from forerun.training.pard import PardObjective
 from model.families import random_tokens
 from model.test_every_family import greedy
 from model.test_states import model_of
+from selection import slow
 
 NEW = 16
 DRAFTED: dict[str, dict[str, Any]] = {
@@ -29,7 +30,10 @@ def answers(target: Any, config: dict[str, Any], prompts: list[list[int]]) -> li
     return [output.outputs[0] for _ in range(2) for output in llm.generate(given, asked)]
 
 
-@pytest.mark.parametrize(("target", "name"), [*(("mamba", name) for name in DRAFTED), ("lfm2", "tree")])
+QUICK = [("mamba", "tree"), ("mamba", "ended early"), ("lfm2", "tree")]
+
+
+@pytest.mark.parametrize(("target", "name"), [*QUICK, *slow(("mamba", "chain"), ("mamba", "one token"))])
 def test_a_recurrent_draft_model_writes_for_the_target(target: str, name: str) -> None:
     """For itself, so that all is accepted, and for another, which accepts hardly anything."""
     text = [3 + token % 90 for token in random_tokens(100, 7)]
@@ -55,8 +59,7 @@ def test_a_recurrent_draft_model_is_drafted_for() -> None:
         ("qwen3_next", {"method": "quantized_self"}),
         ("qwen3_next", {"method": "skip_layers", "skip": ["0.mlp", "3.attn"]}),
         ("qwen3_next", {"method": "early_exit", "exit_layer": 3}),
-        ("jamba", {"method": "early_exit", "exit_layer": 2}),
-        ("recurrent_gemma", {"method": "early_exit", "exit_layer": 2}),
+        *slow(*((kind, {"method": "early_exit", "exit_layer": 2}) for kind in ("jamba", "recurrent_gemma"))),
     ],
 )
 def test_a_target_with_states_drafts_for_itself(kind: str, config: dict[str, Any]) -> None:

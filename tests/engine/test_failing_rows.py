@@ -15,7 +15,7 @@ from forerun.engine import scheduling
 from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, EngineError, NoTokenLeftError, NumericError, RequestError
 from forerun.model import TransformersTarget
-from selection import one_in
+from selection import in_turn, one_in
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 PROMPTS = ["the cat sat", "the dog and the dog", "on the log the cat"]
@@ -42,12 +42,12 @@ async def together(checkpoint: Path, bad: SamplingParams, speculative: Any, good
 
 
 @pytest.mark.parametrize("speculative", one_in(2, DRAFTERS))
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(
-    ("value", "error"), [(torch.nan, NumericError), (torch.inf, NumericError), (-torch.inf, NoTokenLeftError)]
+    ("value", "temperature", "error"),
+    [(torch.nan, 1.0, NumericError), (torch.inf, 0.0, NumericError), (-torch.inf, 1.0, NoTokenLeftError)],
 )
 async def test_processors_that_leave_nothing(
-    checkpoint: Path, speculative: Any, temperature: float, value: float, error: type[Exception]
+    checkpoint: Path, speculative: Any, value: float, temperature: float, error: type[Exception]
 ) -> None:
     params = {"temperature": temperature, "max_tokens": 20, "ignore_eos": True, "seed": 5}
     good = SamplingParams(**params)
@@ -104,9 +104,13 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("drafter", SAMPLING, ids=str)
+FAILURES: list[tuple[type[BaseException], int]] = [(Panic, 0), (RuntimeError, 9), (Panic, 12), (ArgumentError, 9)]
+"""What a processor raises, and after how many tokens."""
+
+
+@pytest.mark.parametrize(("drafter", "failures"), in_turn(SAMPLING, [FAILURES[:2], FAILURES[2:]]), ids=str)
 async def test_a_processor_that_raises_costs_the_others_not_even_a_draft(
-    checkpoint: Path, draft_checkpoint: Path, drafter: dict[str, Any]
+    checkpoint: Path, draft_checkpoint: Path, drafter: dict[str, Any], failures: list[Any]
 ) -> None:
     """What they are told under a seed depends on what is drafted for them. With few tokens to choose from, a draw
     hardly ever falls where the rounding of a batch decides."""
@@ -114,7 +118,7 @@ async def test_a_processor_that_raises_costs_the_others_not_even_a_draft(
     good = SamplingParams(temperature=1.0, top_k=8, max_tokens=14, ignore_eos=True, seed=5)
     alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
     expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0] for prompt in PROMPTS]
-    for kind, after in ((Panic, 0), (RuntimeError, 9), (Panic, 12), (ArgumentError, 9)):
+    for kind, after in failures:
         error = kind("boom")
         bad = replace(good, logits_processors=[raising(error, after)])
         found = await together(checkpoint, bad, speculative, good)

@@ -30,12 +30,18 @@ def first_token(llm: LLM, request_id: str) -> int:
     raise AssertionError("no token came")
 
 
-@pytest.mark.parametrize("clients", ["ab", "aa", (None, None)], ids=str)
 @pytest.mark.parametrize(
-    ("long", "scored", "padded"), [(1, False, False), (7, False, True), (7, True, False), (1, True, True)]
+    ("clients", "long", "scored", "padded"),
+    [
+        ("ab", 1, False, False),
+        ("ab", 7, True, False),
+        ("aa", 7, False, True),
+        ("aa", 1, True, True),
+        ((None, None), 7, True, False),
+    ],
 )
 def test_a_short_prompt_waits_for_at_most_two_chunks(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, long: int, clients: Any, scored: bool, padded: bool
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, clients: Any, long: int, scored: bool, padded: bool
 ) -> None:
     monkeypatch.setattr(TransformersTarget, "pads_prompts", property(lambda _: padded))
     llm = engine(checkpoint, max_num_seqs=4, max_num_batched_tokens=BUDGET, enable_prefix_caching=False)
@@ -258,8 +264,7 @@ class Machine(Clock):
         monkeypatch.setattr(llm.target, "prefill", reading)
 
 
-@pytest.mark.parametrize("token", [0.002, 0.03, 0.1])
-@pytest.mark.parametrize("behind", [0.0, 0.0002])
+@pytest.mark.parametrize(("token", "behind"), [(0.002, 0.0002), (0.03, 0.0), (0.1, 0.0002)])
 def test_a_streams_gap_is_bounded_by_what_passes_take(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, token: float, behind: float
 ) -> None:

@@ -14,6 +14,7 @@ import forerun
 from contract.harness import p_value
 from forerun.errors import ArgumentError
 from forerun.model import TransformersTarget
+from selection import slow
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +126,7 @@ def test_rows_of_one_prompt_read_it_once(model: Any, batch: Any, monkeypatch: py
     assert len({str(row) for row in found.tolist()}) > 6, "each row has an answer of its own"
 
 
-@pytest.mark.parametrize("drafter", ["suffix", "draft_model"])
+@pytest.mark.parametrize("drafter", ["draft_model", *slow("suffix")])
 def test_a_batch_of_groups_has_the_distribution_of_plain_sampling(
     model: Any, checkpoint: Path, draft_checkpoint: Path, drafter: str
 ) -> None:

@@ -64,8 +64,14 @@ def texts(llm: LLM, params: SamplingParams = GREEDY, **more: Any) -> list[str]:
     return [output.outputs[0].text for output in llm.generate(PROMPTS, params, **more)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("drafter", [None, {"method": "suffix"}, {"method": "quantized_self", "adaptive": False}])
+@pytest.mark.parametrize(
+    ("drafter", "dtype"),
+    [
+        (None, "bfloat16"),
+        ({"method": "suffix"}, "float32"),
+        *(({"method": "quantized_self", "adaptive": False}, dtype) for dtype in ("float32", "bfloat16")),
+    ],
+)
 def test_answers_are_those_of_an_engine_that_began_with_the_weights(folders: Folders, drafter: Any, dtype: str) -> None:
     """There and back again: packed weights, kept prefixes and a rounded twin, all are the new ones'."""
     llm = engine(folders["served"], drafter, dtype=dtype)

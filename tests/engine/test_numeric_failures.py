@@ -18,6 +18,7 @@ from forerun.errors import NumericError
 from forerun.model import LayerRange
 from forerun.model.kernels.accelerate import CompiledForward
 from forerun.types import LAST_HIDDEN, Budget
+from selection import in_turn, slow
 
 POISON = 77
 """The embedding of this token is not finite."""
@@ -106,7 +107,7 @@ def drafting(monkeypatch: pytest.MonkeyPatch, right: list[list[int]], form: str)
     monkeypatch.setattr(Poisonous, "form", form)
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("path", "value"), in_turn(PATHS, [torch.nan, torch.inf]), indirect=["path"])
 def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
     """As many as there are, each after a longer prompt that failed somewhere, with and without drafts."""
     expected = answers(path.engine(value))
@@ -120,16 +121,22 @@ def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
         assert answers(llm, GREEDY, speculative) == expected
 
 
+FORMS = [
+    *(("sibling", GREEDY), ("sibling", DRAWN), ("behind", DRAWN)),
+    *(("alone", GREEDY), ("unequal", GREEDY), ("run", DRAWN)),
+]
+WHOLE = "torch-float32"  # The path on which every form is quick; the others differ in how attention is computed
+CASES = [
+    (path, *form) if path == WHOLE or form[0] in ("behind", "unequal") else slow((path, *form))[0]
+    for path in PATHS
+    for form in FORMS
+]
+
+
 @pytest.mark.parametrize(
-    ("form", "params"),
-    [
-        ("sibling", GREEDY),
-        ("sibling", DRAWN),
-        ("behind", DRAWN),
-        ("alone", GREEDY),
-        ("unequal", GREEDY),
-        ("run", DRAWN),
-    ],
+    ("path", "form", "params"),
+    CASES,
+    indirect=["path"],
     ids=lambda value: value if isinstance(value, str) else f"temperature {value.temperature}",
 )
 def test_a_drafted_token_that_fails(

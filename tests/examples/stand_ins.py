@@ -47,7 +47,7 @@ QUICK: dict[str, dict[str, str]] = {
     "generate": {"--max-tokens -n": "8"},
     "demo": {"--max-tokens -n": "8", "--repeats": "1"},
     "bench": {"--num-prompts": "2"},
-    "certify": {"--prompts": "1", "--max-tokens": "8", "--detect": "0.9"},
+    "certify": {"--prompts": "1", "--max-tokens": "8", "--detect": "0.9", "--temperature": "0"},
     "calibrate": {"--seconds": "0.5", "--contexts": "64"},
     "plan demo": {"--max-tokens": "8"},
     "data regenerate": {"--max-tokens -n": "8"},

@@ -51,7 +51,7 @@ BUILT = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(UNBUILT.split()))
 REFUSED = [kind for kind in BUILT if kind not in SERVED.split()]
 
 
-@pytest.mark.parametrize("kind", [*one_in(3, SERVED.split()), *one_in(2, REFUSED)])
+@pytest.mark.parametrize("kind", [*one_in(4, SERVED.split()), *one_in(3, REFUSED)])
 def test_family(kind: str) -> None:
     model = build(kind)
     if kind in SERVED.split():

@@ -11,6 +11,7 @@ from forerun.errors import UnsupportedModelError
 from forerun.model import TransformersTarget, self_check
 from forerun.model.kernels import accelerate
 from model.families import FAMILIES, make, random_tokens
+from selection import in_turn, slow
 
 KINDS = ("llama", "qwen3", "mistral", "gemma2", "llama4")
 HALF = (torch.bfloat16, torch.float16)
@@ -40,7 +41,7 @@ def test_a_planted_fault_is_seen(kind: str, fault: Fault) -> None:
     refused(model_of(kind, torch.float32), fault)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float16)], ids=str)
 @pytest.mark.parametrize(("kind", "fault"), cases(in_model=False, kinds=("mistral",)))
 def test_a_planted_fault_is_seen_in_16_bits(kind: str, fault: Fault, dtype: torch.dtype) -> None:
     refused(model_of(kind, dtype), fault)
@@ -62,8 +63,7 @@ def test_a_module_that_changes_when_it_is_repacked(kind: str, fault: Fault, monk
         TransformersTarget.load(model, rows=2, slots=64, repack=True)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(FAMILIES, HALF), ids=str)
 def test_the_sound_model_has_none(kind: str, dtype: torch.dtype) -> None:
     """Its error stays well within what is allowed."""
     model = make(kind, dtype=dtype)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.serve.protocol.responses import ResponsesRequest
+from selection import slow
 from serve.conftest import NAME, Live, counters, serving, wait_for
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis, of the extra dev")
@@ -66,15 +67,16 @@ def test_the_description_is_honest(live: Live, checkpoint: Path) -> None:
 POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 
 
+@pytest.mark.parametrize("examples", [20, *slow(150)])
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=str)
 @pytest.mark.parametrize("path", POSTS)
-def test_requests_made_from_the_description(small: Live, described: Any, path: str, mode: Any) -> None:
+def test_requests_made_from_the_description(small: Live, described: Any, path: str, mode: Any, examples: int) -> None:
     from schemathesis.specs.openapi import checks
 
     kept = ("status_code", "content_type", "response_headers", "response_schema")
     conform = [getattr(checks, f"{name}_conformance") for name in kept]
 
-    @BOUNDED
+    @settings(BOUNDED, max_examples=examples)
     @given(case=described[path]["POST"].as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         case.call_and_validate(

@@ -336,8 +336,7 @@ def test_replay_shows_what_was_measured(opened: Page) -> None:
     assert "one run after the other" in opened.page.inner_text("#facts")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [360, 1280])
+@pytest.mark.parametrize(("width", "scheme"), [(360, "dark"), (1280, "light")])
 def test_narrow_and_wide_light_and_dark(browser: Any, demo: Live, scheme: str, width: int) -> None:
     page = Page(browser, demo.url, viewport={"width": width, "height": 800}, color_scheme=scheme)
     assert overflow(page) == 0
