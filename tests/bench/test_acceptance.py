@@ -51,6 +51,7 @@ def found(source_tied: Path) -> Acceptance:
     return measure_acceptance(engine(source_tied), who, PROMPTS, PLAN, quiet)
 
 
+@pytest.mark.slow  # `TestSuite` measures a head more briefly
 class TestMeasuring:
     def test_every_way_is_measured_once_at_its_temperature(self, found: Acceptance) -> None:
         assert len({(line.label, line.temperature) for line in found.lines}) == len(found.lines)

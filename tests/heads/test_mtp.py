@@ -18,6 +18,7 @@ from forerun.losses.objective import FrozenTarget
 from forerun.model import TransformersTarget
 from llamas import tiny_llama
 from mtp_targets import FAMILIES, HYBRIDS, LAYERS, VOCABULARY, Checkpoint
+from selection import in_turn
 from training.ttt import HYBRID, agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
 
 TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -114,8 +115,10 @@ def test_a_target_drafts_with_what_its_checkpoint_brings(family: str, tmp_path: 
         assert len(own.outputs[0].speculation.drafted_per_depth) == 4
 
 
-@pytest.mark.parametrize("options", [{"num_speculative_tokens": 4}, {"top_k": 3, "nodes": 8}], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", HYBRIDS)
+CHAIN, TREE = {"num_speculative_tokens": 4}, {"top_k": 3, "nodes": 8}
+
+
+@pytest.mark.parametrize(("family", "options"), in_turn(HYBRIDS, [CHAIN, TREE]), ids=str)
 def test_answers_of_a_target_with_states_are_those_of_transformers(
     family: str, options: dict[str, object], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from forerun import LLM
 from forerun.cli import BAD_INPUT, main
 from forerun.errors import ForerunError
 from model.ggufs import TOKENS, tiny, write_tiny
+from selection import in_turn
 
 WEIGHTS = "model.safetensors"
 
@@ -140,29 +141,33 @@ WRONG: dict[str, tuple[Callable[[Folder], str | Path], str]] = {
 """What it is -> what is typed, and words of the message."""
 
 
-@pytest.fixture(params=WRONG)
-def wrong(
-    request: pytest.FixtureRequest, tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, str]:
-    """What is typed, and words of the message."""
+DOORS = (["generate", "--prompt", "x"], ["serve", "--port", "0"])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> Folder:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("COLUMNS", "400")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    (folder := tmp_path / "folder").mkdir()
-    make, words = WRONG[request.param]
-    return str(make(Folder(folder, good))), words
+    (tmp_path / "folder").mkdir()
+    return Folder(tmp_path / "folder", good)
 
 
-def test_every_door_says_the_same_in_one_line(wrong: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    typed, words = wrong
+@pytest.mark.parametrize(
+    ("name", "door"), in_turn(WRONG, DOORS), ids=lambda value: value if isinstance(value, str) else value[0]
+)
+def test_every_door_says_the_same_in_one_line(
+    name: str, door: list[str], folder: Folder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, words = WRONG[name]
+    typed = str(make(folder))
     with pytest.raises(ForerunError) as caught:
         LLM(typed, max_num_seqs=1, device="cpu")
     message = str(caught.value)
     assert words in message and Path(typed).name in message and "/cache/" not in message, message
     assert "\n" not in message and len(message) < 700, message
-    for verb in (["generate", "--prompt", "x"], ["serve", "--port", "0"]):
-        with loggers_restored():
-            assert main([verb[0], typed, "--device", "cpu", *verb[1:]]) == BAD_INPUT
-        written = capsys.readouterr()
-        assert " ".join(written.err.split()).count(" ".join(message.split())) == 1, written.err
-        assert not written.out and "Traceback" not in written.err
+    with loggers_restored():
+        assert main([door[0], typed, "--device", "cpu", *door[1:]]) == BAD_INPUT
+    written = capsys.readouterr()
+    assert " ".join(written.err.split()).count(" ".join(message.split())) == 1, written.err
+    assert not written.out and "Traceback" not in written.err

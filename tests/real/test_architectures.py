@@ -18,7 +18,7 @@ from forerun.model.prepare import open_named
 from real.conftest import ASKED, GREEDY
 from real.expressed import NEAR, SAME, Form, Source, expressed
 
-LAYERS = 8  # The first of the model's, so that a test takes seconds; its answers are poor ones of trained weights
+LAYERS = 5  # The first of the model's, so that a test takes seconds; its answers are poor ones of trained weights
 TREE = {"method": "recycling", "nodes": 24, "adaptive": False}
 ALWAYS = {"phi3", "gemma_spiked"}
 KEPT = {"gemma": "norm", "gemma_spiked": "norm", "vaultgemma": "norm", "gemma2": "norm"}

@@ -6,10 +6,10 @@ emitted distribution is computed, not estimated. Used by the tests and by ``fore
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
+from functools import cache, partial
 from math import isnan
 from typing import TypeVar
 
@@ -104,12 +104,14 @@ class PrefixProbs:
 
     def __init__(self, distributions: Distributions, tree: TokenTree) -> None:
         self.distributions, self.tree = distributions, tree
+        self._residuals: dict[int, HostResidual] = {}  # A rule rejects from them and leaves them as they are
 
     def probs(self, node: int) -> HostResidual:
         """Return the float64 residual of a node."""
-        return HostResidual(
-            self.tree, node, self.distributions[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
-        )
+        if node not in self._residuals:
+            values = self.distributions[tuple(self.tree.tokens[step] for step in self.tree.path(node))]
+            self._residuals[node] = HostResidual(self.tree, node, values)
+        return self._residuals[node]
 
     def argmax(self, node: int) -> int:
         """The likeliest token."""
@@ -144,10 +146,17 @@ def exact_distribution(rule: Rule, target: Distributions, draw: Draw, horizon: i
 
     `horizon` is the tree's depth + 1, so that every emitted block fits; `target` holds every prefix shorter than that.
     """
+    return _emitted(rule, target, outcomes(draw), horizon)
+
+
+def _emitted(
+    rule: Rule, target: Distributions, drawn: Iterable[tuple[TokenTree, float]], horizon: int
+) -> ExactDistribution:
+    """Return the exact distribution of every tree that may be drawn, with its probability."""
     joint = torch.zeros([len(target[()])] * horizon, dtype=torch.float64)
     accepted = 0.0
     rests: dict[tuple[int, ...], Tensor] = {}
-    for tree, chance in outcomes(draw):
+    for tree, chance in drawn:
         distributions = PrefixProbs(target, tree)
         for verdict, probability in outcomes(partial(rule.verify, tree, distributions)):
             emitted = (*(tree.tokens[node] for node in verdict.path), verdict.next_token)
@@ -297,11 +306,19 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
     """
     if rule.name == "argmax_walk" and world is not World.GREEDY_TARGET:
         return None
-    depth = shape_depth(SHAPES[shape])
-    target, draft = toy_distributions(world, vocabulary=3, depth=depth, seed=seed)
-    found = exact_distribution(rule, target, toy_drafter(draft, SHAPES[shape], drawing), depth + 1)
+    target, drawn = _toy_case(shape, drawing, world, seed)
+    found = _emitted(rule, target, drawn, shape_depth(SHAPES[shape]) + 1)
     error, accepted = found.error(target), found.accepted
     return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=accepted)
+
+
+@cache
+def _toy_case(
+    shape: str, drawing: Drawing, world: World, seed: int
+) -> tuple[Distributions, list[tuple[TokenTree, float]]]:
+    """Return the target and every tree that may be drawn, with its probability: all rules are asked about the same."""
+    target, draft = toy_distributions(world, vocabulary=3, depth=shape_depth(SHAPES[shape]), seed=seed)
+    return target, list(outcomes(toy_drafter(draft, SHAPES[shape], drawing)))
 
 
 def check_rules(names: Sequence[str] = tuple(RULES), *, seed: int = 0) -> Iterator[RuleCheck]:
