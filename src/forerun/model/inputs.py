@@ -177,7 +177,9 @@ def _shape(parents: bytes, shape: tuple[int, ...], counts: tuple[int, ...]) -> d
 
 
 def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0) -> Tensor:
-    """Scatter (B', ..) into (B, ..): each row at its own index, `rest` elsewhere."""
+    """Scatter (B', ..) into (B, ..): each row at its own index, `rest` elsewhere. Never write to what it returns."""
+    if len(rows) == batch and list(rows) == list(range(batch)):
+        return values
     found = values.new_full((batch, *values.shape[1:]), rest)
     found[list(rows)] = values
     return found
