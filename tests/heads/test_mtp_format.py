@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.engines import diagnose, export_head
@@ -19,6 +20,7 @@ from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, read_h
 from forerun.heads.layers import query_scaling
 from forerun.heads.mtp_files import MtpFormat, read_target, stitch
 from heads.samples import change
+from model.quantised import fp8
 from mtp_targets import FAMILIES, HIDDEN, HYBRIDS, LAYERS, Checkpoint
 
 DENSE = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
@@ -215,6 +217,32 @@ def test_broken_and_quantised_layers_are_refused(tmp_path: Path) -> None:
         rewrite(folder, how)
         with pytest.raises(CheckpointError, match=message):
             read_target(folder)
+
+
+@pytest.mark.parametrize("quantised", [True, False])
+def test_layers_of_a_target_in_fp8_are_read_and_draft(quantised: bool, tmp_path: Path) -> None:
+    """They are in FP8 themselves, or plain beside a target that is."""
+    folder = Checkpoint("glm", tmp_path, dtype=torch.bfloat16).folder
+    stored = dict[str, Tensor]()
+
+    def to_fp8(tensors: dict[str, Tensor]) -> None:
+        for name, weight in list(tensors.items()):
+            stored[name] = weight
+            if name.endswith("_proj.weight") and (quantised or f".{LAYERS}." not in name):
+                parts, values = fp8(weight, block=4)
+                stored.update({f"{name.removesuffix('weight')}{part}": one for part, one in parts.items()})
+                tensors[name] = values.bfloat16()
+
+    rewrite(folder, to_fp8)
+    expected = read_target(folder)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [4, 4]}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert differences(read_target(folder), expected) == []
+    llm = LLM(str(folder), tokenizer=False, self_check=False, max_num_seqs=1, speculative_config={"method": "mtp"})
+    answer = llm.generate({"prompt_token_ids": [3, 9, 5, 3, 9]}, SamplingParams(temperature=0.0, max_tokens=6))[0]
+    assert not answer.outputs[0].speculation.drafter_errors
 
 
 def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,9 +99,9 @@ def int8(weight: Tensor) -> Stored:
     return {"weight": codes, "weight_scale": scales}, codes.float() * scales
 
 
-def fp8(weight: Tensor) -> Stored:
+def fp8(weight: Tensor, block: int = BLOCK) -> Stored:
     """DeepSeek's and Qwen's blocks."""
-    blocks = weight.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    blocks = weight.float().unflatten(0, (-1, block)).unflatten(2, (-1, block))
     scales = blocks.abs().amax((1, 3)) / 448
     codes = (blocks / scales[:, None, :, None]).to(torch.float8_e4m3fn)
     values = codes.float() * scales[:, None, :, None]

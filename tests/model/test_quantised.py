@@ -43,6 +43,20 @@ def test_weights_are_the_values_that_the_format_means(name: str, tmp_path: Path)
     assert held <= stored_bytes(tmp_path, BF16, config) < 1.5 * held, "memory is planned for what they become"
 
 
+def test_blocks_at_the_edge_of_a_matrix_in_fp8_are_cut() -> None:
+    """As in DeepSeek-V3, whose latents have 576 numbers."""
+    weight = torch.randn(12, 10).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, 3)
+    stored = {"one.weight": weight, "one.weight_scale_inv": scales, "norm.weight": torch.ones(3)}
+    settings = {"quant_method": "fp8", "weight_block_size": [5, 4]}
+    found = quantised_weights.dequantise(stored, settings, torch.float32)
+    rows, columns = torch.arange(12) // 5, torch.arange(10) // 4
+    assert torch.equal(found["one.weight"], weight.float() * scales[rows][:, columns])
+    assert torch.equal(found["norm.weight"], torch.ones(3)) and len(found) == 2
+    with pytest.raises(UnsupportedModelError, match="a grid of 3 x 3 scales"):
+        quantised_weights.dequantise(stored, {"quant_method": "fp8"}, torch.float32)
+
+
 @pytest.mark.parametrize("name", ["fp8", "gptq", "awq", "w4a16"])
 def test_a_checkpoint_in_few_bits_is_checked_packed_and_drafted_for(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

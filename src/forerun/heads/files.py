@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from forerun.drafters.kinds import KINDS, import_named, kind_named
-from forerun.errors import ArgumentError, CheckpointError, list_some, refuse, refuse_unknown
+from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, list_some, refuse, refuse_unknown
 from forerun.heads.base import Head, HeadConfig
 from forerun.heads.keys import unknown_keys
 from forerun.model.load import INDEX, SINGLE, LoadOptions, read_config, read_header, weight_files
@@ -172,6 +172,12 @@ class Format(ABC):
         head.
         """
         return True
+
+    def dequantise(self, config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+        """Return a configuration and its tensors without quantisation, where the format reads such; as they are, where
+        not.
+        """
+        return config, tensors
 
     @abstractmethod
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -449,7 +455,7 @@ def read_files(path: str | Path) -> StoredFiles:
     directory = folder_of(path)
     if not (directory / CONFIG).is_file():
         raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
-    config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
+    config: Config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
         chosen = format_of(config)
     except Exception as error:
@@ -478,6 +484,10 @@ def read_files(path: str | Path) -> StoredFiles:
         with safe_open(file, "pt") as stored:
             target = (stored.metadata() or {}).get(TARGET)
             tensors |= {name: stored.get_tensor(name) for name in stored.keys() if chosen.keeps(config, name)}  # noqa: SIM118
+    try:
+        config, tensors = chosen.dequantise(config, tensors)
+    except UnsupportedModelError as error:
+        raise CheckpointError(f"{directory}: {error}") from error
     return StoredFiles(directory=directory, config=config, tensors=tensors, target=target)
 
 

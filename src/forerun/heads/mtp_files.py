@@ -55,6 +55,7 @@ from forerun.heads.files import (
 )
 from forerun.heads.keys import Keys, architectures
 from forerun.heads.mtp import ExpertsConfig, MtpConfig
+from forerun.model import quantised_weights
 from forerun.model.load import read_header, weight_files
 from forerun.model.masks import FULL
 from forerun.types import LAST_HIDDEN
@@ -167,6 +168,14 @@ class MtpFormat(Format):
         """Return whether a tensor of a whole target belongs to its MTP layers."""
         family = _family(config)
         return _ours(family, name, _number_of_layers(config, family)) is not None
+
+    def dequantise(self, config: Config, tensors: dict[str, Tensor]) -> tuple[Config, dict[str, Tensor]]:
+        """Return the layers as plain ones in bfloat16: they are stored as the target is, or plain beside it."""
+        settings = config.get("quantization_config")
+        if not isinstance(settings, Mapping) or settings.get("quant_method") not in quantised_weights.READERS:
+            return config, tensors
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        return plain, quantised_weights.dequantise(tensors, settings, torch.bfloat16)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         family, config = _family(config), text_keys(config)

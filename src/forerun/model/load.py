@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model import quantised_weights
 from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
-from forerun.model.gguf_files import file_of
+from forerun.model.gguf_files import GgufHeader, file_of
 from forerun.model.gguf_weights import GgufWeights, memory_bytes, put_blocks, read_weights
 from forerun.model.kernels.products import decodes
 from forerun.model.quantised_weights import QuantisedWeights
@@ -226,21 +227,12 @@ def open_model(
         quantised_weights.tell(name, config, options.first_device(), dtype)
     try:
         with _ONE_LOADS, quiet_transformers(quiet):
-            family, opened = auto_class(config), name if file is None else None
-            weights: GgufWeights | QuantisedWeights | None = None
-            if file is not None:
-                weights = read_weights(file, config, dtype or torch.float32, in_blocks=in_blocks)
-                family = weights.family
-            elif dequantised and quantised_weights.reads(config):
-                family, opened = family._model_mapping[type(config)], None
-                linear = _linear_weights(family, config) if in_blocks else ()
-                files = weight_files(_fetch(name, options))
-                weights = quantised_weights.read_weights(files, config, dtype or torch.bfloat16, linear)
+            family, plain, weights = _read(name, file, options, config, dtype, in_blocks=in_blocks)
             if weights is not None:
                 parallel["state_dict"] = weights.tensors
             model, found = family.from_pretrained(
-                opened,
-                config=quantised_weights.plain_config(config) if dequantised else config,
+                name if weights is None else None,
+                config=plain,
                 dtype=dtype or "auto",
                 device_map=placed,
                 **parallel,
@@ -265,6 +257,34 @@ def open_model(
             model.generation_config.eos_token_id = file.ends or model.generation_config.eos_token_id
         put_blocks(model, weights.tensors, weights.stored)
     return (attach_adapter(model, options) if options.adapter is not None else model).eval()
+
+
+def _read(
+    name: str | Path,
+    file: GgufHeader | None,
+    options: LoadOptions,
+    config: Any,
+    dtype: torch.dtype | None,
+    *,
+    in_blocks: bool,
+) -> tuple[Any, Any, GgufWeights | QuantisedWeights | None]:
+    """Return the class of transformers that opens a checkpoint, the configuration for it, and the weights, where it
+    does not read these itself: a GGUF file's, and those of 8 or 4 bits that are read here.
+    """
+    family = auto_class(config)
+    if file is not None:
+        weights = read_weights(file, config, dtype or torch.float32, in_blocks=in_blocks)
+        return weights.family, config, weights
+    if not _dequantises(options, config):
+        return family, config, None
+    files = weight_files(_fetch(name, options))
+    ours = quantised_weights.reads(config, chain.from_iterable(map(read_header, files)))
+    plain = quantised_weights.plain_config(config, ours=ours)
+    if not ours:
+        return family, plain, None
+    family = family._model_mapping[type(config)]
+    linear = _linear_weights(family, plain) if in_blocks else ()
+    return family, plain, quantised_weights.read_weights(files, config, dtype or torch.bfloat16, linear)
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -309,13 +329,13 @@ def _dequantises(options: LoadOptions, config: Any) -> bool:
 
 def keeps_blocks(options: LoadOptions, config: Any) -> bool:
     """Return whether integers of 4 and 8 bits may stay so, in a GGUF file's blocks."""
-    return _dequantises(options, config) and quantised_weights.reads(config)
+    return _dequantises(options, config) and quantised_weights.method_of(config) in quantised_weights.KEPT
 
 
 def _linear_weights(family: Any, config: Any) -> set[str]:
     """Return the names of the weights of linear layers."""
     with torch.device("meta"):
-        model = family(copy.deepcopy(quantised_weights.plain_config(config)))
+        model = family(copy.deepcopy(config))
     return {f"{name}.weight" for name, module in model.named_modules() if type(module) is nn.Linear}
 
 

@@ -2,7 +2,7 @@
 
 A library of its own multiplies each format, on a GPU. Where that is missing, and on a CPU, weights are dequantised when
 they are loaded, and the model is a plain one then: checked, packed and drafted for as any other. transformers itself
-dequantises FP8 in blocks and MXFP4; this module does it for GPTQ, AWQ and compressed-tensors. Integers of 4 and 8 bits
+dequantises MXFP4; this module does it for FP8 in blocks, GPTQ, AWQ and compressed-tensors. Integers of 4 and 8 bits
 stay so on a CPU whose products take a GGUF file's blocks.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -36,9 +36,9 @@ PACKAGES = {
 }
 """Packages that transformers needs to multiply by the stored weights of each format, by its quantisation method."""
 _MULTIPLY = ("cuda", "xpu")  # Types of devices that these packages have kernels for
-_BY_TRANSFORMERS = ("fp8", "mxfp4")  # Formats that it dequantises without a further package
+_OTHER_FP8 = (".scale", ".qscale_weight")  # Ends of names of scales in FP8 whose weights may have 4 bits
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # Where in a word of AWQ its eight columns stand
-_ACTIVATIONS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale")
+_ACTIVATIONS = (".input_scale", ".input_zero_point", ".output_scale", ".k_scale", ".v_scale", ".q_scale")
 """Ends of names of tensors that scale activations or a cache in 8 bits, which the plain model has not."""
 _BITS = 32  # Of a word of packed weights
 BLOCK = 32  # Weights of one of GGUF's blocks
@@ -72,25 +72,25 @@ def tell(name: str | Path, config: Any, device: torch.device, dtype: torch.dtype
         _log.info(said, name, method, dtype)
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: Any, *, ours: bool) -> Any:
     """Return a copy of a configuration that transformers loads dequantised: one that asks for that, or names no
-    quantisation where this module reads the weights.
+    quantisation where the weights that it is handed are `ours`.
     """
     made = copy.deepcopy(config)
     for part in (made, made.get_text_config(decoder=True)):
         settings = getattr(part, "quantization_config", None)
         if settings is None:
             continue
-        if method_of(config) in _BY_TRANSFORMERS:
-            part.quantization_config = {**_as_dict(settings), "dequantize": True}
-        else:
+        if ours:
             del part.quantization_config
+        else:
+            part.quantization_config = {**_as_dict(settings), "dequantize": True}
     return made
 
 
-def reads(config: Any) -> bool:
-    """Return whether this module reads such weights when they are dequantised, and not transformers."""
-    return method_of(config) in _READERS
+def reads(config: Any, names: Iterable[str]) -> bool:
+    """Return whether this module reads the tensors of these names when they are dequantised, and not transformers."""
+    return method_of(config) in READERS and not any(name.endswith(_OTHER_FP8) for name in names)
 
 
 class QuantisedWeights(NamedTuple):
@@ -110,26 +110,38 @@ def read_weights(files: list[Path], config: Any, dtype: torch.dtype, linear: Col
     Raises:
         UnsupportedModelError: weights are packed in a way that is not read here.
     """
-    settings, found = _settings(config), QuantisedWeights({}, {})
+    settings = _settings(config)
     assert settings is not None, "only what is quantised is dequantised"
-    method = str(settings["quant_method"])
-    places, kinds = dict[str, Any](), dict[str, list[str]]()  # The file of each tensor, the tensors of each module
-    for file in files:
-        opened = safe_open(file, framework="pt")
-        names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
-        for name in names:
-            module, _, kind = name.rpartition(".")
-            places[name] = opened
-            kinds.setdefault(module, []).append(kind)
-    for name, opened in places.items():
+    return _convert(_StoredTensors(files), settings, dtype, linear)
+
+
+def dequantise(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors with plain weights in the place of quantised ones, by the `quantization_config` of their
+    checkpoint. Raises UnsupportedModelError for those that are not read here.
+    """
+    method = settings.get("quant_method")
+    if method not in READERS:
+        raise UnsupportedModelError(f"weights of the method {method} are not read here, only {', '.join(READERS)}")
+    return _convert(tensors, settings, dtype, ()).tensors
+
+
+def _convert(
+    places: Mapping[str, Tensor], settings: Mapping[str, Any], dtype: torch.dtype, linear: Collection[str]
+) -> QuantisedWeights:
+    """Return what `read_weights` does of tensors that are read one by one."""
+    found, method = QuantisedWeights({}, {}), str(settings["quant_method"])
+    kinds = dict[str, list[str]]()  # The tensors of each module
+    for name in places:
+        module, _, kind = name.rpartition(".")
+        kinds.setdefault(module, []).append(kind)
+    for name in places:
         module, _, kind = name.rpartition(".")
         weight, parts = f"{module}.weight", [part for part in kinds[module] if part in _PARTS[method]]
         if kind not in parts or _MARKS.isdisjoint(parts):
             if not name.endswith(_ACTIVATIONS):
-                value = opened.get_tensor(name)
-                found.tensors[name] = value.to(dtype) if value.is_floating_point() else value
+                found.tensors[name] = places[name]
         elif weight not in found.tensors:
-            own = {part: places[f"{module}.{part}"].get_tensor(f"{module}.{part}") for part in parts}
+            own = {part: places[f"{module}.{part}"] for part in parts}
             matrix = _read_matrix(method, settings, module, own)
             rows = matrix.to_blocks() if weight in linear else None
             if rows is None:
@@ -138,6 +150,27 @@ def read_weights(files: list[Path], config: Any, dtype: torch.dtype, linear: Col
                 found.tensors[weight] = torch.zeros((), dtype=dtype).expand(matrix.codes.shape)
                 found.stored[weight] = rows
     return found
+
+
+class _StoredTensors(Mapping[str, Tensor]):
+    """The tensors of some safetensors files, each read when it is asked for."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self._places = dict[str, Any]()
+        for file in files:
+            opened = safe_open(file, framework="pt")
+            names: list[str] = opened.keys()  # type: ignore[no-untyped-call]
+            self._places |= dict.fromkeys(names, opened)
+
+    def __getitem__(self, name: str) -> Tensor:
+        found: Tensor = self._places[name].get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
 
 
 class _Matrix(NamedTuple):
@@ -204,7 +237,7 @@ def memory_bytes(headers: list[Mapping[str, Any]], config: Any, itemsize: int, *
 
 def _read_matrix(method: str, settings: Mapping[str, Any], module: str, own: Mapping[str, Tensor]) -> _Matrix:
     try:
-        return _READERS[method](own, settings)
+        return READERS[method](own, settings)
     except (KeyError, RuntimeError, ValueError, ZeroDivisionError) as error:
         shapes = ", ".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in own.items())
         package = " ".join(PACKAGES[method]).replace("_", "-")
@@ -270,12 +303,25 @@ def _read_compressed(own: Mapping[str, Tensor], _settings: Mapping[str, Any]) ->
     return _Matrix(codes, spread(scales), zeros if zeros is None or not zeros.dim() else spread(zeros), bits)
 
 
-def _spread(grid: Tensor, outputs: int, inputs: int) -> Tensor:
-    """Return the numbers of a grid of blocks, (rows, columns) or fewer dimensions, for each entry of a matrix."""
+def _read_fp8(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
+    """Read DeepSeek's FP8: a scale for each block, whose last ones may be cut."""
+    stored, scales = own["weight"], own["weight_scale_inv"]
+    if stored.itemsize != 1 or not stored.is_floating_point() or not scales.is_floating_point():
+        raise ValueError(f"weights of {stored.dtype} with scales of {scales.dtype}")
+    codes, (outputs, inputs) = stored.float(), stored.shape
+    return _Matrix(codes, _spread(scales.float(), outputs, inputs, settings.get("weight_block_size")), None, 8)
+
+
+def _spread(grid: Tensor, outputs: int, inputs: int, block: Sequence[int] | None = None) -> Tensor:
+    """Return the numbers of a grid of blocks, (rows, columns) or fewer dimensions, for each entry of a matrix. Raises
+    ValueError where the grid does not divide the matrix and nothing says how large a block is.
+    """
     grid = grid.reshape(-1, 1) if grid.dim() < 2 else grid
     rows, columns = grid.shape
-    tall = grid.repeat_interleave(-(-outputs // rows), 0)[:outputs]
-    return tall.repeat_interleave(-(-inputs // columns), 1)[:, :inputs]
+    if block is None and (outputs % rows or inputs % columns):
+        raise ValueError(f"a grid of {rows} x {columns} scales")
+    tall, wide = (outputs // rows, inputs // columns) if block is None else block
+    return grid.repeat_interleave(tall, 0)[:outputs].repeat_interleave(wide, 1)[:, :inputs]
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -286,16 +332,23 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
     return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
-_READERS: dict[str, Callable[[Mapping[str, Tensor], Mapping[str, Any]], _Matrix]] = {
+KEPT = ("gptq", "awq", "compressed-tensors")  # Methods whose integers may stay so, in blocks
+READERS: dict[str, Callable[[Mapping[str, Tensor], Mapping[str, Any]], _Matrix]] = {
     "gptq": _read_gptq,
     "awq": _read_awq,
     "compressed-tensors": _read_compressed,
+    "fp8": _read_fp8,
 }
 _IN_WORDS = frozenset({"qweight", "qzeros", "scales", "g_idx"})
 _COMPRESSED = {"weight_packed", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"}
-_PARTS = {"gptq": _IN_WORDS, "awq": _IN_WORDS, "compressed-tensors": frozenset({"weight", *_COMPRESSED})}
+_PARTS = {
+    "gptq": _IN_WORDS,
+    "awq": _IN_WORDS,
+    "compressed-tensors": frozenset({"weight", *_COMPRESSED}),
+    "fp8": frozenset({"weight", "weight_scale_inv"}),
+}
 """The last parts of the names of the tensors that one weight is stored in."""
-_MARKS = frozenset({"qweight", "weight_packed", "weight_scale"})
+_MARKS = frozenset({"qweight", "weight_packed", "weight_scale", "weight_scale_inv"})
 """Those of them that a module without quantised weights has not."""
 
 
