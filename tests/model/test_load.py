@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
-from forerun.model import TransformersTarget
+from forerun.model import TransformersTarget, states
 from forerun.model.checks import explain_load_error
 from forerun.model.load import LoadOptions, open_model, read_config, resolved_dtype, save_model, stored_bytes
-from forerun.model.states import functions
 from model.families import make, plain, random_tokens
 
 
@@ -208,8 +207,8 @@ def tiny(kind: str) -> Any:
 def test_what_cannot_be_verified_is_refused_before_any_weight_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, reason: str
 ) -> None:
-    monkeypatch.setattr(functions, "METHODS", {})
-    monkeypatch.setattr(functions, "FORWARDS", {})
+    monkeypatch.setattr(states, "METHODS", {})
+    monkeypatch.setattr(states, "FORWARDS", {})
     tiny(kind).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=reason):
         TransformersTarget.load(tmp_path)

@@ -18,7 +18,7 @@ from forerun.errors import OutOfMemoryError
 from forerun.model import TransformersTarget, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
 from forerun.model.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
-from forerun.model.states import MOST
+from forerun.model.states.rows import MOST
 from model.families import FAMILIES, make, random_tokens
 from model.tiny import build
 

@@ -13,12 +13,11 @@ from torch import Tensor
 from forerun import LLM, SamplingParams
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError, UnsupportedModelError
-from forerun.model import TransformersTarget, compression
+from forerun.model import TransformersTarget, compression, states
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Nodes
 from forerun.model.masks import Block
-from forerun.model.states import RowStates, StatePass, Tree, functions
-from forerun.model.states.rows import MOST, SPACING
+from forerun.model.states.rows import MOST, SPACING, RowStates, StatePass, Tree
 from model.families import random_tokens
 from model.test_every_family import compare, greedy
 from model.test_resume import ROWS, TREES, begun, worst
@@ -342,6 +341,6 @@ def test_what_states_rule_out() -> None:
 
 
 def test_a_layer_whose_state_nobody_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "KINDS", ())
+    monkeypatch.setattr(states, "KINDS", ())
     with pytest.raises(UnsupportedModelError, match=r"Lfm2ShortConv \(update_conv_state\) keep a state"):
         TransformersTarget.load(model_of("lfm2"))

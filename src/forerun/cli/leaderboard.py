@@ -5,7 +5,6 @@ each brought.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,8 +165,9 @@ def find_trained(folder: Path) -> list[TrainedDrafter]:
 
 def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> TrainedDrafter:
     from forerun.drafters.kinds import kind_named
+    from forerun.speedup.run import count_weights
 
-    size = _weights(Path(shipped.resolve(source)))
+    size = count_weights(Path(shipped.resolve(source)))
     return TrainedDrafter(name=name, kind=kind_named(kind), model=source, parameters=size, seconds=seconds)
 
 
@@ -194,14 +194,6 @@ def trained_seconds(output: Path) -> float | None:
 
     newest = checkpoint.latest(output)
     return (checkpoint.Saved(newest).progress.seconds or None) if newest else None
-
-
-def _weights(folder: Path) -> int:
-    from forerun.model.load import read_header
-
-    return sum(
-        math.prod(entry["shape"]) for path in folder.glob("*.safetensors") for entry in read_header(path).values()
-    )
 
 
 def questions(llm: LLM) -> list[Any]:

@@ -5,7 +5,7 @@ where it stops.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -339,13 +339,13 @@ class AnswerText:
 
     def release(self, *, final: bool) -> str:
         """Return new text that can no longer be taken back; everything if `final`."""
-        held = 0 if final else max((_overlap(self.text, stop) for stop in self.stops), default=0)
+        held = 0 if final else begun(self.text, self.stops)
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end
         return piece
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `stop`."""
-    longest = min(len(text), len(stop) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
+def begun(text: str, marks: Iterable[str]) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of one of `marks`."""
+    beginnings = (mark[:length] for mark in marks for length in range(1, len(mark)))
+    return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

@@ -149,7 +149,7 @@ class PrefillQueue:
         """Return prompts and the next tokens of each, `budget` together, in the order of their rows; at least one."""
         self._lift(prefills)
         chosen, left, widest = list[tuple[Prefill, list[int]]](), budget, 0
-        for prefill in sorted(prefills, key=self._rank):
+        for prefill in sorted(prefills, key=lambda one: (self._read[one.request.client], due(one.request, one.done))):
             piece = self._piece(prefill, left, budget)
             ends, longest = prefill.done + len(piece) == len(prefill.tokens), max(widest, len(piece))
             wide = self._padded or any(one.scores_prompt for one in (prefill, *(other for other, _ in chosen)))
@@ -159,9 +159,6 @@ class PrefillQueue:
                 left, widest = left - len(piece), longest
         self._charge(chosen)
         return sorted(chosen, key=lambda one: one[0].row)
-
-    def _rank(self, prefill: Prefill) -> tuple[int, int]:
-        return self._read[prefill.request.client], due(prefill.request, prefill.done)
 
     def _piece(self, prefill: Prefill, left: int, budget: int) -> list[int]:
         """Return the prompt's next tokens, `left` at most, or up to the first place where it may be

@@ -164,7 +164,7 @@ class SlotCache:
         return self.seen(layer_idx)
 
     def get_conv_state(self, _layer_idx: int, _state_idx: int = 0, **_kwargs: object) -> None:
-        """Return None: a layer is not to read its state itself, see `states.functions`."""
+        """Return None: a layer is not to read its state itself, see `model.states`."""
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
         """Return None, as `get_conv_state` does, and note which state the layer is about to run."""

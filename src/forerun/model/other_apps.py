@@ -47,7 +47,8 @@ def _in_ollama(name: str) -> Path:
         for manifest in _files(folder.expanduser() / "manifests", "*/*/*/*"):
             host, space, model, tag = manifest.parts[-4:]
             kept["/".join((*_shortened(host, space), f"{model}:{tag}"))] = manifest
-    manifest = kept[_known(_with_tag(name), list(kept), "Ollama", folders)]
+    tagged = name if ":" in name.rpartition("/")[2] else f"{name}:{_TAG}"
+    manifest = kept[_known(tagged, list(kept), "Ollama", folders)]
     layers = _layers(manifest)
     blobs = manifest.parents[4] / "blobs"
     files = [blobs / f"sha256-{found[1]}" for digest in layers.get("model", []) if (found := _DIGEST.fullmatch(digest))]
@@ -96,10 +97,6 @@ def _shortened(host: str, space: str) -> tuple[str, ...]:
     if host != _HOST:
         return host, space
     return () if space == _SPACE else (space,)
-
-
-def _with_tag(name: str) -> str:
-    return name if ":" in name.rpartition("/")[2] else f"{name}:{_TAG}"
 
 
 def _known(name: str, kept: list[str], app: str, folders: list[Path]) -> str:

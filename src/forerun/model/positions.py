@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from forerun.model.masks import Block
-from forerun.model.padding import Pass
 from forerun.model.switches import Function, lead, names_of
 
 TABLE = {"cache_length", "position_ids"}  # Arguments of a table of positions that counts from the cache's length
@@ -45,7 +44,7 @@ def install(model: nn.Module) -> bool:
     found = _find(model)
     for kind, wanted in found.items():
         for name, ours in wanted.items():
-            lead(kind, name, ours, _of)
+            lead(kind, name, ours, lambda this: this.positions)
     return bool(found)
 
 
@@ -72,10 +71,6 @@ def _find(model: nn.Module) -> dict[type[nn.Module], dict[str, Function]]:
         if wanted or INDEXED in names:
             found[kind] = wanted
     return found
-
-
-def _of(this: Pass) -> Positions | None:
-    return this.positions
 
 
 def look_up(positions: Positions, original: Function, table: nn.Module, *args: Any, **kwargs: Any) -> Tensor:

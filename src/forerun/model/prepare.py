@@ -52,7 +52,7 @@ from forerun.model.load import (
 from forerun.model.masks import FULL, UNMASKED, WITH_STATES
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.sample import sample
-from forerun.model.states import MOST
+from forerun.model.states.rows import MOST
 from forerun.model.support import auto_class, context_length, name_of, refuse_config, refusing, text_config
 
 _log = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import check_room, default_slots, prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
-from forerun.model.states import RowStates, install, keep_outside, uses_cache
+from forerun.model.states import install, keep_outside, uses_cache
+from forerun.model.states.rows import RowStates
 from forerun.model.support import context_length, known_states, text_config
 from forerun.model.target import PREFILL_CHUNK, Target
 from forerun.types import LAST_HIDDEN, Boundary

@@ -7,15 +7,15 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
@@ -31,6 +31,7 @@ from forerun.serve.completing import ChatWriter, CompletionWriter, Event, Writer
 from forerun.serve.guards import (
     LOAD_DRAFTER,
     OPEN_PATHS,
+    UPDATE_WEIGHTS,
     Guard,
     RequestRecorder,
     StrictRoute,
@@ -57,12 +58,13 @@ from forerun.serve.protocol.requests import (
     DetokenizeRequest,
     LoadDrafterRequest,
     TokenizeRequest,
+    UpdateWeightsRequest,
 )
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.session import Job, Session, State
-from forerun.serve.trainer import add_trainer_routes
 
 T = TypeVar("T")
+Tags = Annotated[list[Literal["weights", "kv_cache"]] | None, Query()]
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # Keep proxies from holding the stream back
 _PAGE = {"index.html": "text/html", "playground.css": "text/css", "playground.js": "text/javascript"}  # The playground
 
@@ -91,7 +93,7 @@ def build_app(session: Session) -> FastAPI:
     _add_completions(app, session)
     _add_tokens(app, session)
     _add_operations(app, session)
-    add_trainer_routes(app, session)
+    _add_trainer(app, session)
     _add_playground(app)
     _describe(app, keyed=bool(settings.api_keys))
     return app
@@ -405,3 +407,54 @@ def _errors(path: str, *, posts: bool) -> dict[str, Any]:
         for status, words in _ERRORS.items()
         if posts or status in (401, 408, 500, 503)
     }
+
+
+def _add_trainer(app: FastAPI, session: Session) -> None:
+    """Add the routes of a trainer that takes its rollouts from this server: it changes the weights, and sends it to
+    sleep.
+
+    Names and shapes are SGLang's (``/update_weights_from_disk``, ``/get_weight_version``) and vLLM's (``/sleep``,
+    ``/wake_up``, ``/is_sleeping``). The operator turns them on, and the `Guard` closes them to whoever lacks the
+    operator's key.
+    """
+    version = "default"  # SGLang's word for the weights that the server was started with
+
+    async def update(body: UpdateWeightsRequest) -> dict[str, Any]:
+        nonlocal version
+        mode = "abort" if body.abort_all_requests else body.mode
+        engine = session.engine
+        await _told(engine.update_weights_from_disk(body.model_path, mode=mode), body.model_path)
+        version = body.weight_version or body.model_path
+        message = "new requests are answered with the new weights"
+        return {"success": True, "message": message, "weight_version": version, "num_paused_requests": 0}
+
+    async def weight_version() -> dict[str, str]:
+        return {"weight_version": version}
+
+    async def sleep(level: int = 1, mode: Literal["wait", "abort"] = "abort") -> Response:
+        await _told(session.engine.sleep(level, mode=mode))
+        return Response()
+
+    async def wake_up(tags: Tags = None) -> Response:
+        await _told(session.engine.wake_up(tags))
+        return Response()
+
+    async def is_sleeping() -> dict[str, bool]:
+        return {"is_sleeping": session.engine.llm.is_sleeping}
+
+    for path in UPDATE_WEIGHTS:
+        app.add_api_route(path, update, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/get_weight_version", weight_version, methods=["GET"], include_in_schema=False)
+    app.add_api_route("/sleep", sleep, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/wake_up", wake_up, methods=["POST"], include_in_schema=False)
+    app.add_api_route("/is_sleeping", is_sleeping, methods=["GET"], include_in_schema=False)
+
+
+async def _told(work: Awaitable[None], path: str = "") -> None:
+    """Wait for the engine; what it refuses is a 400 that quotes the trainer's own `path`."""
+    try:
+        await work
+    except EngineError:
+        raise
+    except ForerunError as error:
+        raise ApiError(400, str(error), param="model_path" if path else None, quoted=path) from error

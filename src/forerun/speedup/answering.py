@@ -102,7 +102,8 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
     """
     assert llm.tokenizer is not None, "a named model has a tokenizer"
     shutil.rmtree(prepared, ignore_errors=True)  # Of an earlier budget
-    lines = [line for path in sorted(folder.glob("*.jsonl")) for line in _lines(path)]
+    texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jsonl"))]
+    lines = [json.loads(line) for text in texts for line in text.splitlines()]
     empty = sum("messages" in line and not str(line["messages"][-1]["content"]).strip() for line in lines)
     total, circles, found = len(lines), 0, dict[str, Any](tokens=0, reason="")
     try:
@@ -120,10 +121,6 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
         what = "are empty" if empty > circles else "go in circles"
         found["reason"] = f"{max(empty, circles) / total:.0%} of the answers {what}: no head is trained on them"
     return {**found, "empty": empty, "circles": circles, "notes": _notes(empty, circles, total)}
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def _notes(empty: int, circles: int, total: int) -> list[str]:

@@ -123,7 +123,7 @@ def read_recipe(
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
         if "metadata" in values:
-            from forerun.training.convert.recipes import translate
+            from forerun.training.convert.modes import translate
 
             values = translate(values)
     for name, value in (flags or {}).items():

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
+from forerun.engine.completion import begun
+
 T = TypeVar("T")
 _NAME = re.compile(r"[\w.-]*")
 _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
@@ -67,7 +69,7 @@ class Incoming:
                 yield from self._pass(self._before_blanks(len(self.text)) if drop_end else len(self.text), kind)
                 self.at = len(self.text)
                 return None
-            sure = len(self.text) - max(_overlap(self.text, one) for one in marks)
+            sure = len(self.text) - begun(self.text, marks)
             yield from self._pass(self._before_blanks(sure), kind)
             yield None
 
@@ -273,9 +275,3 @@ def _escape(character: str, *, escaped: bool) -> str:
     if character < " ":
         return json.dumps(character)[1:-1]
     return f"\\{character}" if escaped and character not in '"\\/bfnrtu' else character
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of `mark`."""
-    lengths = range(min(len(text), len(mark) - 1), 0, -1)
-    return next((length for length in lengths if text.endswith(mark[:length])), 0)

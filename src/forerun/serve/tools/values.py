@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 from urllib.parse import unquote
 
+from forerun.errors import refuse_constant
+
 _KINDS: dict[str, Any] = {
     "null": type(None),
     "boolean": bool,
@@ -158,7 +160,7 @@ def _readings(raw: str) -> Iterator[tuple[str, Any]]:
     value: Any = raw
     for strict in (True, False):
         try:
-            value = json.loads(text, strict=strict, parse_constant=_refuse)
+            value = json.loads(text, strict=strict, parse_constant=refuse_constant)
             text = text if strict else json.dumps(value, allow_nan=False)
             break
         except (ValueError, RecursionError):  # No JSON, or too deep
@@ -170,10 +172,6 @@ def _readings(raw: str) -> Iterator[tuple[str, Any]]:
     yield json.dumps(raw, ensure_ascii=False), raw
     if isinstance(value, str):
         yield json.dumps(value), value
-
-
-def _refuse(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def _options(schema: Mapping[str, Any]) -> list[Any] | None:
