@@ -140,6 +140,18 @@ def refuse(*cases: tuple[object, str], error: type[Exception] = ArgumentError) -
         raise error(message)
 
 
+def refuse_below(prefix: str, settings: object, **least: int) -> None:
+    """Raise ArgumentError if one of the settings is below its least value; None stands for no limit.
+
+    `prefix` stands before its name: ``"--"`` where it is an option's, whose name has dashes.
+    """
+    for name, value in least.items():
+        given = getattr(settings, name)
+        if given is not None and not given >= value:
+            shown = name.replace("_", "-") if prefix == "--" else name
+            raise ArgumentError(f"{prefix}{shown} must be at least {value}, got {given}")
+
+
 def refuse_constant(name: str) -> NoReturn:
     """Raise ValueError for NaN or infinity, which Python's reader of JSON takes, and others do not."""
     raise ValueError(f"there is no {name} in JSON")

@@ -13,7 +13,7 @@ from cyclopts import App, Parameter
 
 from forerun.cli import INTERRUPTED, OK, console, session
 from forerun.cli.options import LOADING, Json, Model, TargetOptions
-from forerun.errors import ArgumentError, DataError, refuse
+from forerun.errors import ArgumentError, DataError, refuse, refuse_below
 from forerun.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -52,10 +52,7 @@ class SearchOptions:
     """Seed of the search and of sampling."""
 
     def __post_init__(self) -> None:
-        for name in ("limit", "prompt_tokens", "tokens", "num_speculative_tokens", "iterations"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ArgumentError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+        refuse_below("--", self, limit=1, prompt_tokens=1, tokens=1, num_speculative_tokens=1, iterations=1)
         refuse(
             (
                 self.temperature < 0 or (self.budget_s is not None and self.budget_s <= 0),

@@ -16,7 +16,7 @@ from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.rng import Rng
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import ArgumentError, nearest, refuse_below
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 
 if TYPE_CHECKING:
@@ -118,10 +118,7 @@ def check_least(method: str, config: object, **least: int) -> None:
     """Raise ArgumentError if a configuration's option is below its least value; None stands for no
     limit.
     """
-    for name, value in least.items():
-        given = getattr(config, name)
-        if given is not None and given < value:
-            raise ArgumentError(f"{method}: {name} must be at least {value}, got {given}")
+    refuse_below(f"{method}: ", config, **least)
 
 
 def check_share(method: str, config: object, name: str) -> None:

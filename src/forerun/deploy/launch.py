@@ -23,7 +23,7 @@ from forerun.core.acceptance import RankAcceptance
 from forerun.deploy import check_plugged, list_methods, reads_text_alone
 from forerun.drafters import AUTO, check_options, default_length, entry_named, is_outside
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, CheckpointError, refuse, refuse_unknown
+from forerun.errors import ArgumentError, CheckpointError, refuse, refuse_below, refuse_unknown
 from forerun.model.names import gguf_file
 from forerun.model.other_apps import find_kept
 from forerun.plan import theory
@@ -57,8 +57,7 @@ class Forecast:
     ranks: RankAcceptance | None = None  # Acceptance by depth and rank, where it was given
 
     def __post_init__(self) -> None:
-        if self.max_batch < 1:
-            raise ArgumentError(f"--max-batch must be at least 1, got {self.max_batch}")
+        refuse_below("--", self, max_batch=1)
 
     def speedup(self, k: int, rows: int) -> float:
         """Return the speed-up over plain decoding, with chains of `k` in a batch of `rows`."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forerun.decode.scores import logprobs_of
 from forerun.engine.completion import Completion, Request
-from forerun.errors import ArgumentError, Isolation
+from forerun.errors import Isolation, refuse_below
 from forerun.model import Scored, Target
 from forerun.model.target import PREFILL_CHUNK
 from forerun.types import Boundary, TokenLogprob
@@ -51,10 +51,7 @@ class Scheduling:
     first pass on. A CPU gives memory only to slots that were ever written; on CUDA all of it is taken at once."""
 
     def __post_init__(self) -> None:
-        if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < 1:
-            raise ArgumentError(f"max_num_batched_tokens must be at least 1, got {self.max_num_batched_tokens}")
-        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 2:
-            raise ArgumentError(f"kv_cache_tokens must be at least 2, got {self.kv_cache_tokens}")
+        refuse_below("", self, max_num_batched_tokens=1, kv_cache_tokens=2)
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------

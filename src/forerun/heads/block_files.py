@@ -54,7 +54,6 @@ from forerun.heads.files import (
     TargetFacts,
     Tensors,
     Written,
-    target_mask,
 )
 from forerun.heads.keys import KIND, NON_CAUSAL, Keys, architectures
 
@@ -163,7 +162,7 @@ class DFlashFormat(Format):
         if config.reduced_vocabulary:
             keys["draft_vocab_size"] = config.draft_vocab_size
         keys.setdefault("layer_types", ["full_attention"] * config.num_hidden_layers)
-        return {**config.extra, **keys}, to_file(checkpoint)
+        return {**config.extra, **keys}, decoders.to_file(checkpoint)
 
 
 def read_markov(keys: Keys) -> dict[str, Any]:
@@ -237,17 +236,6 @@ def _window(keys: Keys, fields: Mapping[str, Any]) -> dict[str, Any]:
     if window is None:
         raise CheckpointError(f"use_swa in {NESTED} is true, but there is no swa_window_size")
     return {"sliding_window": keys.integer("swa_window_size")}
-
-
-def to_file(checkpoint: HeadCheckpoint) -> dict[str, Tensor]:
-    """Return the tensors as stored, with ``d2t`` and ``t2d`` where draft ids are not the target's
-    ids.
-    """
-    tensors = dict(checkpoint.tensors)
-    d2t = tensors.pop("d2t")
-    if checkpoint.config.reduced_vocabulary or bool(d2t.any()):
-        tensors |= {"d2t": d2t, "t2d": target_mask(d2t, checkpoint.config.vocab_size)}
-    return tensors
 
 
 # What serving engines make of it

@@ -76,7 +76,8 @@ def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True)
     config = checkpoint.config
     tensors = dict(checkpoint.tensors)
     d2t = tensors.pop("d2t")
-    for layer in range(1, config.num_hidden_layers) if config.generation == 3 and config.next_layer_regular else ():
+    twice = getattr(config, "next_layer_regular", False) and config.generation == 3
+    for layer in range(1, config.num_hidden_layers) if twice else ():
         norm = tensors[f"layers.{layer}.input_layernorm.weight"]
         tensors[f"layers.{layer}.hidden_norm.weight"] = norm.clone()
     tensors = {re.sub(r"^layers\.0\.", first, name): tensor for name, tensor in tensors.items()}

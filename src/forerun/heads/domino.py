@@ -14,6 +14,7 @@ Two losses, of the corrected logits and of those of the block alone: ``(1 - l) c
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -34,6 +35,7 @@ from forerun.types import LAST_HIDDEN
 class DominoConfig(DFlashConfig):
     """Shape of a Domino head; the defaults are those of the published checkpoints."""
 
+    LEAST: ClassVar[Mapping[str, int]] = {**DFlashConfig.LEAST, "emb_dim": 1, "gru_hidden_dim": 1}
     kind: ClassVar[str] = "domino"
     sample_from_anchor: bool = True
     emb_dim: int = 256  # Width of the layer between both states and the logits
@@ -41,9 +43,6 @@ class DominoConfig(DFlashConfig):
     pure_draft_prefix_len: int = 1  # First depths that are not corrected
 
     def problem(self) -> str | None:
-        for name in ("emb_dim", "gru_hidden_dim"):
-            if getattr(self, name) < 1:
-                return f"{name} must be at least 1, got {getattr(self, name)}"
         # This is asked before the block's size is known to make sense.
         if not 0 <= self.pure_draft_prefix_len < max(1, self.block_size):
             return f"pure_draft_prefix_len must be in 0..{self.block_size - 1}, got {self.pure_draft_prefix_len}"

@@ -126,7 +126,7 @@ class SpeculatorsFormat(Format):
                 "default_proposal_method": proposals[0]["proposal_type"],
                 "verifier": {"name_or_path": target.name_or_path, "architectures": list(target.architectures)},
             },
-        }, decoders.to_file(checkpoint) if fused else block_files.to_file(checkpoint)
+        }, decoders.to_file(checkpoint)
 
 
 Own = tuple[type[DecoderConfig], dict[str, Any], dict[str, bool]]

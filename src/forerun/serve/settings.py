@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from forerun.drafters import entry_named
-from forerun.errors import ArgumentError, refuse
+from forerun.errors import refuse, refuse_below
 from forerun.serve.reasoning import find_marks
 from forerun.serve.tools.formats import check_parser
 
@@ -122,12 +122,12 @@ class ServeSettings:
         return max(1, self.queue_for(2) // (2 if len(self.api_keys) > 1 else 1))
 
     def __post_init__(self) -> None:
-        counts = ("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "max_tokens", "max_arriving")
+        counts = (
+            *("max_body_bytes", "max_queue", "max_n", "max_speculative_tokens", "max_tokens", "max_arriving"),
+            *("stream_buffer", "max_connections", "record_traffic_bytes"),
+        )
         times = ("receive_timeout_s", "send_timeout_s", "drain_s", "step_timeout_s")
-        for name in (*counts, "stream_buffer", "max_connections", "record_traffic_bytes", *times):
-            value, least = getattr(self, name), 0 if name in times else 1
-            if value is not None and not value >= least:
-                raise ArgumentError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        refuse_below("--", self, **dict.fromkeys(counts, 1), **dict.fromkeys(times, 0))
         for name in self.client_drafters:
             entry_named(name)
         check_parser(self.tool_call_parser)
