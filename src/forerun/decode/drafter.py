@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+DraftOf = TypeVar("DraftOf", bound=Proposal)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,6 +241,25 @@ class Drafter:
     def memory_bytes(self) -> int:
         """Return the bytes that the drafter holds, weights and caches."""
         return 0
+
+
+class LearningDrafter(Drafter, Generic[DraftOf]):
+    """The base of drafters that learn how often they are right: each row's last draft is compared with how its text
+    went on.
+    """
+
+    def __init__(self) -> None:
+        self._drafted: dict[int, DraftOf] = {}
+
+    def extend(self, context: DraftContext) -> None:
+        for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
+            drafted = self._drafted.pop(row, None)
+            if drafted is not None:
+                drafted.learn(tokens[len(tokens) - fresh :])
+
+    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        for row in rows:
+            self._drafted.pop(row, None)
 
 
 _CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()

@@ -6,7 +6,6 @@ children with no catching up.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.decode.drafter import DraftContext, DrafterSetup, LearningDrafter, check_least
 from forerun.devices import constant, rows_of
 from forerun.drafters.drawing import Children, DraftVocabulary, Draw, Shape
 from forerun.drafters.kinds import READ_HEAD, HeadKind, Way, import_named, kind_named
@@ -83,13 +82,14 @@ class HeadDrafterConfig(TreeOptions):
                 raise ArgumentError(f"draft head: {message}")
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(LearningDrafter[Proposal]):
     """Drafts with a head; a kind of head adds its name and its default tree."""
 
     Config = HeadDrafterConfig
     reads_layers = True
 
     def __init__(self, config: HeadDrafterConfig, setup: DrafterSetup) -> None:
+        super().__init__()
         self.config = config
         kind, target = kind_named(self.name), require_layers(setup.target, self.name)
         self.head = _load(config, setup, kind)
@@ -105,13 +105,14 @@ class HeadDrafter(Drafter):
         self._vocabulary = None
         if self.head.config.reduced_vocabulary:
             self._vocabulary = DraftVocabulary(token_ids=self.head.token_ids, size=setup.target.vocab_size)
-        self._rows = defaultdict[int, _HeadRow](_HeadRow)
+        self._ready = dict[int, bool]()  # Row -> whether the head has seen every committed token, the root included
 
     def default_tree(self, depth: int) -> FixedTree | DynamicTree:
         """Return the tree that is drafted, at most `depth` tokens on one path, if the options name
         none.
         """
-        return self._fixed_tree(Shape.regular((1,) * depth))
+        shape = Shape.regular((1,) * depth)
+        return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     @property
     def depth(self) -> int | None:
@@ -133,15 +134,12 @@ class HeadDrafter(Drafter):
 
     def extend(self, context: DraftContext) -> None:
         """Feed the head what was committed, with the target's own features."""
+        super().extend(context)
         fed, new = list[int](), list[Sequence[int]]()
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            row = self._rows[row_id]
-            if row.submitted is not None:
-                row.submitted.learn(tokens[len(tokens) - fresh :])
-                row.submitted = None
             known = max(1, len(tokens) - fresh)  # no feature stands before the very first token
-            row.ready = self.runner.lengths[row_id] == known - 1 and known < len(tokens)
-            if row.ready:
+            self._ready[row_id] = self.runner.lengths[row_id] == known - 1 and known < len(tokens)
+            if self._ready[row_id]:
                 fed.append(index)
                 new.append(tokens[known:])
         if fed:
@@ -149,12 +147,13 @@ class HeadDrafter(Drafter):
             self.runner.ingest([context.rows[index] for index in fed], new, hidden_states)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
         for row_id, length in zip(rows, lengths, strict=True):
             self.runner.truncate(row_id, max(0, length - 1))
-            self._rows.pop(row_id, None)
+            self._ready.pop(row_id, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        ready = [self._rows[row].ready for row in context.rows]
+        ready = [self._ready.get(row, False) for row in context.rows]
         nodes = [count if known else 0 for count, known in zip(budget.nodes, ready, strict=True)]
         trees = context.trees()
         chosen = [self.tree if sampler.greedy else self.sampled for sampler in context.samplers]
@@ -185,7 +184,7 @@ class HeadDrafter(Drafter):
         rows = [context.rows[index] for index in active]
         grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=None if tree.stop_below else deepest)
         for index, made, drafted in tree.cuts(context, active, grown, budget):
-            trees[index], self._rows[context.rows[index]].submitted = made, drafted
+            trees[index], self._drafted[context.rows[index]] = made, drafted
 
     def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]
@@ -227,16 +226,13 @@ class HeadDrafter(Drafter):
         )
         cuts = tree.cut(context, active, grown, limits.nodes)
         for index, cut in zip(active, cuts, strict=True):
-            trees[index], self._rows[context.rows[index]].submitted = cut
+            trees[index], self._drafted[context.rows[index]] = cut
 
     def _tree(self, depth: int) -> FixedTree | DynamicTree:
         config = self.config
         if config.top_k is not None:
             return DynamicTree(depth=depth, top_k=config.top_k, nodes=config.nodes, stop_below=config.stop_below)
         return self.default_tree(depth) if config.shape is None and config.tree is None else config.fixed_tree()
-
-    def _fixed_tree(self, shape: Shape) -> FixedTree:
-        return FixedTree(shape=shape, draw=Draw(self.config.draw), temperature=self.config.temperature)
 
     def _sampled_tree(self, tree: FixedTree | DynamicTree) -> FixedTree | DynamicTree:
         """Return the fixed tree that replaces a dynamic tree for sampled requests, unless a dynamic
@@ -254,14 +250,6 @@ class BestFirstDrafter(HeadDrafter):
 
     def default_tree(self, depth: int) -> DynamicTree:
         return DynamicTree(depth=depth, top_k=self.config.nodes, nodes=self.config.nodes)
-
-
-@dataclass(kw_only=True, slots=True)
-class _HeadRow:
-    """The state of one row."""
-
-    ready: bool = False  # The head has seen every committed token, the root included
-    submitted: Proposal | None = None
 
 
 def _load(config: HeadDrafterConfig, setup: DrafterSetup, kind: HeadKind) -> Head:

@@ -189,9 +189,7 @@ class KangarooDrafter(HeadDrafter):
         if runner.ran:
             by_row, drafts = dict(zip(context.rows, trees, strict=True)), []
             for row in runner.rows:
-                submitted = self._rows[row].submitted
-                assert submitted is not None, "it was drafted just now"
-                drafts.append((row, by_row[row], submitted))
+                drafts.append((row, by_row[row], self._drafted[row]))
             leave(runner.target, self.boundary, drafts, torch.cat(runner.ran, dim=1))
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, ancestor_mask
-from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_choice
+from forerun.decode.drafter import DraftContext, DrafterSetup, LearningDrafter, check_choice
 from forerun.devices import attention_kernels, constant
 from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
 from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
@@ -199,15 +199,7 @@ class DraftModelConfig(TreeOptions):
             raise ArgumentError(f"the threshold of stop={self.stop} must be {expected}, got {self.stop_threshold}")
 
 
-@dataclass(kw_only=True, slots=True)
-class _DraftRow:
-    """The state of the draft model's cache for one row."""
-
-    cached: int = 0  # Committed tokens in the cache, counted as the draft model reads them
-    drafted: Proposal | None = None  # The last proposal, until the target has spoken
-
-
-class DraftModelDrafter(Drafter):
+class DraftModelDrafter(LearningDrafter[Proposal]):
     """Drafts with a smaller causal LM, one forward pass per level for all rows."""
 
     name = "draft_model"
@@ -215,13 +207,15 @@ class DraftModelDrafter(Drafter):
     _room: ClassVar[int] = 1  # The draft model's cache holds so many times the engine's slots
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
+        super().__init__()
         self.config = config
         self._tree = self._fixed_tree()
         self.model = load_draft(load_target, config, setup, self._room * setup.slots + self._behind)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
-        self._rows = defaultdict[int, _DraftRow](_DraftRow)
+        # Row -> committed tokens in the draft model's cache, counted as it reads them
+        self._cached = defaultdict[int, int](int)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return self._tree.kind(sampler)
@@ -242,27 +236,25 @@ class DraftModelDrafter(Drafter):
         """
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row, known = self._rows[row_id], len(tokens) - fresh
-            drafted, row.drafted = row.drafted, None
-            if drafted is not None:
-                drafted.learn(tokens[known:])
-                if isinstance(drafted, Submitted) and drafted.run and row.cached == self._span(row_id, known) - 1:
-                    rows.append(row_id)
-                    paths.append(drafted.accepted(tokens[known:-1]))
-                    row.cached += 1 + len(paths[-1])
-            row.cached = max(0, min(row.cached, len(self._read(row_id, tokens)) - 1))
+            cached, known, drafted = self._cached[row_id], len(tokens) - fresh, self._drafted.get(row_id)
+            if isinstance(drafted, Submitted) and drafted.run and cached == self._span(row_id, known) - 1:
+                rows.append(row_id)
+                paths.append(drafted.accepted(tokens[known:-1]))
+                cached += 1 + len(paths[-1])
+            self._cached[row_id] = max(0, min(cached, len(self._read(row_id, tokens)) - 1))
         if rows:
             self.model.commit(rows, paths)
+        super().extend(context)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            row = self._rows[row_id]
-            kept = min(row.cached, self._span(row_id, length))
-            row.cached, row.drafted = self.model.reusable(row_id, kept), None
-            self.model.truncate([row_id], [row.cached])
+            kept = min(self._cached[row_id], self._span(row_id, length))
+            self._cached[row_id] = self.model.reusable(row_id, kept)
+            self.model.truncate([row_id], [self._cached[row_id]])
             self.model.clear(row_id)
             if length == 0:
-                del self._rows[row_id]
+                del self._cached[row_id]
+        super().truncate(rows, lengths)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
@@ -274,7 +266,7 @@ class DraftModelDrafter(Drafter):
         ending = Ending(self.config, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
         for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
-            trees[index], self._rows[context.rows[index]].drafted = cut
+            trees[index], self._drafted[context.rows[index]] = cut
         return trees
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
@@ -295,13 +287,13 @@ class DraftModelDrafter(Drafter):
         appended = not self.model.keeps_states  # Else the root runs as node 0 of a tree
         first = ending.look(self._fit(run_last(self.model, rows, left, appended=appended)))
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _DraftRow(cached=len(text) - 1 + appended)
+            self._cached[row] = len(text) - 1 + appended
 
         def descend(ids: Tensor, level: range) -> Tensor:
             if level.start == 1 and appended:  # the root becomes node 0: it keeps its slot but is no longer committed
                 for row in rows:
-                    self._rows[row].cached -= 1
-                self.model.truncate(rows, [self._rows[row].cached for row in rows])
+                    self._cached[row] -= 1
+                self.model.truncate(rows, [self._cached[row] for row in rows])
             roots, parents = self._readable([text[-1] for text in texts]), self._tree.shape.parents
             nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=within, start=level.start)
             return ending.look(self._fit(self.model.score(rows, nodes).logits))
@@ -310,7 +302,7 @@ class DraftModelDrafter(Drafter):
 
     def _catch_up(self, rows: list[int], texts: list[Sequence[int]]) -> list[Sequence[int]]:
         """Run what the rows lack of the `texts`, as `catch_up` does. Returns what is left to run, the root last."""
-        most = [min(self._rows[row].cached, len(text) - 1) for row, text in zip(rows, texts, strict=True)]
+        most = [min(self._cached[row], len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         cached = [self.model.reusable(row, count) for row, count in zip(rows, most, strict=True)]
         missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
         return catch_up(self.model, rows, cached, missing)
@@ -336,7 +328,7 @@ class DraftModelDrafter(Drafter):
             require_layers(self.model, self.name), rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key
         )
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row] = _DraftRow(cached=len(text) - bool(grown.run))
+            self._cached[row] = len(text) - bool(grown.run)
         return grown
 
     def _fixed_tree(self) -> FixedTree:

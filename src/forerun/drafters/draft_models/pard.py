@@ -85,7 +85,7 @@ class PardDrafter(DraftModelDrafter):
         grown = self._best.grow(every[:, :1], lambda _tokens, _parents: next(below), None, max(wanted))
         limits = Budget(nodes=budget.nodes, depth=depths)
         for index, tree, drafted in self._best.cuts(context, active, grown, limits):
-            trees[index], self._rows[context.rows[index]].drafted = tree, drafted
+            trees[index], self._drafted[context.rows[index]] = tree, drafted
         return trees
 
     def _likeliest(self, sampler: Sampler) -> DynamicTree | None:
@@ -124,7 +124,7 @@ class PardDrafter(DraftModelDrafter):
         logits = self.model.score(rows, Nodes.of_prompt(masked)).logits
         self.model.commit(rows, [tuple(range(1, len(tokens))) for tokens in left])
         for row, text in zip(rows, texts, strict=True):
-            self._rows[row].cached, self._rows[row].drafted = len(text), None
+            self._cached[row] = len(text)
         roots = send_ints([len(tokens) - 1 for tokens in left], logits.device).unsqueeze(1)
         index = (roots + torch.arange(max(depths), device=logits.device)).clamp_max(logits.shape[1] - 1)
         return self._fit(logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1])))

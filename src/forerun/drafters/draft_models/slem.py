@@ -18,7 +18,7 @@ from typing import Any
 from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.drafter import DraftContext, Drafted, DrafterSetup, LearningDrafter, PerDomain, check_least
 from forerun.drafters.draft_models.draft_model import load_draft, run_missing
 from forerun.drafters.draft_models.token_bytes import (
     SpanEncoder,
@@ -51,13 +51,14 @@ class SlemConfig:
         check_least("slem", self, num_speculative_tokens=1, look_behind=1)
 
 
-class SlemDrafter(Drafter):
+class SlemDrafter(LearningDrafter[Drafted]):
     """Drafts text with a causal LM of any tokenizer."""
 
     name = "slem"
     Config = SlemConfig
 
     def __init__(self, config: SlemConfig, setup: DrafterSetup) -> None:
+        super().__init__()
         self.config = config
         self._target, self._draft = map(TokenBytes, tokenizers(self.name, config, setup))
         self.model = load_draft(load_target, config, setup, _ROOM * setup.slots + config.num_speculative_tokens)
@@ -87,21 +88,17 @@ class SlemDrafter(Drafter):
     def extend(self, context: DraftContext) -> None:
         """Learn how the last draft fared. The text is read when a draft is wanted, not before."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            row, known = self._rows[row_id], len(tokens) - fresh
-            row.alignment.shrink(known)
-            if row.submitted is not None:
-                row.submitted.learn(tokens[known:])
-            row.submitted = None
+            self._rows[row_id].alignment.shrink(len(tokens) - fresh)
+        super().extend(context)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            row = self._rows[row_id]
-            row.alignment.shrink(length)
-            row.submitted = None
+            self._rows[row_id].alignment.shrink(length)
             if length == 0:
                 self.model.truncate([row_id], [0])
                 self.model.clear(row_id)
                 del self._rows[row_id]
+        super().truncate(rows, lengths)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         most = self.config.num_speculative_tokens
@@ -157,7 +154,8 @@ class SlemDrafter(Drafter):
 
     def _chain(self, tree: TokenTree, text: _Written, most: int) -> None:
         """Add the drafted text to the tree as a chain of the target's tokens."""
-        text.row.submitted, alignment = None, text.row.alignment
+        self._drafted.pop(text.cache_row, None)
+        alignment = text.row.alignment
         tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
         if not written.startswith(tail):
             return  # the draft model could not read the last bytes, and did not write them again either
@@ -166,7 +164,8 @@ class SlemDrafter(Drafter):
         spans = self._to_target.after(before, written[len(tail) : len(tail) + max(0, length)])
         if not spans:
             return
-        text.row.submitted, unknown = Drafted(tree, text.acceptance), self._target.tokenizer.unk_token_id
+        own = self._drafted[text.cache_row] = Drafted(tree, text.acceptance)
+        unknown = self._target.tokenizer.unk_token_id
         starts, drafted = list(itertools.accumulate(map(len, text.pieces), initial=-len(tail))), 0
         for node, span in enumerate(spans[:most]):
             if span.id >= self._vocabulary or span.id == unknown:
@@ -177,7 +176,7 @@ class SlemDrafter(Drafter):
                 drafted += 1
             # The last token is less certain: with the text that follows, the target might read a longer one there.
             last = span.end == length and not text.ended
-            text.row.submitted.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
+            own.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
     def _before(self, tokens: Sequence[int]) -> bytes:
         """Return the end of the committed text as the target's tokens write it, from the beginning
@@ -197,7 +196,6 @@ class _SlemRow:
 
     alignment: TextAlignment
     held: list[int] = field(default_factory=list)  # Draft tokens in the cache: committed text, then the last draft
-    submitted: Drafted | None = None
 
     def common(self, ids: Sequence[int]) -> int:
         """Return how many tokens of the current text stand in the cache; its last one is always run

@@ -24,7 +24,7 @@ from safetensors.numpy import save
 
 from forerun.core.acceptance import Acceptance, Evidence, best_tree
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.drafter import DraftContext, Drafted, DrafterSetup, LearningDrafter, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.types import Budget, Verdict
 from forerun.writing import TokenizerIdentity, replace_file
@@ -95,7 +95,7 @@ class _DomainMemory:
         return self.matrix.successors.nbytes + self.pairs.nbytes()
 
 
-class RecyclingDrafter(Drafter):
+class RecyclingDrafter(LearningDrafter[Drafted]):
     """Drafts a tree of the successors that the target last thought likely after each token."""
 
     name = "recycling"
@@ -105,6 +105,7 @@ class RecyclingDrafter(Drafter):
         """Make an empty matrix, or read the one that was kept. Raises as `SuccessorMatrix.open`
         does.
         """
+        super().__init__()
         self.config = config
         size = setup.target.vocab_size
         if config.top_k > size:
@@ -126,7 +127,6 @@ class RecyclingDrafter(Drafter):
         self._shared = self._memory_of(self.matrix)
         self._memories = PerDomain(self._memory_of, size=_DomainMemory.nbytes, most_size=_BYTES)
         self._steps = self._saved = 0
-        self._rows: dict[int, Drafted] = {}
         self._covered: dict[int, int] = {}
         # Text is learned from until the process ends; the callback must not keep the drafter alive.
         self._finalizer = weakref.finalize(self, self.matrix.save)
@@ -141,14 +141,12 @@ class RecyclingDrafter(Drafter):
         return self.config.top_k
 
     def extend(self, context: DraftContext) -> None:
+        super().extend(context)
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            memory, drafted = self._memory(context, index), self._rows.pop(row_id, None)
-            if drafted is not None:
-                drafted.learn(tokens[len(tokens) - fresh :])
             # If the target scored a token for this drafter, its own successors are known already.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
-                memory.matrix.read(np.asarray(tokens[start:], dtype=np.int64))
+                self._memory(context, index).matrix.read(np.asarray(tokens[start:], dtype=np.int64))
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
@@ -157,8 +155,8 @@ class RecyclingDrafter(Drafter):
         for index, (row_id, tokens, most, deepest) in enumerate(limits):
             memory, nodes = self._memory(context, index), min(most, self._nodes)
             depth = min(deepest, self.config.num_speculative_tokens)
-            self._rows[row_id] = self._grow(memory, _before(tokens, len(tokens) - 1), tokens[-1], nodes, depth)
-        return [self._rows[row_id].tree for row_id in context.rows]
+            self._drafted[row_id] = self._grow(memory, _before(tokens, len(tokens) - 1), tokens[-1], nodes, depth)
+        return [self._drafted[row_id].tree for row_id in context.rows]
 
     def _grow(self, memory: _DomainMemory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
         """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its
@@ -220,8 +218,8 @@ class RecyclingDrafter(Drafter):
             self._covered[row_id] = len(tokens) - 1
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
         for row_id, length in zip(rows, lengths, strict=True):
-            self._rows.pop(row_id, None)
             if length == 0:
                 self._covered.pop(row_id, None)
             elif row_id in self._covered:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from forerun.core.acceptance import BINS, Acceptance, Evidence
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least
+from forerun.decode.drafter import DraftContext, Drafted, DrafterSetup, LearningDrafter, PerDomain, check_least
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
 from forerun.types import Budget
 from forerun.writing import ManifestKind, TokenizerIdentity, hash_file
@@ -202,7 +202,7 @@ class RestConfig:
             raise ArgumentError(f"rest: max_match must be {limits}; got {self.max_match}")
 
 
-class RestDrafter(Drafter):
+class RestDrafter(LearningDrafter[Drafted]):
     """Looks the text's last words up in a datastore and drafts what most often followed them."""
 
     name = "rest"
@@ -212,24 +212,18 @@ class RestDrafter(Drafter):
         """Open the datastore. Raises DataError if there is none, or it is damaged;
         VocabularyMismatchError if it was built with another tokenizer.
         """
+        super().__init__()
         self.config = config
         self.store = Datastore.open(config.datastore)
         given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
         self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
-        self._rows: dict[int, Drafted] = {}
         self._estimates = PerDomain(Acceptance)
-
-    def extend(self, context: DraftContext) -> None:
-        for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            drafted = self._rows.pop(row_id, None)
-            if drafted is not None:
-                drafted.learn(tokens[len(tokens) - fresh :])
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         trees, config = context.trees(), self.config
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, nodes, depth) in enumerate(limits):
-            self._rows.pop(row_id, None)
+            self._drafted.pop(row_id, None)
             if nodes < 1 or depth < 1:
                 continue
             match = self.store.longest(tokens, shortest=config.min_match, longest=config.max_match)
@@ -240,13 +234,9 @@ class RestDrafter(Drafter):
             evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
             confidence = [acceptance.estimate(*one) for one in evidence]
             trees[index] = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
-            drafted = self._rows[row_id] = Drafted(trees[index], acceptance)
+            drafted = self._drafted[row_id] = Drafted(trees[index], acceptance)
             drafted.evidence = dict(enumerate(evidence, start=1))
         return trees
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row_id in rows:
-            self._rows.pop(row_id, None)
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:

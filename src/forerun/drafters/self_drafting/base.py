@@ -12,7 +12,7 @@ from torch import Tensor
 
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafter
+from forerun.decode.drafter import DraftContext, LearningDrafter
 from forerun.drafters.drawing import Children
 from forerun.drafters.trees import FixedTree, NodeLimits, Submitted
 from forerun.model import Target
@@ -21,15 +21,15 @@ from forerun.model.transformers_target import require_layers
 from forerun.types import Budget, DraftKind
 
 
-class SelfDrafter(Drafter):
+class SelfDrafter(LearningDrafter[Submitted]):
     """The base of drafters that run a part of the target; a method provides `logits`."""
 
     reads_layers = True
 
     def __init__(self, tree: FixedTree, target: Target) -> None:
+        super().__init__()
         self.target = require_layers(target, self.name)
         self._tree = tree
-        self._drafted: dict[int, Submitted] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return self._tree.kind(sampler)
@@ -46,16 +46,6 @@ class SelfDrafter(Drafter):
         it is drawn from (`Children.confidence`).
         """
         return None
-
-    def extend(self, context: DraftContext) -> None:
-        for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            drafted = self._drafted.pop(row, None)
-            if drafted is not None and fresh:
-                drafted.learn(tokens[-fresh:])
-
-    def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        for row in rows:
-            self._drafted.pop(row, None)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         within = self._tree.within(context, budget, self.target.max_length)
