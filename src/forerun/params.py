@@ -219,3 +219,9 @@ def _check_sampling(params: SamplingParams) -> None:
             f"logprobs_mode must be {modes[0]!r} or {modes[1]!r}, got {params.logprobs_mode!r}",
         ),
     )
+
+
+def begun(text: str, marks: Iterable[str]) -> int:
+    """Return the length of the longest end of `text` that is a proper beginning of one of `marks`."""
+    beginnings = (mark[:length] for mark in marks for length in range(1, len(mark)))
+    return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

@@ -5,7 +5,7 @@ where it stops.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from forerun.control.config import SpeculativeConfig
 from forerun.decode.row import Row
 from forerun.decode.step import Emitted
 from forerun.errors import Isolation
+from forerun.params import begun
 from forerun.types import (
     CompletionOutput,
     OutputToken,
@@ -343,9 +344,3 @@ class AnswerText:
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end
         return piece
-
-
-def begun(text: str, marks: Iterable[str]) -> int:
-    """Return the length of the longest end of `text` that is a proper beginning of one of `marks`."""
-    beginnings = (mark[:length] for mark in marks for length in range(1, len(mark)))
-    return max((len(beginning) for beginning in beginnings if text.endswith(beginning)), default=0)

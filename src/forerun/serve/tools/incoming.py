@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
 
-from forerun.engine.completion import begun
+from forerun.params import begun
 
 T = TypeVar("T")
 _NAME = re.compile(r"[\w.-]*")
