@@ -86,8 +86,9 @@ test-slow: $(READY) ## the slow ones: more of the same kinds, and what takes min
 test-cuda: $(READY) ## what only a CUDA device can show: graphs, streams, waits, kernels; skipped where there is none
 	$(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda $(ARGS)
 
-test-triton: $(READY) $(TRITON)/.ready ## our GPU kernels in Triton's interpreter, without a GPU (Triton in build/triton)
-	TRITON_INTERPRET=1 FORERUN_TEST_DEVICE=cpu PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_kernels.py $(ARGS)
+test-triton: $(READY) $(TRITON)/.ready ## our GPU kernels without a GPU: in Triton's interpreter, and compiled for a Hopper (Triton in build/triton)
+	TRITON_INTERPRET=1 FORERUN_TEST_DEVICE=cpu PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_kernels.py tests_cuda/test_layer.py $(ARGS)
+	FORERUN_TEST_DEVICE=cpu PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -o addopts= -o filterwarnings=default tests_cuda/test_compiled.py
 
 test-vllm: $(READY) $(VLLM_READY) ## the same models, drafts and text in vLLM (on the CPU, in .venv-vllm)
 	$(BIN)/python -m pytest tests_vllm $(ARGS)

@@ -99,7 +99,7 @@ def _trivial(node: ast.AST) -> bool:
 
 def _kernel(node: ast.AST) -> bool:
     """Of Triton: pointers, strides and sizes, of which its compiler finds the types."""
-    return any(ast.unparse(one) == "triton.jit" for one in getattr(node, "decorator_list", []))
+    return any(ast.unparse(one).startswith("triton.jit") for one in getattr(node, "decorator_list", []))
 
 
 def _check_node(node: ast.AST, path: Path) -> None:

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from forerun import LLM, SamplingParams, demo
+from forerun.model import masks
+from forerun.model.kernels import attention, forwards, module_forwards, packing
 from forerun.shipped import resolve
 from forerun.types import RequestOutput
 from simulated.arms import ARMS
@@ -32,6 +34,19 @@ SAYS_FAILED = "recording on the device failed"
 def moved(module: nn.Module) -> nn.Module:
     """A copy on the device."""
     return copy.deepcopy(module).to(DEVICE).eval()
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, ops: Any, layer: Any) -> None:
+    """Make `ops` the fused operations of this device, None: those that it has, and `layer` those of whole layers."""
+    for module in (forwards, module_forwards, masks):
+        monkeypatch.setattr(module, "streamed", lambda _device: layer)
+    monkeypatch.setattr(forwards, "earn_their_place", lambda _layers: True)
+    if ops is not None:
+        for module in (attention, module_forwards):
+            monkeypatch.setattr(module, "fused", lambda _device: ops)
+        monkeypatch.setattr(packing, "packable", lambda _layer: False)
+        monkeypatch.setattr(packing, "joinable", lambda layer: type(layer) is nn.Linear)
+        monkeypatch.setattr(packing.PackedWeight, "of", packing.JoinedWeight)
 
 
 def wait() -> None:

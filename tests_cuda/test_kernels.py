@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from place import CUDA, DEVICE
-from torch import Tensor, nn
+from place import CUDA, DEVICE, stand_in
+from torch import Tensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from forerun.core.tree import TokenTree
-from forerun.model import TransformersTarget
+from forerun.model import TransformersTarget, updating
 from forerun.model.inputs import Nodes
-from forerun.model.kernels import accelerate, attention, forwards, packing
+from forerun.model.kernels import accelerate
 from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.padding import TreePaths
@@ -37,14 +37,9 @@ pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> object:
-    """The interpreter stands in for the device."""
+    """The interpreter stands in for the device; whole layers are in `test_layer`."""
     torch.manual_seed(0)
-    if INTERPRETED:
-        for module in (attention, forwards):
-            monkeypatch.setattr(module, "fused", lambda _device: triton_ops)
-        monkeypatch.setattr(packing, "packable", lambda _layer: False)
-        monkeypatch.setattr(packing, "joinable", lambda layer: type(layer) is nn.Linear)
-        monkeypatch.setattr(packing.PackedWeight, "of", packing.JoinedWeight)
+    stand_in(monkeypatch, triton_ops if INTERPRETED else None, None)
     with torch.no_grad():
         yield
 
@@ -144,9 +139,8 @@ def test_models(dtype: torch.dtype, family: str) -> None:
     kinds = {type(module.__dict__["forward"]) for module in faster.modules() if "forward" in module.__dict__}
     assert kinds == {NormForward, GatedForward, AttentionForward}
     _alike(model, faster)
-    state = {name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()}
-    model.load_state_dict(state)
-    packing.exchange(packing.ready(faster, state))
+    model.load_state_dict({name: torch.randn_like(value) * 0.1 for name, value in model.state_dict().items()})
+    updating.write_weights(faster, model)
     _alike(model, faster)
 
 

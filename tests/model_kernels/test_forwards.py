@@ -3,6 +3,7 @@
 import copy
 import logging
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -350,3 +351,14 @@ def test_copies_of_layers_run_for_themselves() -> None:
     changed = logits_of_steps(twin)
     assert not torch.equal(changed[0], before[0])
     assert all(map(torch.equal, logits_of_steps(model), before))
+
+
+@pytest.mark.parametrize(("parts", "whole"), [(5.2, 3.9), (3.9, 5.2)])
+def test_whole_layers_stay_on_a_gpu_where_they_are_faster(
+    parts: float, whole: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers: Any = [SimpleNamespace(device=torch.device("cuda"))]
+    monkeypatch.setattr(forwards, "time_layers", lambda _layers, tokens: (parts, whole + tokens / 100))
+    assert forwards.earn_their_place(layers) is (whole < parts)
+    monkeypatch.undo()
+    assert not forwards.earn_their_place(layers), "what cannot be timed is not used"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forerun.errors import UNSERVED, UnsupportedModelError
+from forerun.model.kernels import streamed
 
 STATES = ("linear_attention", "conv")  # Layer types that follow paths instead of a mask: see `states`
 UNMASKED = (*STATES, "mlp", "moe")  # Those that keep no keys and values
@@ -120,6 +121,9 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     """Build the mask (B, 1, N, width): 0 where a query may look, else the dtype's minimum. A query
     that sees no node looks at slot 0.
     """
+    tools = streamed(block.lengths.device)
+    if tools is not None and dtype in tools.DTYPES and style.types in ((FULL,), (SLIDING,)):
+        return style.hand_over({style.types[0]: tools.build_mask(block, width, style.window or 0, dtype)})
     slots = torch.arange(width, device=block.lengths.device)
     relative = slots - block.lengths.unsqueeze(1)
     node = relative.clamp(0, block.sees.shape[2] - 1)

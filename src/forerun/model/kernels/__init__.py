@@ -9,6 +9,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,6 +25,16 @@ def fused(device: torch.device) -> ModuleType | None:
     if device.type == "cpu":
         return native
     return _triton() if device.type == "cuda" else None
+
+
+def streamed(device: torch.device) -> Any:
+    """Return the module `triton_layer` for a device on which it runs, CUDA with Triton, else None."""
+    ops = fused(device) if device.type == "cuda" else None
+    if ops is None or not ops.ready(device):
+        return None
+    from forerun.model.kernels import triton_layer
+
+    return triton_layer
 
 
 @cache

@@ -8,6 +8,7 @@ before, see `acceptance`. The operations are those of its device, see `fused`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,23 +20,34 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.model.cache import SlotCache
-from forerun.model.kernels import acceptance, products
+from forerun.model.kernels import acceptance, products, streamed
 from forerun.model.kernels.module_forwards import (
     AttentionForward,
     GatedForward,
+    HeadForward,
     ModuleForward,
     NormForward,
+    RotaryForward,
     run_on_a_cache,
 )
 from forerun.model.kernels.native import Attention, LayerParts, LayerRoom, Layers
-from forerun.model.kernels.packing import PackedLinear, PanelWeight
+from forerun.model.kernels.packing import JoinedWeight, PackedLinear, PanelWeight
 from forerun.model.layers import Capture, cache_argument, captures_on
 from forerun.model.padding import current
+from forerun.model.recordings import CudaGraphs
+
+_log = logging.getLogger(__name__)
 
 MODELS = ("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model")
 """Classes that only embed, run their layers and norm."""
 LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
 """Classes that only norm, attend and add, then norm, mix and add."""
+
+
+_FEW = 16  # Tokens on which whole models are compared on a GPU
+_ROUNDING = 2**-5  # Share of the largest state by which rounding may move one, over all layers
+_TRIED_AT, _TRIED_TOKENS = 1024, (1, 8)  # Slots that a token sees where layers are timed, and tokens of a pass
+_TURNS, _REPLAYS = 3, 8  # How often, and in how many passes at a time
 
 
 class _Rooms:
@@ -158,7 +170,79 @@ class _LayerRun:
         return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths, flat=this.flat)
 
 
-class _LayerRuns(dict[tuple[int, int], _LayerRun]):
+class _StreamedRun:
+    """Consecutive whole layers on a GPU for a pass of few tokens, five kernels each (`triton_layer`)."""
+
+    def __init__(self, layers: Sequence[LayerForward]) -> None:
+        self.layers, self.first = layers, layers[0]
+        self.tools = streamed(self.first.device)
+        self.inside = _Inside.of(layers)
+        self.parts: list[Any] = [layer.parts() for layer in layers]
+        self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
+        heads = self.first.attention.heads
+        self.arrived = torch.zeros(self.tools.ROWS * heads.keys, dtype=torch.int32, device=self.first.device)
+
+    def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
+        """Return whether the kernels can run this pass."""
+        this = current()
+        return (
+            states.shape[:-1].numel() <= self.tools.ROWS
+            and this.flat is None
+            and this.paths is None
+            and self.inside.intact()
+            and self.first.attention.fits(states, angles, mask, cache)
+            and mask.dim() == 4
+            and mask.shape[1] == 1
+            and mask.dtype == states.dtype
+            and mask.stride(-1) == 1
+        )
+
+    def __call__(
+        self,
+        states: Tensor,
+        angles: tuple[Tensor, Tensor],
+        mask: Tensor,
+        cache: SlotCache,
+        wanted: Sequence[int],
+    ) -> list[Tensor]:
+        """Run the layers as `_LayerRun` does."""
+        heads = self.first.attention.heads
+        stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
+        places = cache.places(states.device)
+        squares, outputs = self.tools.square(states), dict[int, Tensor]()
+        for number, (part, store) in enumerate(zip(self.parts, stores, strict=True)):
+            query = self._project(part, states, squares, angles, store, places)
+            scale = self.layers[number].attention.module.scaling
+            attended = self.tools.attend(query, store, mask, places=places, scale=scale, arrived=self.arrived)
+            states, squares = self.tools.multiply(attended, part.mix.weight, part.mix.bias, residual=states)
+            second = self.tools.Normed(states, squares, part.second.weight, part.second.epsilon)
+            inner = self.tools.gate(second, part.gates.packed, part.gates.bias)
+            states, squares = self.tools.multiply(inner, part.down.weight, part.down.bias, residual=states)
+            if number in wanted:
+                outputs[number] = states
+        return [outputs[number] for number in wanted]
+
+    def _project(
+        self,
+        part: LayerParts,
+        states: Tensor,
+        squares: Tensor,
+        angles: tuple[Tensor, Tensor],
+        store: tuple[Tensor, Tensor],
+        places: Tensor,
+    ) -> Tensor:
+        """Return the queries of a layer, and write its keys and values. Where heads have norms of their own, these,
+        the rotation and the cache are a kernel more.
+        """
+        heads, joint = part.heads, part.joint
+        first = self.tools.Normed(states, squares, part.first.weight, part.first.epsilon)
+        if heads.query_norm is None and heads.key_norm is None:
+            return self.tools.project(first, joint.packed, joint.bias, angles, heads, stores=store, places=places)
+        both, _ = self.tools.multiply(first, joint.packed, joint.bias)
+        return self.first.ops.rope_and_write(both, angles, heads, store, places)
+
+
+class _LayerRuns(dict[tuple[int, int], "_LayerRun | _StreamedRun"]):
     """The runs that were needed so far, by first layer and end. A copied model makes its own."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> _LayerRuns:
@@ -176,6 +260,7 @@ class LayerForward(ModuleForward):
         "post_attention_layernorm": NormForward,
         "mlp": GatedForward,
     }
+    RUN: ClassVar[type[_LayerRun | _StreamedRun]] = _LayerRun
 
     def __init__(self, module: Any, rooms: _Rooms) -> None:
         super().__init__(module, module.input_layernorm.weight)
@@ -184,13 +269,14 @@ class LayerForward(ModuleForward):
         self.before, self.attention, self.behind, self.mlp = (
             module._modules[name].__dict__["forward"] for name in self.PARTS
         )
-        self.last = (module.self_attn.o_proj.packed_weight, module.mlp.down_proj.packed_weight)
+        last = [getattr(owner, name) for owner, name in _projections(module)]
+        self.last = [getattr(each, "packed_weight", each) for each in last]
         inside = [(module, name) for name in self.PARTS] + _projections(module)
         self.inside = _Inside.at(
             inside + [(each.module, name) for each in (self.attention, self.mlp) for name in each.PARTS]
         )
         self.runs = _LayerRuns()  # Runs of this layer alone
-        self.key = (self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
+        self.key = (self.device, self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
 
     @classmethod
     def suits(cls, module: nn.Module) -> bool:
@@ -200,16 +286,23 @@ class LayerForward(ModuleForward):
         parts = [(module._modules.get(name), kind) for name, kind in cls.PARTS.items()]
         if any(part is None or type(part.__dict__.get("forward")) is not kind for part, kind in parts):
             return False
-        last = [owner._modules.get(name) for owner, name in _projections(module)]
         layer: Any = module
         attention, mlp = layer.self_attn.forward, layer.mlp.forward
-        weights = [attention.joint, mlp.joint, *(one.packed_weight for one in last if _alone(one))]
+        last = [owner._modules.get(name) for owner, name in _projections(module)]
         width, inner = attention.joint.in_features, mlp.joint.sizes[0]
+        sizes = [(attention.joint.sizes[0], width), (inner, width)]
         return (
-            len(weights) == 4
-            and all(isinstance(one, PanelWeight) and one.in_features % products.STEP == 0 for one in weights)
-            and [one.in_features for one in weights] == [width, width, attention.joint.sizes[0], inner]
-            and weights[2].sizes == weights[3].sizes == [width]
+            mlp.joint.in_features == width
+            and [(getattr(one, "in_features", 0), getattr(one, "out_features", 0)) for one in last] == sizes
+            and cls.takes([attention.joint, mlp.joint], last)
+        )
+
+    @classmethod
+    def takes(cls, joints: Sequence[Any], last: Sequence[Any]) -> bool:
+        """Return whether the kernels take a layer's joint weights and its last projections."""
+        weights = [*joints, *(one.packed_weight for one in last if _alone(one))]
+        return len(weights) == 4 and all(
+            isinstance(one, PanelWeight) and one.in_features % products.STEP == 0 for one in weights
         )
 
     def __call__(
@@ -221,7 +314,7 @@ class LayerForward(ModuleForward):
     ) -> Any:
         cache: Any = kwargs.get(self.cache_argument)
         if not self.runs:
-            self.runs[0, 1] = _LayerRun([self])
+            self.runs[0, 1] = self.RUN([self])
         if not self.runs[0, 1].fits(hidden_states, position_embeddings, attention_mask, cache):
             return self.plain(
                 hidden_states, attention_mask=attention_mask, position_embeddings=position_embeddings, **kwargs
@@ -250,6 +343,27 @@ class LayerForward(ModuleForward):
         return run_on_a_cache(self.attention, forward, states, kwargs, lambda found: found)
 
 
+class StreamedLayerForward(LayerForward):
+    """A decoder layer on a GPU in five kernels, for passes of few tokens; others go through its parts. Its values are
+    those of the parts but for the order of their sums.
+    """
+
+    RUN = _StreamedRun
+
+    @classmethod
+    def takes(cls, joints: Sequence[Any], last: Sequence[Any]) -> bool:
+        tools = streamed(joints[0].device)
+        if tools is None or not all(type(one) is JoinedWeight for one in joints):
+            return False
+        weights = [*(one.packed for one in joints), *(one.weight for one in last if type(one) is nn.Linear)]
+        return len(weights) == 4 and all(tools.takes_weight(weight) for weight in weights)
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        few = slice(0, self.tools.ROWS)
+        angles = tuple(part[:, few] for part in kwargs["position_embeddings"])
+        return super().answers(forward, states[:, few], {**kwargs, "position_embeddings": angles})
+
+
 class ModelForward(ModuleForward):
     """A base model whose whole layers run in one call where none of them is hooked, but to capture
     the states at boundaries. Embedding, rotary angles, last norm and other layers are called as its
@@ -268,7 +382,7 @@ class ModelForward(ModuleForward):
         if type(module).__name__ not in MODELS or not type(module).__module__.startswith("transformers.models."):
             return False
         layers: Any = module._modules.get("layers")
-        return bool(len(layers)) and type(layers[0].__dict__.get("forward")) is LayerForward
+        return bool(len(layers)) and isinstance(layers[0].__dict__.get("forward"), LayerForward)
 
     def __call__(
         self,
@@ -320,7 +434,7 @@ class ModelForward(ModuleForward):
         end, key, captures = start, None, list[Capture]()
         for layer in self.layers[start:]:
             forward = layer.__dict__.get("forward")
-            if type(forward) is not LayerForward or (key is not None and forward.key != key):
+            if not isinstance(forward, LayerForward) or (key is not None and forward.key != key):
                 break
             if layer._forward_hooks or layer._forward_pre_hooks:
                 found = captures_on(layer)
@@ -330,24 +444,31 @@ class ModelForward(ModuleForward):
             end, key = end + 1, forward.key
         return end, captures
 
-    def _run(self, start: int, end: int) -> _LayerRun:
+    def _run(self, start: int, end: int) -> _LayerRun | _StreamedRun:
         if (start, end) not in self.runs:
-            self.runs[start, end] = _LayerRun([layer.forward for layer in self.layers[start:end]])
+            forwards = [layer.forward for layer in self.layers[start:end]]
+            self.runs[start, end] = forwards[0].RUN(forwards)
         return self.runs[start, end]
 
     @torch.inference_mode()
     def agrees(self, ids: Tensor) -> bool:
-        """Return whether it computes from ids (B, N), on a cache of its own, exactly what the
-        module's own forward computes.
+        """Return whether it computes from ids (B, N), on a cache of its own, what the module's own forward computes:
+        exactly that on a CPU; on a GPU another order of a sum may move states by their rounding.
         """
+        exact = self.layers[0].forward.RUN is _LayerRun
+        ids = ids if exact else ids[:, :_FEW]
         batch, count = ids.shape
-        cache, positions = SlotCache(batch, count), torch.arange(count).expand(batch, -1)
+        positions = torch.arange(count, device=self.device).expand(batch, -1)
+        cache = SlotCache(batch, count)
         cache.begin(range(batch), positions, count)
-        mask = torch.full((count, count), torch.finfo(self.dtype).min, dtype=self.dtype).triu(1)
+        lowest = torch.finfo(self.dtype).min
+        mask = torch.full((count, count), lowest, dtype=self.dtype, device=self.device).triu(1)
         given = {"input_ids": ids, "attention_mask": mask.expand(batch, 1, -1, -1), "position_ids": positions}
         others: dict[str, Any] = {self.cache_argument: cache, "use_cache": True}
         own, found = (forward(**given, **others).last_hidden_state for forward in (self.plain, self))
-        return torch.equal(own, found)
+        if exact:
+            return torch.equal(own, found)
+        return float((own - found).abs().max()) <= _ROUNDING * float(own.abs().max())
 
 
 def _projections(layer: Any) -> list[tuple[Any, str]]:
@@ -377,8 +498,26 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
     if ids is None and accepted is None:
         return len(found)
     rooms = _Rooms()  # Whole layers, of modules that have faster forwards by now
-    one = partial(LayerForward, rooms=rooms)
-    found += _install_tried(model, ids, accepted, lambda module: one if LayerForward.suits(module) else None)
+    kinds = (LayerForward, StreamedLayerForward)
+
+    def layer_kind(module: nn.Module) -> Callable[[Any], LayerForward] | None:
+        return next((partial(kind, rooms=rooms) for kind in kinds if kind.suits(module)), None)
+
+    layers = _install_tried(model, ids, accepted, layer_kind)
+    if accepted is None and not earn_their_place(layers):
+        for layer in layers:
+            del layer.module.forward
+        return len(found)
+    found += layers
+    if any(type(layer) is StreamedLayerForward for layer in layers):
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+
+        def end_kind(module: nn.Module) -> Callable[[Any], ModuleForward] | None:
+            if module is head and HeadForward.suits(module):
+                return HeadForward
+            return RotaryForward if RotaryForward.suits(module) else None
+
+        found += _install_tried(model, ids, accepted, end_kind)
     for name, module in model.named_modules():
         if ModelForward.suits(module):
             whole = ModelForward(module)
@@ -386,6 +525,62 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
                 module.forward = whole
                 found.append(whole)
     return len(found)
+
+
+def earn_their_place(layers: Sequence[LayerForward]) -> bool:
+    """Return whether a plain step and a small tree go through these layers faster than through their parts. That is
+    measured on a GPU; elsewhere whole layers are known to be faster.
+    """
+    if not layers or layers[0].device.type != "cuda":
+        return True
+    try:
+        times = [time_layers(layers, tokens) for tokens in _TRIED_TOKENS]
+    except Exception as error:  # whatever keeps a device from recording
+        _log.debug("whole layers are left out: they could not be timed: %r", error)
+        return False
+    for tokens, (parts, whole) in zip(_TRIED_TOKENS, times, strict=True):
+        _log.info("tokens %d: %.2f ms through the layers' parts, %.2f through whole layers", tokens, parts, whole)
+    parts, whole = (sum(column) for column in zip(*times, strict=True))
+    return whole < parts
+
+
+@torch.inference_mode()
+def time_layers(layers: Sequence[LayerForward], tokens: int) -> tuple[float, float]:
+    """Return what a pass of so many tokens through layers takes on a GPU, in ms, by their parts and as whole layers:
+    each recorded as a graph and replayed in turns, the fastest turn of each.
+    """
+    first, slots = layers[0], _TRIED_AT
+    alike = [layer for layer in layers if layer.key == first.key]
+    cache, device = SlotCache(1, slots), first.device
+    cache.begin([0], torch.arange(slots - tokens, slots, device=device).unsqueeze(0), slots)
+    states = torch.ones(1, tokens, first.attention.joint.in_features, device=device, dtype=first.dtype)
+    mask, depth = states.new_zeros(1, 1, tokens, slots), first.attention.heads.depth
+    angles = states.new_ones(1, tokens, depth), states.new_ones(1, tokens, depth)
+    others = {"attention_mask": mask, "position_embeddings": angles, first.cache_argument: cache}
+
+    def by_parts(found: Tensor) -> Tensor:
+        for layer in alike:
+            found = layer.plain(found, **others)
+        return found
+
+    whole = partial(first.RUN(alike), angles=angles, mask=mask, cache=cache, wanted=[len(alike) - 1])
+    record = CudaGraphs(device)
+    replays = [record(work, (states,)) for work in (by_parts, whole)]
+    times = [[_time(replay, states) for replay in replays] for _ in range(_TURNS)]
+    parts, wholes = zip(*times, strict=True)
+    return min(parts), min(wholes)
+
+
+def _time(replay: Callable[[Tensor], Any], states: Tensor) -> float:
+    """Return the ms that a recorded pass takes on its device."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    replay(states)
+    begin.record()
+    for _ in range(_REPLAYS):
+        replay(states)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / _REPLAYS
 
 
 def _install_tried(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
-from forerun.model.kernels import attention, fused
+from forerun.model.kernels import attention, fused, streamed
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 from forerun.model.layers import cache_argument
@@ -39,6 +39,11 @@ class ModuleForward:
     def ops(self) -> Any:
         """The fused operations of the module's device."""
         return fused(self.device)
+
+    @property
+    def tools(self) -> Any:
+        """The operations of the module's device that are for few tokens."""
+        return streamed(self.device)
 
     def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
         """Return what `forward`, this or the module's own, computes from states (.., size)."""
@@ -222,6 +227,63 @@ class AttentionForward(_JointForward):
         """
         with attention.unfold(self.module) if forward is self.plain else nullcontext():
             return run_on_a_cache(self, forward, states, kwargs, lambda found: found[0])
+
+
+class RotaryForward(ModuleForward):
+    """Cosines and sines of positions in one kernel, for frequencies that no pass changes."""
+
+    KINDS = ("default", "linear", "llama3", "yarn")
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.inv_freq)
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        family = type(module).__name__.removesuffix("RotaryEmbedding")
+        frequencies: Any = module._buffers.get("inv_freq")
+        return (
+            f"{family}Attention" in ATTENTIONS
+            and getattr(module, "rope_type", None) in cls.KINDS
+            and frequencies is not None
+            and frequencies.dim() == 1
+            and frequencies.dtype == torch.float32
+            and streamed(frequencies.device) is not None
+        )
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> Any:
+        module: Any = self.module
+        if x.dtype not in self.tools.DTYPES or torch.is_grad_enabled() or position_ids.device != self.device:
+            return self.plain(x, position_ids)
+        return self.tools.turn(position_ids.contiguous(), module.inv_freq, module.attention_scaling, x.dtype)
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        positions = 61 * torch.arange(states.shape[1], device=states.device).unsqueeze(0)  # Far ones, too
+        return list(forward(states, positions))
+
+
+class HeadForward(ModuleForward):
+    """The output head of few tokens, whose bits do not depend on how many they are."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, module.weight)
+
+    @classmethod
+    def suits(cls, module: nn.Module) -> bool:
+        """Return whether a module, an output head, can be replaced."""
+        if type(module) is not nn.Linear:
+            return False
+        tools = streamed(module.weight.device)
+        return tools is not None and tools.takes_weight(module.weight)
+
+    def __call__(self, states: Tensor) -> Tensor:
+        module: Any = self.module
+        few = 0 < states.shape[:-1].numel() <= self.tools.ROWS
+        if not few or not self.ops.takes_states(states) or states.dtype != module.weight.dtype:
+            return self.plain(states)
+        return self.tools.multiply(states, module.weight, module.bias)[0]
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        return super().answers(forward, states[:, : self.tools.ROWS], kwargs)
 
 
 def run_on_a_cache(

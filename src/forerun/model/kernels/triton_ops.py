@@ -26,6 +26,7 @@ MOST_ROWS = 512  # Queries of a group in one sequence: with more, torch's attent
 _SLOTS = 64  # Cache slots that a program takes at a time
 _SHARE = 256  # Slots of a program that follows a path
 _WAVES = 2  # Programs for each multiprocessor
+OVERLAP = False  # Whether a kernel starts while the one before it ends, see `follow`. No GPU has tried that yet.
 
 
 @cache
@@ -193,10 +194,25 @@ def attend(
     return out
 
 
+def order() -> dict[str, bool]:
+    """Return how a launch follows the one before it."""
+    return {"OVERLAP": True, "launch_pdl": True} if OVERLAP else {"OVERLAP": False}
+
+
 @cache
 def _processors(device: torch.device) -> int:
     properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return 8 if properties is None else int(properties.multi_processor_count)
+
+
+@triton.jit
+def follow(OVERLAP: tl.constexpr):
+    """Wait for the kernel before this one, and let the next one start (programmatic dependent launch). Nothing that
+    another kernel writes is read before, and nothing is written.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -224,7 +240,7 @@ def _gate(both, result, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _product(one, other):
+def product(one, other):
     """Multiply two halves and round the product to a half."""
     return (one.to(tl.float32) * other.to(tl.float32)).to(one.dtype)
 
@@ -234,7 +250,17 @@ def _normed(low, high, weight, column, epsilon, HALF: tl.constexpr):
     first, second = low.to(tl.float32), high.to(tl.float32)
     factor = tl.rsqrt((tl.sum(first * first) + tl.sum(second * second)) / (2 * HALF) + epsilon)
     first, second = (first * factor).to(low.dtype), (second * factor).to(low.dtype)
-    return _product(first, tl.load(weight + column)), _product(second, tl.load(weight + HALF + column))
+    return product(first, tl.load(weight + column)), product(second, tl.load(weight + HALF + column))
+
+
+@triton.jit
+def rotated(low, high, cosine, sine, angle, real, HALF: tl.constexpr):
+    """Rotate pairs of halves by the angles at these places, those that are `real`."""
+    first = product(low, tl.load(cosine + angle, mask=real, other=0.0)).to(tl.float32)
+    first -= product(high, tl.load(sine + angle, mask=real, other=0.0)).to(tl.float32)
+    second = product(high, tl.load(cosine + HALF + angle, mask=real, other=0.0)).to(tl.float32)
+    second += product(low, tl.load(sine + HALF + angle, mask=real, other=0.0)).to(tl.float32)
+    return first.to(low.dtype), second.to(low.dtype)
 
 
 @triton.jit
@@ -272,16 +298,12 @@ def _place(
         if KEY_NORM:
             if head >= heads:
                 low, high = _normed(low, high, key_norm, column, key_epsilon, HALF)
-        angle = token * 2 * HALF + column
-        first = _product(low, tl.load(cosine + angle)).to(tl.float32)
-        first -= _product(high, tl.load(sine + angle)).to(tl.float32)
-        second = _product(high, tl.load(cosine + HALF + angle)).to(tl.float32)
-        second += _product(low, tl.load(sine + HALF + angle)).to(tl.float32)
+        low, high = rotated(low, high, cosine, sine, token * 2 * HALF + column, column < HALF, HALF)
         target = query + (token * heads + head) * 2 * HALF
         if head >= heads:
             target = keys + (place + head - heads) * 2 * HALF
-        tl.store(target + column, first.to(low.dtype))
-        tl.store(target + HALF + column, second.to(low.dtype))
+        tl.store(target + column, low)
+        tl.store(target + HALF + column, high)
 
 
 @triton.jit
