@@ -40,7 +40,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, ops: Any, layer: Any) -> None:
     """Make `ops` the fused operations of this device, None: those that it has, and `layer` those of whole layers."""
     for module in (forwards, module_forwards, masks):
         monkeypatch.setattr(module, "streamed", lambda _device: layer)
-    monkeypatch.setattr(forwards, "earn_their_place", lambda _layers: True)
+    monkeypatch.setenv(forwards.LAYERS_BY, "whole")
     if ops is not None:
         for module in (attention, module_forwards):
             monkeypatch.setattr(module, "fused", lambda _device: ops)

@@ -362,3 +362,5 @@ def test_whole_layers_stay_on_a_gpu_where_they_are_faster(
     assert forwards.earn_their_place(layers) is (whole < parts)
     monkeypatch.undo()
     assert not forwards.earn_their_place(layers), "what cannot be timed is not used"
+    monkeypatch.setenv(forwards.LAYERS_BY, "whole")
+    assert forwards.earn_their_place(layers)

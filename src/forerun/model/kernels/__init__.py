@@ -34,7 +34,7 @@ def streamed(device: torch.device) -> Any:
         return None
     from forerun.model.kernels import triton_layer
 
-    return triton_layer
+    return triton_layer if triton_layer.ready(device) else None
 
 
 @cache

@@ -9,6 +9,7 @@ before, see `acceptance`. The operations are those of its device, see `fused`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from forerun.devices import time_in_turns
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, products, streamed
 from forerun.model.kernels.module_forwards import (
@@ -44,10 +46,11 @@ LAYERS = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen
 """Classes that only norm, attend and add, then norm, mix and add."""
 
 
+LAYERS_BY = "FORERUN_LAYERS"  # Environment variable: "whole" or "parts" on a GPU, where nobody is to time them
 _FEW = 16  # Tokens on which whole models are compared on a GPU
 _ROUNDING = 2**-5  # Share of the largest state by which rounding may move one, over all layers
 _TRIED_AT, _TRIED_TOKENS = 1024, (1, 8)  # Slots that a token sees where layers are timed, and tokens of a pass
-_TURNS, _REPLAYS = 3, 8  # How often, and in how many passes at a time
+_TURNS, _REPLAYS = 4, 8  # How often, and in how many passes at a time
 
 
 class _Rooms:
@@ -504,7 +507,7 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
         return next((partial(kind, rooms=rooms) for kind in kinds if kind.suits(module)), None)
 
     layers = _install_tried(model, ids, accepted, layer_kind)
-    if accepted is None and not earn_their_place(layers):
+    if not earn_their_place(layers, timed=accepted is None):
         for layer in layers:
             del layer.module.forward
         return len(found)
@@ -527,11 +530,15 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
     return len(found)
 
 
-def earn_their_place(layers: Sequence[LayerForward]) -> bool:
+def earn_their_place(layers: Sequence[LayerForward], *, timed: bool = True) -> bool:
     """Return whether a plain step and a small tree go through these layers faster than through their parts. That is
-    measured on a GPU; elsewhere whole layers are known to be faster.
+    measured on a GPU, where they are to be `timed`; elsewhere whole layers are known to be faster.
     """
     if not layers or layers[0].device.type != "cuda":
+        return True
+    if (wanted := os.environ.get(LAYERS_BY)) in ("whole", "parts"):
+        return wanted == "whole"
+    if not timed:
         return True
     try:
         times = [time_layers(layers, tokens) for tokens in _TRIED_TOKENS]
@@ -566,21 +573,15 @@ def time_layers(layers: Sequence[LayerForward], tokens: int) -> tuple[float, flo
     whole = partial(first.RUN(alike), angles=angles, mask=mask, cache=cache, wanted=[len(alike) - 1])
     record = CudaGraphs(device)
     replays = [record(work, (states,)) for work in (by_parts, whole)]
-    times = [[_time(replay, states) for replay in replays] for _ in range(_TURNS)]
-    parts, wholes = zip(*times, strict=True)
-    return min(parts), min(wholes)
 
+    def run(replay: Callable[[Tensor], Any]) -> None:
+        for _ in range(_REPLAYS):
+            replay(states)
+        torch.cuda.synchronize(device)
 
-def _time(replay: Callable[[Tensor], Any], states: Tensor) -> float:
-    """Return the ms that a recorded pass takes on its device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    replay(states)
-    begin.record()
-    for _ in range(_REPLAYS):
-        replay(states)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / _REPLAYS
+    times = time_in_turns([partial(run, replay) for replay in replays], _TURNS)
+    parts, wholes = (1e3 * min(taken) / _REPLAYS for taken in times)
+    return parts, wholes
 
 
 def _install_tried(

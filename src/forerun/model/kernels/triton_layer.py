@@ -11,7 +11,10 @@ kernel that made the states.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,6 +28,8 @@ from forerun.model.kernels.triton_ops import follow, order, product, rotated
 from forerun.model.kernels.triton_slots import ROWS, attend
 
 __all__ = ["ROWS", "attend"]
+
+log = logging.getLogger(__name__)
 
 LEAST_STEP, MOST_STEP = 32, 256  # Columns of a weight that a program takes at a time
 TAKEN = 2**13  # Values of a weight that it takes at a time: several are under way, and other programs stand beside it
@@ -45,6 +50,24 @@ def lines_of(lines: int, most: int = max(WIDTHS)) -> int:
     """Return how many of a weight's lines a program has: as many as leave enough programs."""
     fitting = [width for width in WIDTHS if width <= most and lines % width == 0]
     return max((width for width in fitting if lines // width >= WIDTHS[width]), default=min(WIDTHS))
+
+
+@cache
+def ready(device: torch.device) -> bool:
+    """Return whether the kernels that a pass has before its layers run on this device; layers are tried one by one."""
+    ints, sees = (
+        torch.zeros(1, 1, dtype=torch.int64, device=device),
+        torch.ones(1, 1, 1, dtype=torch.bool, device=device),
+    )
+    try:
+        build_mask(
+            SimpleNamespace(lengths=ints[0], sees=sees, query_positions=ints, node_positions=ints), 16, 0, DTYPES[1]
+        )
+        turn(ints, torch.ones(16, device=device), 1.0, DTYPES[1])
+    except Exception as error:
+        log.warning("decoder layers run module by module, which is slower: Triton fails here: %r", error)
+        return False
+    return True
 
 
 def takes_weight(weight: Tensor | None) -> bool:
