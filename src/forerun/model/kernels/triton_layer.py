@@ -55,14 +55,11 @@ def lines_of(lines: int, most: int = max(WIDTHS)) -> int:
 @cache
 def ready(device: torch.device) -> bool:
     """Return whether the kernels that a pass has before its layers run on this device; layers are tried one by one."""
-    ints, sees = (
-        torch.zeros(1, 1, dtype=torch.int64, device=device),
-        torch.ones(1, 1, 1, dtype=torch.bool, device=device),
-    )
+    ints = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    sees = torch.ones(1, 1, 1, dtype=torch.bool, device=device)
+    block = SimpleNamespace(lengths=ints[0], sees=sees, query_positions=ints, node_positions=ints)
     try:
-        build_mask(
-            SimpleNamespace(lengths=ints[0], sees=sees, query_positions=ints, node_positions=ints), 16, 0, DTYPES[1]
-        )
+        build_mask(block, 16, 0, DTYPES[1])
         turn(ints, torch.ones(16, device=device), 1.0, DTYPES[1])
     except Exception as error:
         log.warning("decoder layers run module by module, which is slower: Triton fails here: %r", error)
