@@ -168,7 +168,7 @@ def test_where_triton_fails_torch_computes(
         raise RuntimeError("Failed to find C compiler")
 
     monkeypatch.setattr(triton_ops, "silu_and_mul", failing)
-    triton_ops.ready.cache_clear()
+    triton_ops.tried.cache_clear()
     try:
         config = AutoConfig.for_model("llama", **{**COMMON, "head_dim": 32})
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().to(DEVICE)
@@ -176,7 +176,7 @@ def test_where_triton_fails_torch_computes(
         assert accelerate.accelerate(faster).forwards == 0
         _alike(model, faster)
     finally:
-        triton_ops.ready.cache_clear()
+        triton_ops.tried.cache_clear()
     assert caplog.text.count("Failed to find C compiler") == 1
 
 

@@ -29,11 +29,14 @@ _WAVES = 2  # Programs for each multiprocessor
 OVERLAP = False  # Whether a kernel starts while the one before it ends, see `follow`. No GPU has tried that yet.
 
 
-@cache
 def ready(device: torch.device, _dtype: torch.dtype = torch.bfloat16) -> bool:
-    """Return whether the kernels run on this device. Triton may find no compiler for its launchers,
-    or not know the GPU.
-    """
+    """Return whether the kernels run on this device, in any of their dtypes."""
+    return tried(device)
+
+
+@cache
+def tried(device: torch.device) -> bool:
+    """Return whether a kernel ran here: Triton may find no compiler for its launchers, or not know the GPU."""
     try:
         silu_and_mul(torch.ones(1, 2, device=device, dtype=DTYPES[1]))
     except Exception as error:
