@@ -72,13 +72,16 @@ class Residuals:
         self, raw: Tensor, rows: Sequence[ResidualsInput], *, top: int = 0, recordings: Recordings | None = None
     ) -> None:
         self.rows, self.nodes = rows, raw.shape[1]
-        values, self.failed = process_rows(raw, [row.edits for row in rows])
+        values: Tensor | None = None  # What the rows' parameters make of the logits, if they change any
+        self.failed = dict[tuple[int, int], BaseException]()
+        if any(row.edits is not None for row in rows):
+            values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._vectors: dict[tuple[int, int], Tensor] = {}
         """Vectors (V,) by (flat node, residual step), kept for rows whose rng does not draw by
         `Rng.times`.
         """
         made = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
-        made = made | self._logprobs(raw, values, made)  # the former is what a recording overwrites
+        made = made | self._logprobs(raw, made)  # the former is what a recording overwrites
         names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
             name: tensor.tolist() for name, tensor in zip(names, fetch([made[n] for n in names]), strict=True)
@@ -103,7 +106,7 @@ class Residuals:
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
-    def _compute(self, raw: Tensor, values: Tensor, top: int, recordings: Recordings) -> dict[str, Tensor]:
+    def _compute(self, raw: Tensor, values: Tensor | None, top: int, recordings: Recordings) -> dict[str, Tensor]:
         """Run `_form` on this step; the run is recorded (CUDA graph) when steps of the same plan
         come again.
         """
@@ -118,9 +121,8 @@ class Residuals:
             probs=any(row.sampler.params.logprobs is not None for row in self.rows),
             top=min(top, size),
         )
-        edited = any(row.edits is not None for row in self.rows)
         if not levels:
-            return _form(plan, raw, values if edited else None)
+            return _form(plan, raw, values)
         entries, times, own = self._times(size, widest(raw.device))
         drafts, draft_entries = self._drafts(size, raw.device)
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
@@ -135,8 +137,8 @@ class Residuals:
                 if node // self.nodes in own:
                     self._vectors[node, step] = vector
 
-        sampled = drafts is not None
-        given = [raw, *([values] if edited else []), *([] if drafts is None else [drafts])]
+        edited, sampled = values is not None, drafts is not None
+        given = [raw, *([] if values is None else [values]), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
             values, drafts = others[0] if edited else None, others[-1] if sampled else None
@@ -215,11 +217,12 @@ class Residuals:
         found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
         for index, row in enumerate(self.rows):
             for node, probs in row.tree.draft_probs.items():
-                found.append(pad(probs.to(device), (0, vocabulary - len(probs))))
+                missing = vocabulary - len(probs)
+                found.append(pad(probs.to(device), (0, missing)) if missing else probs.to(device))
                 entries[index * self.nodes + node] = len(found)
         return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
 
-    def _logprobs(self, raw: Tensor, values: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _logprobs(self, raw: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors that `logprobs` looks up, for every row that asked for
         log-probabilities.
         """
@@ -232,14 +235,14 @@ class Residuals:
             width = max(map(len, row.tree.children))
             below = [[row.tree.tokens[child] for child in children] for children in row.tree.children]
             padded = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in below], dtype=torch.int64)
-            chosen = [send([padded.view(nodes, width)], values.device)[0]]
+            chosen = [send([padded.view(nodes, width)], raw.device)[0]]
             chosen += [made["argmax"][span].unsqueeze(1)]
             chosen += [made["drawn"][:, span].T] if "drawn" in made else []
             tokens = torch.cat(chosen, dim=1)
             if row.sampler.params.logprobs_mode != "processed_logprobs":
                 logs = raw[index, :nodes].float().log_softmax(-1)
             elif row.sampler.greedy or "drawn" not in made:
-                logs = torch.full_like(values[index, :nodes], -torch.inf)
+                logs = torch.full_like(widen(raw[index, :nodes]), -torch.inf)
                 logs.scatter_(1, made["argmax"][span].unsqueeze(1), 0.0)
             else:
                 logs = made["probs"][span].log()

@@ -21,6 +21,7 @@ from forerun.decode.scores import HostRow, Scores
 from forerun.devices import send
 from forerun.errors import InvalidDraftError, Isolation, NumericError
 from forerun.model import Scored, Target
+from forerun.model.recordings import round_tokens
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace, TracedNode, Verdict
 
 
@@ -262,11 +263,13 @@ def _gather_states(
     hidden_states: Mapping[Boundary, Tensor], members: Sequence[int], verdicts: Sequence[Verdict]
 ) -> dict[Boundary, Tensor]:
     """Return (B, F, H) by boundary: the hidden states of the root and of each accepted node, padded
-    with the root's.
+    with the root's. On an accelerator there are as many as a recorded pass takes, which needs no other padding then.
     """
     if not hidden_states:
         return {}
     width = max(len(verdict.path) for verdict in verdicts) + 1
+    if any(states.device.type != "cpu" for states in hidden_states.values()):
+        width = round_tokens(width, len(verdicts))
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
     places = [torch.tensor(list(members)).unsqueeze(1), torch.tensor(nodes)]
     there = {device: send(places, device) for device in {states.device for states in hidden_states.values()}}

@@ -207,8 +207,7 @@ class AttendingRunner(HeadRunner):
         for start in range(0, max(counts), PREFILL_CHUNK):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PREFILL_CHUNK]) for index in active]
-            size = max(map(len, pieces))
-            states = [rows_of(hidden_states[b], active)[:, start : start + size] for b in self.head.config.boundaries]
+            states = [rows_of(hidden_states[b], active)[:, start:] for b in self.head.config.boundaries]
             self._append([rows[index] for index in active], pieces, states)
 
     def _append(self, rows: list[int], pieces: list[list[int]], states: Sequence[Tensor]) -> None:
@@ -223,8 +222,11 @@ class AttendingRunner(HeadRunner):
         most = int(held.max()) + nodes.fresh
         most = most if exact else wide(most, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
-        missing = (0, 0, 0, nodes.fresh - longest)
-        padded = [extend_rows(pad(state.to(self.device, self._dtype), missing), more) for state in states]
+        padded = list[Tensor]()
+        for state in states:
+            there = state[:, : nodes.fresh].to(self.device, self._dtype)
+            missing = nodes.fresh - there.shape[1]
+            padded.append(extend_rows(pad(there, (0, 0, 0, missing)) if missing else there, more))
 
         def work(*given: Tensor) -> None:
             index, lengths, counts, real, depths, sees, ids, *features = given
