@@ -47,13 +47,6 @@ def test_json(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> Non
     assert found["mean_acceptance_length"] > 1 and found["tokens"] == 16 and found["dtype"] == "float32"
 
 
-def test_text(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> None:
-    ran = forerun(*arguments(checkpoint, draft_checkpoint))
-    assert ran.code == 0 and "\x1b" not in ran.out
-    for words in ("plain", "speculative", "tokens/s", "speed-up", "identical: yes", "accepted draft"):
-        assert words in ran.out, words
-
-
 def test_sampled_text_is_the_same_with_deterministic_drafts_or_by_their_rule(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path
 ) -> None:
@@ -89,7 +82,11 @@ def test_the_report_is_as_wide_as_the_terminal(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    lines = forerun(*arguments(checkpoint, draft_checkpoint)).out.splitlines()
+    ran = forerun(*arguments(checkpoint, draft_checkpoint))
+    assert ran.code == 0 and "\x1b" not in ran.out
+    for words in ("plain", "speculative", "tokens/s", "speed-up", "identical: yes", "accepted draft"):
+        assert words in ran.out, words
+    lines = ran.out.splitlines()
     [titles] = [line for line in lines if "tokens per pass" in line]
     [rule] = [line for line in lines if line.startswith(" plain") and "─" in line]
     assert len(titles.rstrip()) == len(rule) == width

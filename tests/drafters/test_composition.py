@@ -339,14 +339,20 @@ def test_a_draft_model_with_other_padding_speaks_the_targets_ids() -> None:
         assert speaker.readable([3, 11, 14]) == [3, 11, 0]
 
 
+@pytest.fixture(scope="module")
+def shipped() -> LLM:
+    """The model that comes with forerun."""
+    return LLM("demo", dtype="float32")
+
+
 @pytest.mark.parametrize("method", ["merge", "first_of", "cascade"])
-def test_members_have_defaults_and_may_be_names(method: str) -> None:
+def test_members_have_defaults_and_may_be_names(shipped: LLM, method: str) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     fixed = {"method": method, "adaptive": False, **({"model": "demo-draft"} if method == "cascade" else {})}
     named = {"inner": "suffix"} if method == "cascade" else {"drafters": ["ngram", {"method": "suffix"}]}
     texts = [
-        LLM("demo", dtype="float32", speculative_config=config).generate("import os\nimport", greedy)
-        for config in (None, fixed, {**fixed, **named})
+        shipped.generate("import os\nimport", greedy, speculative=config)
+        for config in (False, fixed, {**fixed, **named})
     ]
     plain, *others = [output[0].outputs[0] for output in texts]
     for answer in others:

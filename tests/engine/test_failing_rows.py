@@ -51,12 +51,12 @@ async def test_processors_that_leave_nothing(
 ) -> None:
     params = {"temperature": temperature, "max_tokens": 20, "ignore_eos": True, "seed": 5}
     good = SamplingParams(**params)
+    alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
+    expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0].token_ids for prompt in PROMPTS]
     for after in (0, 9):
         bad = SamplingParams(**params, logits_processors=[breaking(value, after)])
         found = await together(checkpoint, bad, speculative, good)
         assert isinstance(found[1], error)
-        alone = LLM(str(checkpoint), dtype="float32", max_num_seqs=3)
-        expected = [alone.generate(prompt, good, speculative=speculative)[0].outputs[0].token_ids for prompt in PROMPTS]
         assert [found[i][0].outputs[0].token_ids for i in (0, 2, 3)] == [expected[0], expected[2], expected[1]]
 
 
