@@ -3,7 +3,7 @@ vLLM's plan, llama.cpp's conversion and its server's stream."""
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
@@ -50,30 +50,37 @@ class Mirror(InstalledEngine):
 
     title: ClassVar[str] = "Mirror"
 
-    def __init__(self, ours: Sequence[TrialAnswer], change: Change | None) -> None:
+    def __init__(self, change: Change | None) -> None:
         super().__init__(drafting(), "1.0")
-        self.ours, self.change, self.asked = ours, change, list[TrialPrompts]()
+        self.change, self.asked = change, list[TrialPrompts]()
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         self.asked.append(question)
         if self.change is None:
             raise RefusedError("ValueError: no such head")
-        return [self.change(one) for one in self.ours]
+        return [self.change(one) for one in OURS[True]]
+
+
+OURS: dict[bool, list[TrialAnswer]] = {}
+"""What forerun answers to these prompts, drafting with the shipped head or not: the same in every trial, asked once."""
 
 
 def mirrored(monkeypatch: pytest.MonkeyPatch, change: Change | None) -> EngineTrial:
     """The shipped head, in that engine."""
     from forerun.demo import prompts
 
-    ours, own = list[TrialAnswer](), trial.answer_prompts
+    own = trial.answer_prompts
 
     def answers(*arguments: Any) -> list[TrialAnswer]:
-        ours[:] = own(*arguments)
-        return list(ours)
+        drafting = bool(arguments[3])
+        if drafting not in OURS:
+            OURS[drafting] = own(*arguments)
+        return list(OURS[drafting])
 
-    monkeypatch.setattr(trial, "answer_prompts", answers)
-    engine = Mirror(ours, change)
-    found = trial.run_trial(engine, prompts=[one.text[:600] for one in prompts()[:4]], tokens=24, dtype="float32")
+    engine = Mirror(change)
+    with monkeypatch.context() as patch:
+        patch.setattr(trial, "answer_prompts", answers)
+        found = trial.run_trial(engine, prompts=[one.text[:600] for one in prompts()[:4]], tokens=24, dtype="float32")
     (asked,) = engine.asked
     assert len(asked.prompts) == 4 and (asked.tokens, asked.dtype) == (24, "float32")
     assert asked.room == max(map(len, asked.prompts)) + 24 + K + 1

@@ -51,7 +51,7 @@ QUICK: dict[str, dict[str, str]] = {
     "calibrate": {"--seconds": "0.5", "--contexts": "64"},
     "plan demo": {"--max-tokens": "8"},
     "data regenerate": {"--max-tokens -n": "8"},
-    "train": {"training.steps=": "1", "windows.length=": "64"},
+    "train": {"training.steps=": "1", "windows.length=": "64", "training.optimizer=": "adamw"},
     "train eagle3": {"objective.steps=": "2"},
     "tune skip-layers": {"--iterations": "1", "--tokens": "4", "--limit": "1", "--prompt-tokens": "16"},
 }
