@@ -844,15 +844,22 @@ FAULTS = [
     Fault(
         "blocks",
         "the least value of a nested block is added",
-        "Lanes negative = multiply_lanes(leasts, all_lanes(-1.0f));",
-        "Lanes negative = leasts;",
+        "Lanes negative = multiply_lanes(least[part], all_lanes(-1.0f));",
+        "Lanes negative = least[part];",
         BLOCKS,
     ),
     Fault(
         "blocks",
         "a zero loses the sign of its scale",
-        "leasts = all_lanes(-0.0f);",
-        "leasts = all_lanes(0.0f);",
+        "least[part] = all_lanes(-0.0f);",
+        "least[part] = all_lanes(0.0f);",
+        BLOCKS,
+    ),
+    Fault(
+        "blocks",
+        "integers without a least value are read without their sign",
+        "shift_right_signed(shift_left(words, 28 - 16 * input - 4 * at), 28)",
+        "shift_right(shift_left(words, 28 - 16 * input - 4 * at), 28)",
         BLOCKS,
     ),
     Fault(
@@ -864,9 +871,9 @@ FAULTS = [
     ),
     Fault(
         "blocks",
-        "rows behind the eighth read lines that nobody wrote",
-        "alone ? NULL : *room",
-        "NULL",
+        "rows behind the eighth take the sums of the first ones' states",
+        "totals + row * p->depth / f.inputs",
+        "totals",
         BLOCKS,
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""Weights in the blocks of a GGUF file: the bits of the package ``gguf``, and products with the bits of bf16 panels."""
+"""Weights in the blocks of a GGUF file: the values of the package ``gguf``, and products with these."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -53,7 +53,7 @@ def threads() -> Iterator[None]:
 
 
 def stored(kind: Type, outputs: int, depth: int) -> tuple[StoredRows, Tensor]:
-    """Random blocks, scales of all sizes and signs among them, in another order of rows; and what they are in bf16."""
+    """Random blocks, scales of all sizes and signs among them, in another order of rows; and their values."""
     chance = np.random.default_rng(outputs + depth)
     inputs, size = gguf.GGML_QUANT_SIZES[kind]
     raw = chance.integers(0, 256, (outputs * depth // inputs, size), dtype=np.uint8)
@@ -61,7 +61,7 @@ def stored(kind: Type, outputs: int, depth: int) -> tuple[StoredRows, Tensor]:
         scale = chance.standard_normal(len(raw)) * chance.choice([1, 1e-2, 1e-4, 1e-7, 0], len(raw))
         raw[:, at : at + 2] = scale.astype(np.float16).view(np.uint8).reshape(-1, 2)
     raw, order = raw.reshape(outputs, -1), chance.permutation(outputs)
-    return StoredRows(int(kind), raw, order), torch.from_numpy(quants.dequantize(raw, kind)[order]).bfloat16()
+    return StoredRows(int(kind), raw, order), torch.from_numpy(quants.dequantize(raw, kind)[order])
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -74,42 +74,56 @@ def test_blocks_expand_to_the_bits_of_gguf(library: Any, kind: Type, shape: tupl
     """Signs of zeros, too."""
     rows, matrix = stored(kind, *shape)
     panels = blocks.expand(blocks.pack([rows], shape[1]), *shape)
-    assert torch.equal(bits(products.unpack(panels, *shape)), bits(matrix))
+    assert torch.equal(bits(products.unpack(panels, *shape)), bits(matrix.bfloat16()))
 
 
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
-def test_products_have_the_bits_of_bf16(library: Any, kind: Type, biased: bool) -> None:
-    """For all ways to multiply, any number of rows and threads, and an odd number of outputs."""
+def test_products_are_those_of_the_values_in_float32(library: Any, kind: Type, biased: bool) -> None:
+    """For all ways to multiply and an odd number of outputs. Nothing but sums and the result is rounded (AMX tiles take
+    values in bf16), and a row has the same bits among any others, on any number of threads."""
     outputs, depth = 70, 768
     rows, matrix = stored(kind, outputs, depth)
-    packed, panels = blocks.pack([rows], depth), products.pack(matrix)
+    packed = blocks.pack([rows], depth)
     bias = torch.randn(outputs).bfloat16() if biased else None
     states = torch.randn(max(COUNTS), depth).bfloat16()
+    added = 0 if bias is None else bias.double()
+    exact = states.double() @ matrix.double().T + added
+    # Sums of float32, of integers and of least values apart, each of which is larger than the value that they make up.
+    scale = matrix.view(outputs, -1, 16).abs().amax(-1).repeat_interleave(16, -1)
+    room = 2**-8 * exact.abs() + 2**-17 * (states.double().abs() @ scale.double().T)
     for way in (ProductKind.WIDENED, ProductKind.DOTS, ProductKind.TILES):
         if not library.forerun_product_has(way):
             continue
-        expected = products._multiply(library, way, states, panels, bias, outputs)
+        whole = products.call(library, way, states, packed, bias, outputs, in_blocks=True)
+        if way is ProductKind.TILES:
+            panels = products.pack(matrix.bfloat16())
+            assert torch.equal(bits(whole), bits(products._multiply(library, way, states, panels, bias, outputs)))
+        else:
+            assert (whole.double() - exact).abs().sub(room).max() <= 0, way
         for number in (1, 3):
             torch.set_num_threads(number)
             for count in COUNTS:
                 found = products.call(library, way, states[:count], packed, bias, outputs, in_blocks=True)
-                assert torch.equal(bits(found), bits(expected[:count])), (way, number, count)
+                assert torch.equal(bits(found), bits(whole[:count])), (way, number, count)
 
 
 @pytest.mark.parametrize("kinds", [(Type.Q4_K, Type.Q6_K, None), (None, Type.Q4_0), (Type.Q8_0, None, Type.Q4_1)])
 def test_matrices_of_several_types_below_each_other(library: Any, kinds: tuple[Type | None, ...]) -> None:
-    """As in a layer whose values are kept in more bits, and where one is no type of blocks (None)."""
+    """As in a layer of values in more bits, one of no type of blocks (None) among them: each has its own bits."""
     depth, parts, matrices = 512, [], []
     for kind, outputs in zip(kinds, (64, 32, 41), strict=False):
         rows, matrix = stored(Type.Q4_0 if kind is None else kind, outputs, depth)
-        parts.append(matrix if kind is None else rows)
-        matrices.append(matrix)
+        parts.append(matrix.bfloat16() if kind is None else rows)
+        matrices.append(matrix.bfloat16())
     below, states = torch.cat(matrices), torch.randn(19, depth).bfloat16()
     packed = blocks.pack(parts, depth)
-    expected = products._multiply(library, ProductKind.WIDENED, states, products.pack(below), None, len(below))
-    found = products.call(library, ProductKind.WIDENED, states, packed, None, len(below), in_blocks=True)
-    assert torch.equal(bits(found), bits(expected))
+
+    def multiply(weights: Tensor, outputs: int) -> Tensor:
+        return products.call(library, ProductKind.WIDENED, states, weights, None, outputs, in_blocks=True)
+
+    alone = [multiply(blocks.pack([part], depth), len(matrix)) for part, matrix in zip(parts, matrices, strict=True)]
+    assert torch.equal(bits(multiply(packed, len(below))), bits(torch.cat(alone, dim=1)))
     assert torch.equal(products.unpack(blocks.expand(packed, *below.shape), *below.shape), below)
 
 
@@ -164,7 +178,7 @@ class _Model(nn.Module):
 def model_of_blocks() -> tuple[_Model, dict[str, StoredRows], list[Tensor]]:
     names = ("q_proj", "k_proj", "v_proj", "other")
     found = [stored(Type.Q4_1, outputs, 256) for outputs in (64, 32, 32, 50)]
-    weights = [matrix for _, matrix in found]
+    weights = [matrix.bfloat16() for _, matrix in found]
     model = _Model(*(weight.clone() for weight in weights))
     return model, {f"{name}.weight": rows for name, (rows, _) in zip(names, found, strict=True)}, weights
 
@@ -195,7 +209,7 @@ def test_layers_without_blocks_are_left_alone_and_a_group_is_packed_as_one() -> 
 @pytest.mark.parametrize("outputs", [(64, 40, 32), (64, 32, 40)], ids=str)
 def test_only_the_last_matrix_may_end_within_a_panel(outputs: tuple[int, ...]) -> None:
     found = [stored(Type.Q4_0, each, 256) for each in outputs]
-    model = _Model(*(matrix for _, matrix in found))
+    model = _Model(*(matrix.bfloat16() for _, matrix in found))
     names = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
     pack(model, dict(zip(names, (rows for rows, _ in found), strict=True)))
     assert len(list_in_blocks(model)) == (3 if outputs[1] % products.LANES == 0 else 0)

@@ -1,12 +1,13 @@
-// Weights that stay as a GGUF file keeps them, in blocks of few bits, and become bf16 where a product reads them.
+// Weights that stay as a GGUF file keeps them, in blocks of few bits.
 //
-// A value is scale * integer + least, with one scale and one least value for each output and block of inputs: exactly what
-// dequantising to float32 and rounding to bf16 gives, since scale * integer is exact in float32.
+// A value is scale * integer + least, with one scale and one least value for each output and block of inputs. The integers
+// are multiplied, as float32 or as bf16, which holds them exactly; the sum over a block by its scale, and the least value by
+// the sum of the states. AMX tiles take whole panels of bf16: what dequantising to float32 and rounding gives.
 //
 // Such weights begin with one `Panel` for each panel. A panel is a sequence of blocks: scales of LANES outputs, their least
-// values, then a line for every two inputs: LANES x 2 integers, in 8 bits, or in 4 the first half below the second. Scales
-// and least values are float16; those of the formats "K" are 8-bit integers, and before every 256 inputs stand the float16
-// numbers that they are multiplied by.
+// values, then a line for every two inputs: LANES x 2 integers. Those of 8 bits lie side by side, those of 4 in words of 16
+// bits, each of which holds the same place of four lines, the first one lowest. Scales and least values are float16; those
+// of the formats "K" are 8-bit integers, and before every 256 inputs stand the float16 numbers that they are multiplied by.
 
 #ifndef FORERUN_BLOCKS_H
 #define FORERUN_BLOCKS_H
@@ -15,7 +16,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LINE = 2 * LANES, MOST_INPUTS = 256 };    // Values of a line; inputs of a block in the file
+enum { LINE = 2 * LANES, TOGETHER = 4 };    // Values of a line; lines that lie together
+enum { MOST_INPUTS = 256 };                // Of a block in the file
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 30 };    // As in GGUF
 
 typedef struct { int64_t at, type; } Panel;    // Bytes from the beginning of the weights
@@ -55,193 +57,222 @@ INLINE int64_t panel_bytes(int64_t type, int64_t inputs) {
 
 #ifdef __AVX512F__
 #define bytes_to_words(from) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from)))
-#define unsigned_bytes_to_words(from) _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(from)))
-#define shift_left _mm512_slli_epi32
-#define shift_right _mm512_srli_epi32
-#define shift_right_signed _mm512_srai_epi32
-#define mask_words(words, bits) _mm512_and_si512(words, _mm512_set1_epi32(bits))
+#define halves_to_words(from) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from)))
+#define shift_left(words, by) _mm512_slli_epi32(words, (unsigned)(by))
+#define shift_right(words, by) _mm512_srli_epi32(words, (unsigned)(by))
+#define shift_right_signed(words, by) _mm512_srai_epi32(words, by)
+#define mask_words(words, bits) _mm512_and_si512(words, _mm512_set1_epi32((int)(bits)))
+#define join_words _mm512_or_si512
+#define add_words _mm512_add_epi32
+#define all_words _mm512_set1_epi32
+#define store_words(to, words) _mm512_storeu_si512(to, words)
+#define words_of_lanes _mm512_castps_si512
 #define words_to_lanes _mm512_cvtepi32_ps
 #define halves_to_lanes(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
 #define multiply_lanes _mm512_mul_ps
 #else
 #define bytes_to_words(from) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
-#define unsigned_bytes_to_words(from) _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
+#define halves_to_words(from) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from)))
 #define shift_left _mm256_slli_epi32
 #define shift_right _mm256_srli_epi32
 #define shift_right_signed _mm256_srai_epi32
-#define mask_words(words, bits) _mm256_and_si256(words, _mm256_set1_epi32(bits))
+#define mask_words(words, bits) _mm256_and_si256(words, _mm256_set1_epi32((int)(bits)))
+#define join_words _mm256_or_si256
+#define add_words _mm256_add_epi32
+#define all_words _mm256_set1_epi32
+#define store_words(to, words) _mm256_storeu_si256((__m256i *)(to), words)
+#define words_of_lanes _mm256_castps_si256
 #define words_to_lanes _mm256_cvtepi32_ps
 #define halves_to_lanes(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
 #define multiply_lanes _mm256_mul_ps
 #endif
 
-enum { VECTORS = LINE / WIDTH };
+// Bytes of as many lines as lie together.
+INLINE int64_t bytes_together(const int BITS) { return TOGETHER * LINE * BITS / 8; }
 
-// WIDTH numbers, one for each output -> one for each value of a line, 2 * WIDTH.
-INLINE void spread(Lanes from, Lanes *to) {
-#ifdef __AVX512F__
-    to[0] = _mm512_permutexvar_ps(_mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7), from);
-    to[1] = _mm512_permutexvar_ps(_mm512_setr_epi32(8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15), from);
-#else
-    to[0] = _mm256_permutevar8x32_ps(from, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3));
-    to[1] = _mm256_permutevar8x32_ps(from, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7));
-#endif
+// Integers of WIDTH outputs, from number `part` * WIDTH on, of the first input (0) or the second (1) of the line `at`. Those of
+// 4 bits are signed where there are no least values.
+INLINE Lanes integers(const int BITS, const int LEAST, const uint8_t *lines, int at, int part, int input) {
+    if (BITS == 8) {
+        Words words = halves_to_words(lines + at * LINE + part * WIDTH * 2);
+        return words_to_lanes(shift_right_signed(shift_left(words, 24 - 8 * input), 24));
+    }
+    Words words = load_words(lines + part * WIDTH * 4);
+    if (LEAST) return words_to_lanes(mask_words(shift_right(words, 16 * input + 4 * at), 15));
+    return words_to_lanes(shift_right_signed(shift_left(words, 28 - 16 * input - 4 * at), 28));
 }
 
-// WIDTH integers of a line, from `at` on.
-INLINE Lanes integers(const int BITS, const int SIGNED, const uint8_t *line, int at) {
-    if (BITS == 8) return words_to_lanes(bytes_to_words(line + at));
-    int upper = at >= LANES;
-    Words words = unsigned_bytes_to_words(line + at % LANES);
-    if (SIGNED) return words_to_lanes(shift_right_signed(shift_left(words, upper ? 24 : 28), 28));
-    return words_to_lanes(upper ? shift_right(words, 4) : mask_words(words, 15));
+// The nearest bf16, in the upper half of a word.
+INLINE Words nearest(Lanes values) {
+    Words bits = words_of_lanes(values);
+    return add_words(add_words(bits, all_words(0x7fff)), mask_words(shift_right(bits, 16), 1));
 }
 
-// The nearest bf16 of a line's values.
-INLINE void store_line(const Lanes *values, uint16_t *out) {
-#if defined(__AVX512BF16__)
-    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(values[1], values[0]));
-#elif defined(__AVX512F__)
-    for (int at = 0; at < VECTORS; at++) {
-        __m512i bits = _mm512_castps_si512(values[at]);
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        bits = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd), 16);
-        _mm256_storeu_si256((__m256i *)out + at, _mm512_cvtepi32_epi16(bits));
-    }
-#else
-    for (int at = 0; at < VECTORS; at += 2) {
-        __m256i near[2];
-        for (int one = 0; one < 2; one++) {
-            __m256i bits = _mm256_castps_si256(values[at + one]);
-            __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-            near[one] = _mm256_srli_epi32(_mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd), 16);
-        }
-        __m256i both = _mm256_permute4x64_epi64(_mm256_packus_epi32(near[0], near[1]), 0xd8);
-        _mm256_storeu_si256((__m256i *)(out + at * WIDTH), both);
-    }
-#endif
+// Two values of WIDTH outputs -> that part of a line of bf16.
+INLINE void store_pairs(uint16_t *to, Lanes first, Lanes second) {
+    store_words(to, join_words(shift_right(nearest(first), 16), mask_words(nearest(second), 0xffff0000u)));
 }
 
 INLINE int64_t divide(int64_t number, int64_t power_of_two) { return number >> __builtin_ctzll((uint64_t)power_of_two); }
 
-// The scales and least values of the block that begins with the input `at` of a panel, one for each value of a line;
-// returns where its lines are. A least value of -0 leaves every product as it is.
+// The scales and least values of the block that begins with the input `at` of a panel, LANES each; returns where its lines
+// are. A least value of -0 leaves every sum as it is.
 INLINE const uint8_t *read_scales(Form f, const uint8_t *panel, int64_t at, Lanes *scale, Lanes *least) {
     int64_t block = block_bytes(f), head = head_bytes(f), each = divide(f.held, f.inputs);
     const uint8_t *outer = panel + divide(at, f.held) * (head + each * block);
     const uint8_t *here = outer + head + divide(at & (f.held - 1), f.inputs) * block;
     if (!f.nested) outer = here;
     for (int part = 0; part < PARTS; part++) {
-        Lanes scales = halves_to_lanes(outer + part * WIDTH * 2), leasts = all_lanes(-0.0f);
-        if (f.least) leasts = halves_to_lanes(outer + (LANES + part * WIDTH) * 2);
-        if (f.nested) scales = multiply_lanes(scales, words_to_lanes(bytes_to_words(here + part * WIDTH)));
+        scale[part] = halves_to_lanes(outer + part * WIDTH * 2), least[part] = all_lanes(-0.0f);
+        if (f.least) least[part] = halves_to_lanes(outer + (LANES + part * WIDTH) * 2);
+        if (f.nested) scale[part] = multiply_lanes(scale[part], words_to_lanes(bytes_to_words(here + part * WIDTH)));
         if (f.nested && f.least) {
-            Lanes negative = multiply_lanes(leasts, all_lanes(-1.0f));
-            leasts = multiply_lanes(negative, words_to_lanes(bytes_to_words(here + LANES + part * WIDTH)));
+            Lanes negative = multiply_lanes(least[part], all_lanes(-1.0f));
+            least[part] = multiply_lanes(negative, words_to_lanes(bytes_to_words(here + LANES + part * WIDTH)));
         }
-        spread(scales, scale + 2 * part);
-        spread(leasts, least + 2 * part);
     }
     return here + (f.nested ? 1 : 2) * LANES * (1 + f.least);
 }
 
-// WIDTH values of a line, from `at` on.
-INLINE Lanes values_of(const int BITS, const int SIGNED, const uint8_t *line, int at, const Lanes *scale, const Lanes *least) {
-    return multiply_add(integers(BITS, SIGNED, line, at), scale[at / WIDTH], least[at / WIDTH]);
-}
-
 INLINE void expand_lines(
-    const int BITS, const int SIGNED, const uint8_t *line, int64_t lines, const Lanes *scale, const Lanes *least,
+    const int BITS, const int LEAST, const uint8_t *lines, int64_t count, const Lanes *scale, const Lanes *least,
     uint16_t *out) {
-    for (int64_t at = 0; at < lines; at++, line += BITS * 4, out += LINE) {
-        Lanes values[VECTORS];
-        for (int part = 0; part < VECTORS; part++) values[part] = values_of(BITS, SIGNED, line, part * WIDTH, scale, least);
-        store_line(values, out);
-    }
+    for (int64_t at = 0; at < count; at += TOGETHER, lines += bytes_together(BITS))
+        UNROLL for (int one = 0; one < TOGETHER; one++, out += LINE)
+            UNROLL for (int part = 0; part < PARTS; part++) {
+                Lanes first = integers(BITS, LEAST, lines, one, part, 0);
+                Lanes second = integers(BITS, LEAST, lines, one, part, 1);
+                first = multiply_add(first, scale[part], least[part]);
+                second = multiply_add(second, scale[part], least[part]);
+                store_pairs(out + part * WIDTH * 2, first, second);
+            }
 }
 
-INLINE void fetch_bytes(const char *from, int64_t count) {
-    for (int64_t byte = 0; byte < count; byte += 64) _mm_prefetch(from + byte, _MM_HINT_T1);
-}
-
-// Inputs `from` to `to` of a panel, multiples of 32, as lines of bf16. As many bytes from `next` on are fetched.
-static void expand(const uint8_t *panel, int64_t type, int64_t from, int64_t to, uint16_t *out, const char *next) {
+// The values of a panel as lines of bf16.
+static void expand(const uint8_t *panel, int64_t type, int64_t inputs, uint16_t *out) {
     if (type == BF16) {
-        memcpy(out, panel + from * LANES * 2, (size_t)((to - from) * LANES * 2));
+        memcpy(out, panel, (size_t)(inputs * LANES * 2));
         return;
     }
     Form f = form_of(type);
-    for (int64_t at = from; at < to; at += f.inputs, out += f.inputs * LANES, next += block_bytes(f)) {
-        Lanes scale[VECTORS], least[VECTORS];
+    for (int64_t at = 0; at < inputs; at += f.inputs, out += f.inputs * LANES) {
+        Lanes scale[PARTS], least[PARTS];
         const uint8_t *lines = read_scales(f, panel, at, scale, least);
-        fetch_bytes(next, block_bytes(f));
         if (f.bits == 8) expand_lines(8, 1, lines, f.inputs / 2, scale, least, out);
-        else if (f.least) expand_lines(4, 0, lines, f.inputs / 2, scale, least, out);
-        else expand_lines(4, 1, lines, f.inputs / 2, scale, least, out);
+        else if (f.least) expand_lines(4, 1, lines, f.inputs / 2, scale, least, out);
+        else expand_lines(4, 0, lines, f.inputs / 2, scale, least, out);
     }
 }
 
 #ifdef __AVX512BF16__
-// What `tile` of `product.c` adds up, for MOST_PANELS panels in blocks of one type, whose lines are expanded as they are
-// multiplied: the processor does both at once. They are stored in `out` (MOST_PANELS, `apart`), too, unless that is NULL.
-INLINE void block_tile(
-    const int BITS, const int SIGNED, const int ROWS, const uint16_t *states, int64_t depth, const Panel *panel,
-    const uint8_t *weights, int64_t from, int64_t to, float *sums, uint16_t *out, int64_t apart, const char *const *next) {
-    Lanes sum[MOST_ROWS][MOST_PANELS];
-    UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int one = 0; one < MOST_PANELS; one++)
-            sum[r][one] = from ? load_lanes(sums + (r * MOST_PANELS + one) * LANES) : all_lanes(0.0f);
-    Form f = form_of(panel->type);
-    int64_t block = block_bytes(f), ahead = 0;
-    for (int64_t start = from; start < to; start += f.inputs, ahead += block) {
-        Lanes scale[MOST_PANELS][VECTORS], least[MOST_PANELS][VECTORS];
-        const uint8_t *line[MOST_PANELS];
-        UNROLL for (int one = 0; one < MOST_PANELS; one++) {
-            line[one] = read_scales(f, weights + panel[one].at, start, scale[one], least[one]);
-            fetch_bytes(next[one] + ahead, block);
-        }
-        for (int64_t at = start; at < start + f.inputs; at += 2) {
-            __m512bh weight[MOST_PANELS];
-            UNROLL for (int one = 0; one < MOST_PANELS; one++) {
-                Lanes low = values_of(BITS, SIGNED, line[one], 0, scale[one], least[one]);
-                Lanes high = values_of(BITS, SIGNED, line[one], LANES, scale[one], least[one]);
-                weight[one] = _mm512_cvtne2ps_pbh(high, low);
-                if (out) _mm512_store_si512(out + one * apart, (__m512i)weight[one]);
-                line[one] += BITS * 4;
-            }
-            if (out) out += LINE;
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                int pair;
-                memcpy(&pair, states + r * depth + at, sizeof pair);
-                UNROLL for (int one = 0; one < MOST_PANELS; one++)
-                    sum[r][one] = _mm512_dpbf16_ps(sum[r][one], weight[one], (__m512bh)_mm512_set1_epi32(pair));
-            }
-        }
-    }
-    UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int one = 0; one < MOST_PANELS; one++)
-            store_lanes(sums + (r * MOST_PANELS + one) * LANES, sum[r][one]);
-}
+// Integers of 4 bits in bf16, signed and unsigned; twice, for an index of a permutation has five bits, of which the highest
+// is another integer's.
+#define SEVEN 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
+#define SIGNED SEVEN, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
+#define UNSIGNED SEVEN, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170
+static const uint16_t FOURS[2][2 * LANES] = {{SIGNED, SIGNED}, {UNSIGNED, UNSIGNED}};
 
-static void block_tiles(
-    int64_t rows, const uint16_t *states, int64_t depth, const Panel *panel, const uint8_t *weights, int64_t from,
-    int64_t to, float *sums, uint16_t *out, int64_t apart, const char *const *next) {
-    Form f = form_of(panel->type);
-#define TILE(BITS, SIGNED, ROWS) \
-    block_tile(BITS, SIGNED, ROWS, states, depth, panel, weights, from, to, sums, out, apart, next)
-#define TILES_OF(ROWS)                            \
-    case ROWS:                                    \
-        if (f.bits == 8) TILE(8, 1, ROWS);        \
-        else if (f.least) TILE(4, 0, ROWS);       \
-        else TILE(4, 1, ROWS);                    \
-        break;
-    switch (rows) {
-        TILES_OF(1) TILES_OF(2) TILES_OF(3) TILES_OF(4) TILES_OF(5) TILES_OF(6) TILES_OF(7) TILES_OF(8)
+// The line number `at` as bf16.
+INLINE __m512bh line_of(const int BITS, const int LEAST, const uint8_t *lines, int at) {
+    if (BITS == 8) {
+        Lanes lower = words_to_lanes(bytes_to_words(lines + at * LINE));
+        Lanes upper = words_to_lanes(bytes_to_words(lines + at * LINE + LANES));
+        return _mm512_cvtne2ps_pbh(upper, lower);
     }
-#undef TILES_OF
-#undef TILE
+    __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(lines), (unsigned)(4 * at));
+    return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_loadu_si512(FOURS[LEAST]));
 }
 #endif
+
+#ifdef __AVX512BF16__
+typedef uint16_t State;
+#else
+typedef float State;
+#endif
+
+// What is multiplied with a panel: rows of the states, and the sums of as many of them as a block has inputs.
+typedef struct { const State *rows; const float *totals; int64_t depth; } States;
+
+// Adds one line times the states of its two inputs, which lie at `states`, to the sums of ROWS rows.
+INLINE void add_line(
+    const int BITS, const int LEAST, const int ROWS, const uint8_t *lines, int at, const State *states, int64_t depth,
+    Lanes (*sum)[PARTS]) {
+#ifdef __AVX512BF16__
+    __m512bh weights = line_of(BITS, LEAST, lines, at);
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        int pair;
+        memcpy(&pair, states + r * depth, sizeof pair);
+        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], weights, (__m512bh)_mm512_set1_epi32(pair));
+    }
+#else
+    UNROLL for (int input = 0; input < 2; input++) {
+        Lanes weights[PARTS];
+        UNROLL for (int part = 0; part < PARTS; part++) weights[part] = integers(BITS, LEAST, lines, at, part, input);
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int part = 0; part < PARTS; part++)
+                sum[r][part] = multiply_add(weights[part], all_lanes(states[r * depth + input]), sum[r][part]);
+    }
+#endif
+}
+
+// ROWS rows x a panel -> sums (ROWS, LANES).
+INLINE void block_tile(
+    const int BITS, const int LEAST, const int ROWS, Form f, States s, const uint8_t *panel, float *sums) {
+    Lanes sum[MOST_ROWS][PARTS];
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int part = 0; part < PARTS; part++) sum[r][part] = all_lanes(0.0f);
+    const float *totals = s.totals;
+    int64_t blocks = divide(s.depth, f.inputs);
+    for (int64_t start = 0; start < s.depth; start += f.inputs, totals++) {
+        Lanes scale[PARTS], least[PARTS], block[MOST_ROWS][PARTS];
+        const uint8_t *lines = read_scales(f, panel, start, scale, least);
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int part = 0; part < PARTS; part++) block[r][part] = all_lanes(0.0f);
+        for (int64_t at = start; at < start + f.inputs; at += 2 * TOGETHER, lines += bytes_together(BITS))
+            UNROLL for (int one = 0; one < TOGETHER; one++)
+                add_line(BITS, LEAST, ROWS, lines, one, s.rows + at + 2 * one, s.depth, block);
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int part = 0; part < PARTS; part++) sum[r][part] = multiply_add(block[r][part], scale[part], sum[r][part]);
+        if (!LEAST) continue;
+        UNROLL for (int r = 0; r < ROWS; r++)
+            UNROLL for (int part = 0; part < PARTS; part++)
+                sum[r][part] = multiply_add(least[part], all_lanes(totals[r * blocks]), sum[r][part]);
+    }
+    UNROLL for (int r = 0; r < ROWS; r++)
+        UNROLL for (int part = 0; part < PARTS; part++) store_lanes(sums + r * LANES + part * WIDTH, sum[r][part]);
+}
+
+static void block_tiles(int64_t rows, Form f, States s, const uint8_t *panel, float *sums) {
+#define TILE(ROWS)                                                                     \
+    case ROWS:                                                                         \
+        if (f.bits == 8 && f.least) block_tile(8, 1, ROWS, f, s, panel, sums);         \
+        else if (f.bits == 8) block_tile(8, 0, ROWS, f, s, panel, sums);               \
+        else if (f.least) block_tile(4, 1, ROWS, f, s, panel, sums);                   \
+        else block_tile(4, 0, ROWS, f, s, panel, sums);                                \
+        break;
+    switch (rows) {
+        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+#ifdef __AVX512F__
+        TILE(7) TILE(8)
+#endif
+    }
+#undef TILE
+}
+
+// The sums of every 16 of `count` states, and behind them those of every 32.
+static void add_up(const uint16_t *states, int64_t count, float *totals) {
+    for (int64_t at = 0; at < count; at += 16) {
+        float values[16];
+        for (int one = 0; one < 16; one++) {
+            uint32_t bits = (uint32_t)states[at + one] << 16;
+            memcpy(values + one, &bits, sizeof bits);
+        }
+        UNROLL for (int half = 8; half; half /= 2)
+            UNROLL for (int one = 0; one < half; one++) values[one] += values[one + half];
+        totals[at / 16] = values[0];
+    }
+    for (int64_t at = 0; at < count / 32; at++) totals[count / 16 + at] = totals[2 * at] + totals[2 * at + 1];
+}
 
 // A block of the file.
 typedef struct {
@@ -354,12 +385,16 @@ static void write_blocks(Form f, const Held held[LANES], uint8_t *to) {
                 if (f.nested) *to++ = (uint8_t)(one ? held[lane].leasts : held[lane].scales)[block];
                 else memcpy(to, held[lane].outer + 2 * one, 2), to += 2;
             }
-        for (int64_t at = start; at < start + f.inputs; at += 2, to += f.bits * 4)
-            for (int word = 0; word < LANES; word++) {
-                int8_t first = held[word / 2].values[at + word % 2], second = held[word / 2 + LANES / 2].values[at + word % 2];
-                if (f.bits == 8) to[word] = (uint8_t)first, to[word + LANES] = (uint8_t)second;
-                else to[word] = (uint8_t)((first & 15) | second << 4);
+        for (int64_t at = start; at < start + f.inputs; at += 2)
+            for (int place = 0; place < LINE; place++) {
+                uint8_t value = (uint8_t)held[place / 2].values[at + place % 2];
+                int64_t line = (at - start) / 2;
+                uint8_t *byte = to + line / TOGETHER * 2 * LINE + 2 * place + line % TOGETHER / 2;
+                if (f.bits == 8) to[line * LINE + place] = value;
+                else if (line % 2) *byte |= (uint8_t)(value << 4);
+                else *byte = value & 15;
             }
+        to += f.inputs / 2 * f.bits * 4;
     }
 }
 

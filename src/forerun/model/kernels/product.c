@@ -176,56 +176,24 @@ static void any_tile(
     else tiles(WIDENED, p, rows, count, row, lines, from, to, sums, ahead);
 }
 
-// Inputs `from` to `to` of `count` panels in blocks, for the first `rows` rows from `row` on and whoever reads `room`, which
-// is filled. While that is done, what comes next is fetched.
-static void begin_with_blocks(
-    const Product *p, int64_t rows, int64_t row, int64_t panel, int64_t count, int64_t from, int64_t to, float *sums,
-    uint16_t (*room)[LINES * LINE], int alone) {
-    const Panel *at = (const Panel *)p->weights + panel;
-    const uint8_t *weights = p->weights;
-    const char *next[MOST_PANELS];
-    int same = 1;
-    for (int64_t one = 0; one < count; one++) {
-        next[one] = (const char *)weights + (to < p->depth ? at[one].at + panel_bytes(at[one].type, to) : at[count + one].at);
-        same &= at[one].type == at->type && at->type != BF16;
-    }
-#ifdef __AVX512BF16__
-    if (p->kind == DOTS && same && count == MOST_PANELS) {
-        const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-        block_tiles(rows, states, p->depth, at, weights, from, to, sums, alone ? NULL : *room, LINES * LINE, next);
-        return;
-    }
-#endif
-    (void)alone;
-    for (int64_t one = 0; one < count; one++) expand(weights + at[one].at, at[one].type, from, to, room[one], next[one]);
-    any_tile(p, rows, count, row, (Weights){room, sizeof *room}, from, to, sums, (Ahead){(const char *)room, 0, 0});
-}
-
 // Rows `first` to `last` with `count` panels from `panel` on. While all rows pass by a block of the weights, the next one
 // is fetched, evenly over the groups of rows: memory is never idle.
 static void by_lanes(const Product *p, int64_t first, int64_t last, int64_t panel, int64_t count) {
     __attribute__((aligned(64))) float sums[ROW_BLOCK * MOST_PANELS * LANES];
-    __attribute__((aligned(64))) uint16_t room[MOST_PANELS][LINES * LINE];    // Of weights in blocks
     int64_t line = p->kind == FLOAT32 ? 1 : 2, all = p->depth / line, size = all * 64;
     int64_t blocks = (all + LINES - 1) / LINES, lines = (all + blocks - 1) / blocks;    // Equal ones
-    if (p->blocks) lines = (lines + STEP / 2 - 1) / (STEP / 2) * (STEP / 2);
     for (int64_t start = first; start < last; start += ROW_BLOCK) {
         int64_t end = last - start < ROW_BLOCK ? last : start + ROW_BLOCK;
         int64_t groups = (end - start + MOST_ROWS - 1) / MOST_ROWS, most = (end - start + groups - 1) / groups;
         for (int64_t from = 0; from < p->depth; from += lines * line) {
             int64_t to = p->depth - from < lines * line ? p->depth : from + lines * line;
-            Weights weights = {room, sizeof *room};
-            Ahead ahead = {(const char *)room, 0, 0};
-            if (!p->blocks) {
-                const char *here = (const char *)p->weights + panel * size;
-                weights = (Weights){here + from / line * 64, size};
-                ahead = (Ahead){here + (to < p->depth ? to / line * 64 : count * size), 64 / groups, size};
-            }
+            const char *here = (const char *)p->weights + panel * size;
+            Weights weights = {here + from / line * 64, size};
+            Ahead ahead = {here + (to < p->depth ? to / line * 64 : count * size), 64 / groups, size};
             for (int64_t row = start; row < end; row += most, ahead.from += lines * ahead.step) {
                 int64_t some = end - row < most ? end - row : most;
                 float *own = sums + (row - start) * count * LANES;
-                if (p->blocks && row == start) begin_with_blocks(p, some, row, panel, count, from, to, own, room, groups == 1);
-                else any_tile(p, some, count, row, weights, from, to, own, ahead);
+                any_tile(p, some, count, row, weights, from, to, own, ahead);
             }
         }
         for (int64_t row = start; row < end; row++)
@@ -341,24 +309,54 @@ static void by_tiles(const Product *p, int64_t first, int64_t last, int64_t pane
     _tile_release();
 }
 
-// The same of weights in blocks: four panels at a time become bf16, in room that each thread keeps.
-static void by_tiles_of_blocks(const Product *p, int64_t panel, int64_t end) {
-    static _Thread_local struct { uint16_t *at; int64_t size; } room;
-    int64_t size = p->depth * LANES;
-    if (room.size < 4 * size) {
+#endif
+
+// Room of so many bytes that each thread keeps.
+static void *room_of(int64_t size) {
+    static _Thread_local struct { void *at; int64_t size; } room;
+    if (room.size < size) {
         free(room.at);
-        room.at = aligned_alloc(64, (size_t)(4 * size) * sizeof *room.at), room.size = 4 * size;
+        room.size = (size + 63) / 64 * 64, room.at = aligned_alloc(64, (size_t)room.size);
         if (!room.at) abort();    // Of some hundred KB
     }
+    return room.at;
+}
+
+// All rows with one panel in blocks.
+static void by_blocks(const Product *p, int64_t panel, const float *totals) {
+    __attribute__((aligned(64))) float sums[MOST_ROWS * LANES];
+    const Panel *at = (const Panel *)p->weights + panel;
+    const uint8_t *weights = (const uint8_t *)p->weights + at->at;
+    if (at->type == BF16) {
+        Product shown = *p;
+        shown.weights = (const uint16_t *)weights - panel * p->depth * LANES;
+        by_lanes(&shown, 0, p->rows, panel, 1);
+        return;
+    }
+    Form f = form_of(at->type);
+    const State *rows = sizeof *rows == sizeof *p->wide ? (const State *)p->wide : p->states;
+    if (f.inputs == 32) totals += p->rows * p->depth / 16;
+    int64_t groups = (p->rows + MOST_ROWS - 1) / MOST_ROWS, most = (p->rows + groups - 1) / groups;
+    for (int64_t row = 0; row < p->rows; row += most) {
+        int64_t count = p->rows - row < most ? p->rows - row : most;
+        States states = {rows + row * p->depth, totals + row * p->depth / f.inputs, p->depth};
+        block_tiles(count, f, states, weights, sums);
+        for (int64_t one = 0; one < count; one++) finish(p, sums + one * LANES, row + one, panel * LANES);
+    }
+}
+
+#ifdef __AMX_BF16__
+// All rows with panels in blocks, which become bf16 four at a time.
+static void by_tiles_of_blocks(const Product *p, int64_t panel, int64_t end) {
+    int64_t size = p->depth * LANES;
+    uint16_t *room = room_of(4 * size * (int64_t)sizeof *room);
     for (; panel < end; panel += 4) {
         int64_t count = end - panel < 4 ? end - panel : 4;
         const Panel *at = (const Panel *)p->weights + panel;
-        for (int64_t one = 0; one < count; one++) {
-            const uint8_t *from = (const uint8_t *)p->weights + at[one].at;
-            expand(from, at[one].type, 0, p->depth, room.at + one * size, (const char *)from + panel_bytes(at[one].type, p->depth));
-        }
+        for (int64_t one = 0; one < count; one++)
+            expand((const uint8_t *)p->weights + at[one].at, at[one].type, p->depth, room + one * size);
         Product shown = *p;
-        shown.weights = (const uint16_t *)room.at - panel * size;
+        shown.weights = room - panel * size;
         by_tiles(&shown, 0, p->rows, panel, count);
     }
 }
@@ -375,6 +373,13 @@ void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
         return;
     }
 #endif
+    if (p->blocks) {
+        int64_t count = p->rows * p->depth;
+        float *totals = room_of((count / 16 + count / 32) * (int64_t)sizeof *totals);
+        add_up(p->states, count, totals);
+        for (int64_t panel = begin; panel < end; panel++) by_blocks(p, panel, totals);
+        return;
+    }
     for (int64_t panel = begin; panel < end;) {
         int64_t count = end - panel >= MOST_PANELS ? MOST_PANELS : 1;
         by_lanes(p, 0, p->rows, panel, count);
@@ -426,7 +431,7 @@ int64_t forerun_block_bytes(int64_t type, int64_t inputs) {
 void forerun_expand(const uint8_t *weights, uint16_t *out, int64_t panels, int64_t depth) {
     const Panel *at = (const Panel *)weights;
     for (int64_t panel = 0; panel < panels; panel++, at++, out += depth * LANES)
-        expand(weights + at->at, at->type, 0, depth, out, (const char *)weights);
+        expand(weights + at->at, at->type, depth, out);
 }
 
 // Whether products of this kind can be computed here.
