@@ -7,7 +7,7 @@ Llama-3.1-8B is filled with random numbers on the device, except for `texts`, wh
 
     ceiling    what memory moves, what a launch, a node of a graph and a round trip take
     step       time, kernels and drafting of a step: plain, suffix, EAGLE-3, a draft model, at T = 0 and 0.8
-    without    the same with our fused layers switched off, in a process of its own
+    without    the same with layers module by module, in a process of its own
     growth     a pass over nodes, rows and context
     peer       transformers on the same model, with a static cache, compiled
     quantised  the matrix products of a pass in bfloat16, FP8 and 4 bits
@@ -68,9 +68,8 @@ CHAIN = 5
 REDUCED = 32_000  # Tokens of the head's vocabulary, as those of published EAGLE-3 heads
 ROWS = (1, 8, 16)  # Of the products: a plain step, a chain, a tree
 COPY_TB_S = 4.3  # What an H200 was seen to copy, where the part `ceiling` has not run
-WITHOUT: dict[str, str] = {}
-"""Environment variables that switch our fused layers off; the part `without` runs `step` with them. Empty: there are
-none yet, and the part says so."""
+WITHOUT = {"FORERUN_LAYERS": "parts"}
+"""The environment in which no whole layer runs in our kernels, of the part `without`."""
 
 
 class CutError(Exception):
@@ -314,10 +313,7 @@ def step(bench: Bench) -> None:
 
 
 def without(bench: Bench) -> None:
-    """Run `step` without our fused layers."""
-    if not WITHOUT:
-        bench.tell("without", skipped="nothing switches fused layers off yet")
-        return
+    """Run `step` without whole layers in our kernels."""
     bench.free()
     run_module(bench, ["step"], WITHOUT)
 

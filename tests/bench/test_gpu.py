@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu
+from forerun.model.kernels.forwards import LAYERS_BY
 
 
 def lines(out: Path) -> list[dict[str, Any]]:
@@ -14,7 +15,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_dry_run_prints_one_line_for_each_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    gpu.main([str(tmp_path), "ceiling", "step", "growth", "without", "quantised", "--dry"])
+    gpu.main([str(tmp_path), "ceiling", "step", "growth", "quantised", "--dry"])
     found = lines(tmp_path)
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")] == found
     assert not [line for line in found if "failed" in line or "cut_after_s" in line]
@@ -37,11 +38,13 @@ def test_a_part_that_fails_or_takes_too_long_costs_no_other(
     def cut(_bench: gpu.Bench) -> None:
         raise gpu.CutError
 
+    apart = list[tuple[list[str], dict[str, str]]]()
+    monkeypatch.setattr(gpu, "run_module", lambda _bench, parts, environment: apart.append((parts, environment)))
     monkeypatch.setattr(gpu, "PARTS", {"first": (fail, 5), "second": (cut, 7), "third": (gpu.without, 5)})
     gpu.main([str(tmp_path), "first", "second", "third", "--dry"])
-    first, second, third, _ = lines(tmp_path)
+    first, second, _ = lines(tmp_path)
     assert "illegal memory access" in first["failed"] and second["cut_after_s"] == 7
-    assert third["part"] == "without" and third["skipped"]
+    assert apart == [(["step"], {LAYERS_BY: "parts"})]
     with pytest.raises(SystemExit):
         gpu.main([str(tmp_path), "steps", "--dry"])
     assert "unknown part 'steps'; there are first, second, third" in capsys.readouterr().err
