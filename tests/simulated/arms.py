@@ -37,7 +37,7 @@ PARAMS = {
 }
 MOST_READS = {"plain": 1, "ngram": 1, "suffix": 1, "recycling": 1}
 """Per step, of arms that run no model of their own. Others may read twice: once to fetch a draft, once to verify it."""
-MOST_LAUNCHES = {"plain": 52, "eagle3": 105, "draft_model": 230}
+MOST_LAUNCHES = {"plain": 52, "eagle3": 105}
 """Per step, beside recordings, in any setting: of a sampled step without the recording of the verdicts it is 700."""
 PROMPT = """\
 def read_lines(path):
