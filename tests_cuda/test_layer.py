@@ -7,6 +7,7 @@ Without a GPU Triton's interpreter runs them, in float16 alone (`make test-trito
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,3 +288,17 @@ def test_a_chain_has_the_bits_of_plain_decoding(dtype: torch.dtype, family: str)
         alone = target.score([0], [TokenTree.of(tokens[13 + place], [], [])]).logits[0, 0]
         assert torch.equal(alone, scored[place]), place
         target.commit([0], [()])
+
+
+def test_the_choice_is_kept_with_the_verdict(dtype: torch.dtype, tmp_path: Path) -> None:
+    """A model passes its self-check with whole layers, and a second start compares and times nothing."""
+    config = AutoConfig.for_model("llama", **{**COMMON, "head_dim": DEPTH, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    for weight in model.parameters():
+        weight.copy_(torch.randn_like(weight) * (0.1 if weight.dim() > 1 else 0.3) + (weight.dim() == 1))
+    model.save_pretrained(tmp_path)
+    first, second = (TransformersTarget.load(tmp_path, slots=64, dtype=dtype, device=DEVICE) for _ in range(2))
+    names = accelerate.list_replaced(first.model)
+    assert {"model", "model.layers.0", "model.rotary_emb", "lm_head"} <= set(names)
+    assert accelerate.list_replaced(second.model) == names
+    assert any(type(part.__dict__.get("forward")) is StreamedLayerForward for part in second.model.modules())
