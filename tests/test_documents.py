@@ -58,6 +58,30 @@ def test_the_tree_in_the_readme_is_the_tree() -> None:
     assert packages <= {name.rstrip("/") for name in names}
 
 
+SOURCES = ("src", "tests", "tests_cuda", "docs", "benchmarks", "deploy", "examples", "recipes")
+"""Folders whose files the pages name."""
+NOT_OURS = {"ar_validate.py", "calibrate_draft_vocab.py", "chunk.py", "echo.py", "llm_args.py", "vllm_engine.py"}
+"""Names of files of other projects, of Python's library and of a reader's own."""
+
+
+def test_every_source_file_that_a_page_names_exists() -> None:
+    """A path in backticks ends like one of ours, so `model/cache.py` and `cache.py` both name a file."""
+    files = [path.relative_to(ROOT).as_posix() for folder in SOURCES for path in (ROOT / folder).rglob("*")]
+    endings = {file.split("/", start)[-1] for file in files for start in range(file.count("/") + 1)}
+    folders = {path.name for root in (ROOT, ROOT / "src" / "forerun") for path in root.iterdir() if path.is_dir()}
+    folders -= {"build"}  # Nothing in it is in the repository
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = set[tuple[str, str]]()
+    for page in pages:
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        for path in re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", prose):
+            if re.search(r"\.(py|c|h|jinja)$", path) or (path.split("/")[0] in folders and "/" in path):
+                named.add((page.name, path))
+    assert ("design.md", "decode/step.py") in named and ("design.md", "core/") in named
+    missing = [one for one in sorted(named) if one[1].strip("/") not in endings and not (ROOT / one[1]).exists()]
+    assert [one for one in missing if one[1].split("/")[-1] not in NOT_OURS] == []
+
+
 def anchors(page: Path) -> set[str]:
     """What a link can name of a page: its headings in lower case, without punctuation."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)

@@ -60,7 +60,7 @@ VERBS = {
     "chat": "Talk to a model.",
     "serve": "Serve a model behind OpenAI's API.",
     "bench": "Measure any OpenAI-compatible server under load.",
-    "certify": "Prove on your own model, or of a server, that speculation changes nothing.",
+    "certify": "Test on your own model, or on a server, that speculation changes nothing.",
     "speedup": "Make a model faster, and say honestly how much: one command.",
     "data": "Prepare training data, or let the target write it.",
     "train": "Train a draft head for your own model.",
