@@ -147,6 +147,13 @@ class SpeculationStats:
     accepted_per_depth: list[int] = field(default_factory=list)  # Steps that accepted a node at depth d + 1
     steps_per_rule: Counter[str] = field(default_factory=Counter)  # Speculative steps by the rule that verified them
 
+    def __repr__(self) -> str:
+        return (
+            f"SpeculationStats(tokens_per_pass={self.tokens_per_pass:.2f}, num_tokens={self.num_tokens}, "
+            f"num_passes={self.num_passes}, num_draft_tokens={self.num_draft_tokens}, "
+            f"num_accepted_draft_tokens={self.num_accepted_draft_tokens})"
+        )
+
     @property
     def num_passes(self) -> int:
         """Return the target's passes that gave tokens, with a draft or without, the prompt's
@@ -237,6 +244,12 @@ class CompletionOutput:
     speculation: SpeculationStats
     trace: list[StepTrace] = field(default_factory=list)  # Filled where the request asked for it
 
+    def __repr__(self) -> str:
+        return (
+            f"CompletionOutput(index={self.index}, text={self.text!r}, finish_reason={self.finish_reason!r}, "
+            f"num_tokens={len(self.token_ids)}, tokens_per_pass={self.speculation.tokens_per_pass:.2f})"
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
@@ -251,6 +264,12 @@ class RequestOutput:
     time_to_first_token_s: float | None = None  # From the moment the request was queued to its first token
     decode_s: float | None = None  # From the first to the last token
     num_cached_tokens: int | None = 0  # Prompt tokens that were in the cache and were not read again; None: untold
+
+    def __repr__(self) -> str:
+        return (
+            f"RequestOutput(request_id={self.request_id!r}, prompt={self.prompt!r}, outputs={self.outputs!r}, "
+            f"finished={self.finished})"
+        )
 
     @property
     def seconds(self) -> float:

@@ -72,6 +72,18 @@ def test_a_request_may_switch_speculation_off_or_bring_its_own(ngram: LLM, draft
     assert len(other.speculation.drafted_per_depth) == 2
 
 
+def test_a_drafter_is_named_by_its_bare_name(plain: LLM) -> None:
+    drafted = plain.generate(PROMPTS[1], GREEDY, speculative="ngram")[0].outputs[0]
+    assert drafted.speculation.num_draft_tokens > 0
+    with pytest.raises(ArgumentError, match="Did you mean 'ngram'"):
+        plain.generate(PROMPTS[1], GREEDY, speculative="ngramm")
+
+
+def test_true_without_a_drafter_is_refused(plain: LLM) -> None:
+    with pytest.raises(ArgumentError, match="no drafter is configured"):
+        plain.generate(PROMPTS[1], GREEDY, speculative=True)
+
+
 @pytest.mark.parametrize("end", ["closed", "forgotten", "begun and closed"])
 def test_a_stream_that_nobody_reads_leaves_nothing_behind(ngram: LLM, end: str) -> None:
     stream = ngram.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))

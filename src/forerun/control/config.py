@@ -56,8 +56,8 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
-        """Build a configuration from a dict, from JSON, or from vLLM's ``speculative_config``; None
-        and ``{"enabled": False}`` mean off.
+        """Build a configuration from a dict, from JSON, from a method's bare name, or from vLLM's
+        ``speculative_config``; None and ``{"enabled": False}`` mean off.
 
         Raises:
             ArgumentError: no method can be inferred, or a value is out of range.
@@ -65,7 +65,7 @@ class SpeculativeConfig:
         if given is None or isinstance(given, SpeculativeConfig):
             return given
         if isinstance(given, str):
-            given = _from_json(given)
+            given = _from_json(given) if given.lstrip().startswith(("{", "[", '"')) else {"method": given.strip()}
         values = {_ALIASES.get(key, key): value for key, value in given.items()}
         if not values.pop("enabled", True):
             return None

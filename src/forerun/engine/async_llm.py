@@ -190,8 +190,8 @@ class AsyncLLM:
         await self._by_worker(self._end_pause)
 
     async def close(self) -> None:
-        """Finish the step in progress and stop the worker. Running requests, and all that come
-        later, end with an EngineError.
+        """Finish the step in progress, stop the worker and free the memory, see `LLM.close`. Running
+        requests, and all that come later, end with an EngineError.
         """
         self._closed = True
         self._lanes.close()
@@ -201,6 +201,7 @@ class AsyncLLM:
             with suppress(RuntimeError):  # its loop was closed: nobody waits
                 inbox.loop.call_soon_threadsafe(inbox.put_nowait, EngineError(CLOSED))
         await asyncio.to_thread(self._worker.shutdown)
+        await asyncio.to_thread(self.llm.close)
 
     def _submit(self, request: Request, inbox: _Inbox) -> str:
         """Queue a request, in the worker. Its inbox is registered before any step can answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 import logging
@@ -16,6 +17,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import torch
 from tqdm import tqdm
 
 from forerun.control.config import (
@@ -35,11 +37,11 @@ from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
-from forerun.errors import ArgumentError, about, nearest, refuse_unknown
+from forerun.errors import CLOSED, ArgumentError, EngineError, about, nearest, refuse_unknown
 from forerun.model import Buckets
 from forerun.model.back_ends import load_target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
-from forerun.model.target import PREFILL_CHUNK
+from forerun.model.target import PREFILL_CHUNK, Target
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -49,8 +51,8 @@ log = logging.getLogger(__name__)
 
 Conversation = Sequence[Mapping[str, Any]]  # Messages: ``{"role": ..., "content": ...}``
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""The drafter of a request: None as the engine is configured, False off, or a configuration of its
-own.
+"""The drafter of a request: None as the engine is configured, False off, True as configured where that must not be
+nothing, or a configuration of its own: a method's name, or vLLM's dict.
 """
 
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
@@ -84,10 +86,13 @@ class OpenedWeights:
 class LLM:
     """A language model that answers speculatively. Threads may share it: their requests run together.
 
+    Use as ``with LLM(...) as llm``, or call `close`, where its memory is needed before Python lets go of it.
+
     Args:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
         tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
-        speculative_config: vLLM's dict, e.g. ``{"method": "ngram", "num_speculative_tokens": 8}``; None is plain.
+        speculative_config: a method's name (``"auto"``), or vLLM's dict, e.g. ``{"method": "ngram",
+            "num_speculative_tokens": 8}``; None is plain.
         dtype: ``"auto"`` (the checkpoint's; float32 on a CPU that only emulates that), ``"float32"``, ``"bfloat16"``,
             ``"float16"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
@@ -141,7 +146,7 @@ class LLM:
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
         loading["backend"] = _back_end(loading.get("backend", "auto"), self.speculative)
-        self.target = load_target(
+        target = load_target(
             model,
             rows=max_num_seqs,
             slots=None if max_model_len is None else max_model_len + _HEADROOM,
@@ -153,31 +158,31 @@ class LLM:
             tokenizer=own_tokenizer,
             **loading,
         )
-        most, limit = self.target.max_length, self.target.cached_tokens_limit
+        most, limit = target.max_length, target.cached_tokens_limit
         kv_cache_tokens = kv_cache_tokens if limit is None else min(limit, kv_cache_tokens or limit)
-        self.max_model_len = min(most, self.target.slots - _HEADROOM, kv_cache_tokens or most)
+        self.max_model_len = min(most, target.slots - _HEADROOM, kv_cache_tokens or most)
         if max_model_len is not None and max_model_len > most:
             raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
         self.tokenizer = own_tokenizer()
-        warn_of_more_tokens(self.tokenizer, self.target.vocab_size)
+        warn_of_more_tokens(self.tokenizer, target.vocab_size)
         self._reader = PromptReader(
             tokenizer=self.tokenizer,
-            generation_config=self.target.generation_config,
-            vocab_size=self.target.vocab_size,
+            generation_config=target.generation_config,
+            vocab_size=target.vocab_size,
             context=self.max_model_len,
             default_seed=seed,
         )
-        cost = cache(partial(known_or_nominal, self.target))  # read when a drafter asks
+        cost = cache(partial(known_or_nominal, target))  # read when a drafter asks
         setup = DrafterSetup(
-            target=self.target,
+            target=target,
             tokenizer=self.tokenizer,
             rows=max_num_seqs,
-            slots=self.target.slots,
+            slots=target.slots,
             pass_ms=lambda drafted: cost().pass_ms(drafted + 1),
         )
         if reproducible:
-            self.target.check_reproducible()
-            self.target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
+            target.check_reproducible()
+            target.buckets = Buckets(nodes=(REPRODUCIBLE_NODES,))
         scheduling = Scheduling(
             max_num_batched_tokens=most_batched,
             whole_chunks=reproducible,
@@ -185,13 +190,59 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
         )
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
-        self.engine = Engine(self.target, pool, scheduling, check=check)
+        self._name = target.name_or_path
+        self._engine: Engine | None = Engine(target, pool, scheduling, check=check)  # None once it is closed
         self._drafter = self.engine.drafting.ensure(self.speculative)
         self._asleep = set[str]()  # Of `SLEEPING_PARTS`
-        weakref.finalize(self, self.engine.drafting.keep_costs)
+        self._keep_costs = weakref.finalize(self, pool.keep_costs)
         self._inbox: dict[str, deque[StreamChunk]] = {}
         self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
         self._numbers, self._ending = itertools.count(), deque[str]()  # Requests to end: whoever has the engine does so
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return f"LLM({self._name!r}, closed)"
+        drafter = None if self.speculative is None else self.speculative.method
+        runs_on = f"dtype={self.target.dtype_name!r}, device={str(self.target.device)!r}"
+        return f"LLM({self._name!r}, {runs_on}, drafter={drafter!r})"
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that batches the requests. Raises EngineError once the `LLM` is closed."""
+        if self._engine is None:
+            raise EngineError(CLOSED)
+        return self._engine
+
+    @property
+    def target(self) -> Target:
+        """The model on its back end. Raises EngineError once the `LLM` is closed."""
+        return self.engine.target
+
+    def close(self) -> None:
+        """Free the memory of the model, the drafters and their caches. A step that runs ends first, and requests that
+        have not ended, and all that come later, end with an EngineError. A second call does nothing.
+        """
+        with self._alone():
+            if self._engine is None:
+                return
+            self._keep_costs()  # And so lets go of the drafters
+            self._engine = None
+            self._inbox.clear()
+        gc.collect()  # Modules and hooks refer to each other
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer. ArgumentError: there is none (``tokenizer=False``)."""
+        if self.tokenizer is None:
+            raise ArgumentError("there is no tokenizer: the LLM was made with tokenizer=False")
+        return self.tokenizer
 
     def generate(
         self,
@@ -209,7 +260,7 @@ class LLM:
         Args:
             prompts: one or many: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: one for all or one for each; None takes the model's defaults.
-            speculative: for these requests: None as configured, False off, or a configuration.
+            speculative: for these requests: None as configured, False off, or a method's name or configuration.
             trace: keep a `StepTrace` of every step in the outputs.
             timeout_s: time from queueing to the end, seconds; an answer that needs longer ends with what there is of it
                 and the finish reason ``"abort"``.
@@ -508,7 +559,8 @@ class LLM:
             try:
                 while self._ending:
                     request_id = self._ending.popleft()
-                    self.engine.abort(request_id)
+                    if self._engine is not None:
+                        self._engine.abort(request_id)
                     self._inbox.pop(request_id, None)
             finally:
                 self._turn.release()
@@ -527,6 +579,11 @@ class LLM:
             self._end()
 
     def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
+        if speculative is True and self.speculative is None:
+            raise ArgumentError(
+                "speculative=True, but no drafter is configured: name one, speculative='auto', or make the LLM with "
+                "speculative_config='auto'"
+            )
         if speculative is None or speculative is True:
             return self.speculative
         return None if speculative is False else SpeculativeConfig.parse(speculative)
