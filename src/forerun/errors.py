@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn, Protocol
+from functools import wraps
+from inspect import signature
+from typing import NoReturn, Protocol, TypeVar
+
+Made = TypeVar("Made")
 
 UNSERVED = "No option of forerun changes that; transformers' own generate runs such a model."
 """This sentence ends the message about a model whose kind is refused."""
@@ -202,6 +206,22 @@ def about(param: str) -> Iterator[None]:
     except ArgumentError as error:
         error.param = error.param or param
         raise
+
+
+def name_unknown_arguments(cls: type[Made]) -> type[Made]:
+    """Let a dataclass refuse an argument that it does not have with a TypeError that names the nearest."""
+    make: Callable[..., None] = cls.__init__
+    known = list(signature(cls).parameters)
+
+    @wraps(make)
+    def checked(self: Made, *values: object, **given: object) -> None:
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, known)}")
+        make(self, *values, **given)
+
+    setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)
+    return cls
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -11,7 +11,7 @@ from numbers import Integral, Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import ArgumentError, refuse
+from forerun.errors import ArgumentError, name_unknown_arguments, refuse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +31,7 @@ It must be a function of these alone.
 """
 
 
+@name_unknown_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
     """`StructuredOutputs` says what the answer must look like: exactly one of these fields is set.
@@ -51,6 +52,7 @@ class StructuredOutputs:
             raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
 
 
+@name_unknown_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """`SamplingParams` says how to sample one request; names and meaning are vLLM's.

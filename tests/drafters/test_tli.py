@@ -122,7 +122,7 @@ def test_a_request_that_bans_every_shared_token_gets_no_draft_and_disturbs_nobod
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
-        ({"tokenizer": tongue(tuple("mnopqrstuvwx"))}, VocabularyMismatchError, r"no common tokens.*--drafter slem"),
+        ({"tokenizer": tongue(tuple("mnopqrstuvwx"))}, VocabularyMismatchError, r"no common tokens.*drafter slem"),
         ({"min_shared": 10}, VocabularyMismatchError, r"9 common tokens, fewer than 10.*min_shared"),
         ({"shape": (10,)}, VocabularyMismatchError, "10 children"),
         ({"tokenizer": None}, ArgumentError, "pass tokenizer="),
@@ -153,5 +153,5 @@ def test_text_with_directories(tmp_path: Path, method: str, words: Any) -> None:
 
 def test_draft_model_names_the_drafters_that_take_another_tokenizer(tmp_path: Path) -> None:
     folder = saved(tmp_path, byte_level("code"), 5)
-    with pytest.raises(VocabularyMismatchError, match="--drafter tli or --drafter slem"):
+    with pytest.raises(VocabularyMismatchError, match="drafters tli and slem"):
         DraftModelDrafter(DraftModelConfig(model=str(folder)), setup(tiny_tokenizer()))

@@ -1,9 +1,10 @@
 """The public face: what users of vLLM and transformers type, and that speculation changes nothing of what comes out."""
 
+import inspect
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
+from forerun.engine.arguments import EngineArguments, LoadingArguments
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
+from forerun.model.load import LoadOptions
 from forerun.types import Source
 
 PROMPTS = ["the cat sat on the", "the dog and the dog and the", "log", "on the mat the cat on the mat the"]
@@ -280,6 +283,22 @@ def test_a_bad_speculative_config_is_named(plain: LLM, config: Any, message: str
 def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM(str(checkpoint), max_modellen=3)
+
+
+def test_an_argument_of_vllms_that_is_not_here_says_what_to_use(checkpoint: Path) -> None:
+    with pytest.raises(TypeError, match=r"tensor_parallel_size.*which is vLLM's.*device_map"):
+        LLM(str(checkpoint), tensor_parallel_size=2)
+    with pytest.raises(TypeError, match=r"SamplingParams.*'max_token'.*Did you mean 'max_tokens'"):
+        SamplingParams(max_token=3)
+
+
+def test_the_typed_arguments_are_those_of_llm() -> None:
+    own = set(inspect.signature(LLM.__init__).parameters) - {"self", "model", "loading"}
+    assert own == set(EngineArguments.__annotations__) - set(LoadingArguments.__annotations__)
+    assert inspect.signature(SamplingParams).parameters["max_tokens"].default == 16
+    opened = {field.name for field in fields(LoadOptions)}
+    old = {name for name in LoadingArguments.__annotations__ if name.startswith(("speculative", "num_", "ngram"))}
+    assert set(LoadingArguments.__annotations__) - old - {"backend"} <= opened
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,8 @@ def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
     `keywords`.
     """
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")
-    found = {name: keywords.pop(name) for name in old if keywords.get(name) is not None}
+    given = {name: keywords.pop(name, None) for name in old}
+    found = {name: value for name, value in given.items() if value is not None}
     if not found:
         return None
     model = found.pop("speculative_model", None)

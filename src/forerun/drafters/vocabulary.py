@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _REMEDY = (
     "A draft model needs the target's own tokenizer: take a smaller model of the same family, let this one draft in "
-    "its own tokens (--drafter tli or --drafter slem), or take a drafter that has no vocabulary of its own (ngram)."
+    "its own tokens (the drafters tli and slem), or take a drafter that has no vocabulary of its own (ngram)."
 )
 
 

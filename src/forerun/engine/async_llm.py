@@ -16,9 +16,10 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, Unpack
 
 from forerun.control.config import SpeculativeConfig
+from forerun.engine.arguments import EngineArguments
 from forerun.engine.completion import Request
 from forerun.engine.llm import LLM, Conversation, Speculative
 from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
@@ -40,12 +41,13 @@ class AsyncLLM:
     Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
     """
 
-    def __init__(self, model: Any, **keywords: Any) -> None:
+    def __init__(self, model: Any, **keywords: Unpack[EngineArguments]) -> None:
         # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
         # and once there are more of them than cores it puts each to sleep between any two operations.
         self._worker = _Worker()
         try:
-            load = partial(LLM, model, **{"max_num_batched_tokens": None, **keywords})
+            arguments: EngineArguments = {"max_num_batched_tokens": None, **keywords}
+            load = partial(LLM, model, **arguments)
             self.llm: LLM = self._worker.submit(load).result()
         except BaseException:
             self._worker.shutdown(wait=False, cancel_futures=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import logging
 import time
@@ -15,14 +14,13 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from tqdm import tqdm
 
 from forerun.control.config import (
     MAX_SPECULATIVE_TOKENS,
-    NOT_WHILE_SERVING,
     SpeculativeConfig,
     check_models_named,
     check_sizes,
@@ -32,12 +30,13 @@ from forerun.control.config import (
 )
 from forerun.control.measuring import known_or_nominal
 from forerun.decode.drafter import DrafterSetup
+from forerun.engine.arguments import LoadingArguments, check_keywords
 from forerun.engine.completion import Request
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
-from forerun.errors import CLOSED, ArgumentError, EngineError, about, nearest, refuse_unknown
+from forerun.errors import CLOSED, ArgumentError, EngineError, about, refuse_unknown
 from forerun.model import Buckets
 from forerun.model.back_ends import load_target
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
@@ -58,20 +57,6 @@ nothing, or a configuration of its own: a method's name, or vLLM's dict.
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
 _HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots behind the longest text, for drafted tokens
-_LOADING = (
-    "backend",
-    "device_map",
-    "tp_plan",
-    "adapter",
-    "revision",
-    "trust_remote_code",
-    "token",
-    "self_check",
-    "repack",
-    "compile",
-)
-
-
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleeps and wakes up
 
 
@@ -108,12 +93,12 @@ class LLM:
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
         check: verify the step's invariants while running (slow).
-        loading: passed to `load_target`: backend, device_map, tp_plan, adapter, revision, trust_remote_code, token,
-            self_check, repack, compile. The older keywords ``speculative_model``, ``num_speculative_tokens``,
-            ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` are understood too.
+        loading: how the model is opened, `LoadingArguments`: backend, device_map, tp_plan, adapter, revision,
+            trust_remote_code, token, self_check, repack, compile. The older keywords ``speculative_model``,
+            ``num_speculative_tokens``, ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` are understood too.
 
     Raises:
-        TypeError: an unknown keyword; the message names the nearest.
+        TypeError: an unknown keyword; the message names the nearest, or what takes the place of vLLM's.
         ForerunError: whatever keeps the model or the drafter from being loaded.
     """
 
@@ -133,19 +118,17 @@ class LLM:
         seed: int | None = None,
         reproducible: bool = False,
         check: bool = False,
-        **loading: Any,
+        **loading: Unpack[LoadingArguments],
     ) -> None:
-        old = from_old_keywords(loading)
-        if old is not None and speculative_config is not None:
-            raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
-        _check_keywords(loading)
+        check_keywords(loading)
+        opening: dict[str, Any] = {**loading}
+        self.speculative = _configured(speculative_config, opening)
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
-        self.speculative = SpeculativeConfig.parse(speculative_config if old is None else old)
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
         weights, cached = drafter_bytes(self.speculative)
-        loading["backend"] = _back_end(loading.get("backend", "auto"), self.speculative)
+        opening["backend"] = _back_end(opening.get("backend", "auto"), self.speculative)
         target = load_target(
             model,
             rows=max_num_seqs,
@@ -156,7 +139,7 @@ class LLM:
             reserve_bytes_per_slot=cached,
             tokens=None if kv_cache_tokens is None else kv_cache_tokens + max_num_seqs * _HEADROOM,
             tokenizer=own_tokenizer,
-            **loading,
+            **opening,
         )
         most, limit = target.max_length, target.cached_tokens_limit
         kv_cache_tokens = kv_cache_tokens if limit is None else min(limit, kv_cache_tokens or limit)
@@ -625,18 +608,16 @@ class LLM:
         raise AssertionError("a stream ends with its output")
 
 
+def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) -> SpeculativeConfig | None:
+    """Return the drafter's configuration, from ``speculative_config`` or from the older keywords, which are taken out
+    of `opening`. ArgumentError: both are given.
+    """
+    old = from_old_keywords(opening)
+    if old is not None and given is not None:
+        raise ArgumentError("give either speculative_config or the older speculative_model keywords, not both")
+    return SpeculativeConfig.parse(given if old is None else old)
+
+
 def _back_end(asked: str, config: SpeculativeConfig | None) -> str:
     """Return the back end that is asked for, or that hands out what a drafter reads."""
     return "transformers" if asked == "auto" and reads_layers(config) else asked
-
-
-def _check_keywords(loading: Mapping[str, Any]) -> None:
-    """Raise TypeError for a keyword that `LLM` does not have, naming the nearest; ArgumentError for
-    one that it had.
-    """
-    if "adapt" in loading:
-        raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
-    for name in loading:
-        if name not in _LOADING:
-            known = [*inspect.signature(LLM.__init__).parameters, *_LOADING]
-            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")

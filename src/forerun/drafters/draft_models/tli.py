@@ -115,7 +115,7 @@ def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes)
     if len(shared) >= needed:
         return
     found = f"{len(shared)} common tokens, fewer than {needed}" if len(shared) else "no common tokens"
-    remedy = "take --drafter slem, which compares text" + (", or lower min_shared" if len(shared) else "")
+    remedy = "take the drafter slem, which compares text" + (", or lower min_shared" if len(shared) else "")
     raise VocabularyMismatchError(f"the tokenizers of target {target!r} and draft {draft!r} have {found}; {remedy}")
 
 

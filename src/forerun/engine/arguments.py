@@ -1,0 +1,97 @@
+"""These are the keyword arguments of `LLM`: their types, and what to use for those of vLLM's that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from forerun.control.config import NOT_WHILE_SERVING
+from forerun.errors import ArgumentError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LoadingArguments(TypedDict, total=False):
+    """`LoadingArguments` are the arguments of `LLM` that say how the model is opened, see `load_target`."""
+
+    backend: str  # ``"auto"``, ``"transformers"`` or ``"llama.cpp"``
+    device_map: Any  # Placement of each module, as in transformers; excludes `device`
+    tp_plan: Any  # ``"auto"`` under torchrun: tensor parallel
+    adapter: str | Path | None  # Directory or hub id of a PEFT adapter
+    revision: str | None  # Of the hub id
+    trust_remote_code: bool
+    token: str | bool | None  # Hugging Face token; None: ``HF_TOKEN`` or the one that is stored
+    self_check: bool  # Compare small trees with plain forwards first, which may shorten the context
+    repack: bool | None  # Make the modules faster in place; None: only those loaded here
+    compile: bool  # Compile the forward; takes a while at each new shape
+    speculative_model: str | None  # Of older vLLM tutorials, like the next three
+    num_speculative_tokens: int | None
+    ngram_prompt_lookup_max: int | None
+    ngram_prompt_lookup_min: int | None
+
+
+class EngineArguments(LoadingArguments, total=False):
+    """`EngineArguments` are all keyword arguments of `LLM`, which `AsyncLLM` takes, too."""
+
+    tokenizer: str | Path | PreTrainedTokenizerBase | bool | None
+    speculative_config: Mapping[str, Any] | str | None
+    dtype: str
+    device: str | None
+    max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    enable_prefix_caching: bool
+    kv_cache_tokens: int | None
+    seed: int | None
+    reproducible: bool
+    check: bool
+
+
+_ONE_DEVICE = "a model runs on one device; tp_plan='auto' under torchrun, or device_map, spreads it over several"
+_CACHE_SIZE = "the cache is sized in tokens: kv_cache_tokens, max_model_len and max_num_seqs"
+_CHECKPOINT_DECIDES = "the checkpoint says how its weights are quantised; open one that is, or a GGUF file"
+_NO_OFFLOAD = "nothing of the cache is kept elsewhere: answers that do not fit are preempted and go on later"
+_CHUNKED = "long prompts are always read in pieces, of max_num_batched_tokens"
+
+INSTEAD = {
+    "block_size": _CACHE_SIZE,
+    "cpu_offload_gb": "device_map places modules on the CPU, as in transformers",
+    "data_parallel_size": "start a process for each copy of the model",
+    "disable_log_stats": "an LLM logs no statistics; they are in each output's speculation",
+    "distributed_executor_backend": _ONE_DEVICE,
+    "download_dir": "the environment's HF_HOME says where models are kept",
+    "enable_chunked_prefill": _CHUNKED,
+    "enable_lora": "adapter=... opens the model with one PEFT adapter",
+    "enable_sleep_mode": "LLM.sleep and LLM.wake_up need no preparation",
+    "enforce_eager": "nothing is compiled unless compile=True; FORERUN_NO_GRAPHS=1 leaves CUDA graphs out",
+    "gpu_memory_utilization": _CACHE_SIZE,
+    "hf_token": "call it token",
+    "kv_cache_dtype": "the cache has the model's dtype; a smaller one changes what is answered",
+    "kv_cache_memory_bytes": _CACHE_SIZE,
+    "load_format": "safetensors and GGUF files are recognised",
+    "max_lora_rank": "adapter=... opens the model with one PEFT adapter",
+    "num_gpu_blocks_override": _CACHE_SIZE,
+    "pipeline_parallel_size": _ONE_DEVICE,
+    "quantization": _CHECKPOINT_DECIDES,
+    "skip_tokenizer_init": "tokenizer=False works on token ids alone",
+    "swap_space": _NO_OFFLOAD,
+    "tensor_parallel_size": _ONE_DEVICE,
+    "tokenizer_mode": "transformers chooses the tokenizer; tokenizer=... takes another",
+}
+"""Arguments of vLLM's `LLM` map to what takes their place."""
+
+
+def check_keywords(given: Iterable[str]) -> None:
+    """Raise TypeError for a keyword that `LLM` does not have, with the nearest or with what takes the place of vLLM's;
+    ArgumentError for one that it had.
+    """
+    known = EngineArguments.__annotations__
+    for name in given:
+        if name == "adapt":
+            raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
+        if name in INSTEAD:
+            raise TypeError(f"LLM() has no argument {name!r}, which is vLLM's: {INSTEAD[name]}")
+        if name not in known:
+            raise TypeError(f"LLM() has no argument {name!r}.{nearest(name, known)}")
