@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -119,6 +120,31 @@ def test_what_a_joined_node_is_worth_depends_on_who_holds_it() -> None:
     stated = Ranking.merge(trees, 8, surest).tree
     assert (stated.tokens, stated.parents) == (ranking.tree.tokens, ranking.tree.parents)
     assert stated.confidence == ranking.tree.confidence, "what is learned from stays what was stated"
+
+
+def test_the_step_with_numbers_on_the_page_is_what_the_policy_computes() -> None:
+    """docs/control.md, before calibration and after it."""
+    page = (Path(__file__).parents[2] / "docs" / "control.md").read_text(encoding="utf-8")
+    found = {
+        0: given((1, 0, 0.9), (2, 1, 0.8), (3, 2, 0.7), (4, 3, 0.6)),
+        1: given((1, 0, 0.6), (2, 1, 0.5), (9, 0, 0.3)),
+    }
+    times, price, agreement = [10.0, 10.6, 11.2, 11.8, 12.4, 15.0], 0.2, Confidence()
+
+    def weighed() -> tuple[list[str], list[int]]:
+        ranking = Ranking.merge(found, 8, agreement.of(0))
+        gains = [worth - price * (times[nodes] - times[0]) for nodes, worth in enumerate(ranking.worth)]
+        sizes = Times(5, times.__getitem__)
+        return [f"{gain:.3f}" for gain in gains], allocate([ranking.worth], PassShape(), times=sizes, goodput=price)
+
+    rows = re.findall(r"^\|.* \| \**([\d.]+)\** \|$", page[page.index("### A step with numbers") :], re.MULTILINE)[:6]
+    gains, best = weighed()
+    assert gains[1:] == rows[1:] and best == [4]
+    for right in [True] * 3 + [False] * 9:
+        agreement.learn(1, Ranking.merge({0: given((3, 0, 0.7))}, 8, surest), [3 if right else 8])
+    gains, best = weighed()
+    assert f"{gains[2]}, {gains[3]} and {gains[4]}" in page and best == [3]
+    assert f"{agreement.of(0)(1, 0.7):.3f}" == "0.475"
 
 
 def test_a_join_keeps_the_likeliest_nodes_of_its_budget_and_their_parents() -> None:
