@@ -211,7 +211,7 @@ def test_what_decides_before_drawing_never_sees_a_draft() -> None:
 
 def taking(*ms: float) -> Times:
     """Passes of size 0, 1, ... take so long."""
-    return Times(len(ms) - 1, ms.__getitem__)
+    return Times(len(ms) - 1, lambda: ms.__getitem__)
 
 
 def test_width_follows_the_staircase_and_goodput() -> None:

@@ -173,14 +173,17 @@ class PassShape:
 
 
 class Times(dict[int, float]):
-    """Maps the size of a pass to the time of a step with it, ms, computed by `time` at the first
-    look-up; sizes above `most` take as long as that.
+    """Maps the size of a pass to the time of a step with it, ms; sizes above `most` take as long as that. Nothing is
+    computed before it is looked up: `curve` returns the function from size to time.
     """
 
-    def __init__(self, most: int, time: Callable[[int], float]) -> None:
-        self.most, self._time = most, time
+    def __init__(self, most: int, curve: Callable[[], Callable[[int], float]]) -> None:
+        self.most, self._curve = most, curve
+        self._time: Callable[[int], float] | None = None
 
     def __missing__(self, size: int) -> float:
+        if self._time is None:
+            self._time = self._curve()
         found = self[size] = self._time(size) if size <= self.most else self[self.most]
         return found
 
@@ -295,9 +298,13 @@ class StepCosts:
         spent whatever is then submitted. In a trial, what was seen long ago of passes with nodes
         does not count.
         """
-        host, about = self.host_ms(rows), _about(rows)
-        time = self._pass.curve(about, lambda size: self._predicted(size, rows, context), trial=trial)
-        return Times(self.shape.even(rows, nodes), lambda size: time(size) + host)
+
+        def curve() -> Callable[[int], float]:
+            host = self.host_ms(rows)
+            time = self._pass.curve(_about(rows), lambda size: self._predicted(size, rows, context), trial=trial)
+            return lambda size: time(size) + host
+
+        return Times(self.shape.even(rows, nodes), curve)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
         """Return the time of a proposal down to `depth` by a drafter in a step of `rows` rows whose

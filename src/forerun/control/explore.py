@@ -136,7 +136,11 @@ class LookupTrials(TrialSchedule):
         self._seen.append((ms, gain_ms))
         if self.off and sum([gain for _, gain in [*self._seen][-SETTINGS.few :]]) > SETTINGS.few * ms:
             self.off = False
-            self._seen.clear()
+            self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget what was seen, for another drafter that held the same is asked no more."""
+        self._seen.clear()
 
     def loss_ms(self) -> float:
         """Return what asking takes beyond what it saves, a step; 0 if it repays itself or is too new to tell."""
@@ -165,7 +169,7 @@ def settle(asked: Sequence[Asked], step: int, *, plain_ms: float) -> None:
     if max(losses, default=0.0) > 0.0:
         asked[losses.index(max(losses))].trials.off = True
         for one in asked:
-            one.trials._seen.clear()
+            one.trials.begin_anew()
     for one in asked:
         if one.trials.off:
             one.trials.wait_after(step, one.spent_ms / plain_ms)

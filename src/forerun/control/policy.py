@@ -113,16 +113,21 @@ class _StepPlan:
     awaited: bool  # Others wait for their first token
     trial: bool  # Passes with nodes are weighed as if they had never been dear
     times: Times  # Time of the step without drafting, ms, by size of the pass
-    goodput: float  # Tokens per ms of the whole step that decoding yields of late
+    rate: float  # Tokens of a row in the time of a plain step, of late
     lookups: list[_Lookup] = field(default_factory=list)
     merged: dict[int, Ranking] = field(default_factory=dict)  # The trees of all that copy as one
-    copies: dict[int, Bid] = field(default_factory=dict)
+    lookup_bids: dict[int, Bid] = field(default_factory=dict)
     gained: dict[int, float] = field(default_factory=dict)  # Tokens that a row gains by these, less what they cost
     offers: list[Offer] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)  # Row -> the arm that drafts for it
     ranked: dict[int, Ranking] = field(default_factory=dict)  # Deterministic trees that are proposed, by row
     pruned: Container[int] = ()  # Rows that lost nodes after they were drafted
     counts: Sequence[int] = ()  # Nodes that the target scores, by row of the step
+
+    @property
+    def goodput(self) -> float:
+        """The tokens per ms that the whole step yields of late."""
+        return self.rate * self.batch / self.times[0]
 
     def of(self, arm: int) -> list[int]:
         """Return the rows that an arm drafts for."""
@@ -221,21 +226,22 @@ class Policy:
             awaited=awaited,
             trial=trial,
             times=times,
-            goodput=self.goodput() * batch / times[0],
+            rate=self.goodput(),
         )
         # Now and then nobody is asked, so that plain decoding, to which everything is compared, is seen.
         if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
             self._ask(plan)
             models = [index for index, arm in enumerate(self.arms) if not arm.copies]
             plan.offers = [offer for index in models if (offer := self._offer(plan, index)) is not None]
-            plan.taken = choose(plan.copies, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
-        groups = [self._group(plan, index) for index in range(len(self.arms))]
-        return [group for group in groups if group.members or group.listeners]
+            if plan.lookup_bids or plan.offers:
+                plan.taken = choose(plan.lookup_bids, plan.offers, self.costs.shape, times=times, goodput=plan.goodput)
+        # One that was not asked and reads text alone is shown it when it is asked.
+        asked = {found.arm for found in plan.lookups}
+        shown = [index for index, arm in enumerate(self.arms) if index in asked or not arm.catches_up]
+        return [self._group(plan, index) for index in shown]
 
     def _group(self, plan: _StepPlan, index: int) -> Group:
         arm, chosen, offer = self.arms[index], plan.of(index), plan.offer(index)
-        # One that was not asked and reads text alone is shown it when it is asked.
-        waits = arm.catches_up and all(found.arm != index for found in plan.lookups)
         deepest = arm.limit if offer is None else min(arm.limit, offer.depth)
         return Group(
             name=arm.name,
@@ -243,7 +249,7 @@ class Policy:
             members=chosen,
             depths=[min(deepest, plan.limits[row]) for row in chosen],
             nodes=self._nodes,
-            listeners=[] if waits else [row for row in plan.rows if plan.taken.get(row) != index],
+            listeners=[row for row in plan.rows if plan.taken.get(row) != index],
             trees=[plan.merged[row].tree for row in chosen] if arm.copies and chosen else None,
         )
 
@@ -297,15 +303,18 @@ class Policy:
         """Ask the drafters that copy, merge their trees for each row, and record what asking took
         and what it saves.
         """
-        times = plan.times
-        if not any(arm.copies for arm in self.arms):
-            return
-        sizes = range(1 + min(times.most, 2 * max(SETTINGS.few, int(self._most_taken))))
-        nodes = max(1, bisect_right(sizes, _DEAREST_PASS * times[0], key=times.__getitem__) - 1)
+        due = dict[int, list[int]]()
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.copies and not arm.lookup_trials.due(self.steps)
-            if arm.copies and not arm.drafter.idle:
-                self._look_up(plan, index, nodes)
+            if arm.copies and not arm.drafter.idle and (drafting := self._may_look_up(plan, arm)):
+                due[index] = drafting
+        if not due:
+            return
+        times = plan.times
+        sizes = range(1 + min(times.most, 2 * max(SETTINGS.few, int(self._most_taken))))
+        nodes = max(1, bisect_right(sizes, _DEAREST_PASS * times[0], key=times.__getitem__) - 1)
+        for index, drafting in due.items():
+            self._look_up(plan, index, drafting, nodes)
         for index, row in plan.rows.items():
             own = {found.arm: found.trees[index] for found in plan.lookups if index in found.trees}
             if own:
@@ -315,20 +324,21 @@ class Policy:
                 plan.gained[index] = max(gains)
                 paying = gains.index(plan.gained[index])
                 main = max(own, key=lambda arm: ranking.held(arm, max(1, paying)))
-                plan.copies[index] = Bid(main, paying, ranking.worth[paying])
+                plan.lookup_bids[index] = Bid(main, paying, ranking.worth[paying])
         if self.measure and plan.lookups:
             self._settle(plan)
 
-    def _look_up(self, plan: _StepPlan, index: int, nodes: int) -> None:
-        arm = self.arms[index]
-        drafting = [
+    def _may_look_up(self, plan: _StepPlan, arm: Arm) -> list[int]:
+        """Return the rows that a drafter which copies may draft for."""
+        return [
             row
             for row, limit in plan.limits.items()
             if limit > 0 and (plan.rows[row].prediction or not arm.needs_prediction)
         ]
+
+    def _look_up(self, plan: _StepPlan, index: int, drafting: Sequence[int], nodes: int) -> None:
+        arm = self.arms[index]
         wanted = arm.lookup_trials.of(drafting)
-        if not wanted:
-            return
         began = self._clock()
         rows = [plan.rows[row] for row in wanted]
         budget = Budget(nodes=[nodes] * len(wanted), depth=[min(arm.limit, plan.limits[row]) for row in wanted])
@@ -374,31 +384,56 @@ class Policy:
         time = self._times(plan, arm, max(map(len, curves.values())))
         depth, drafting, ratio = best_depth(list(curves.values()), time, plan.batch)
         row_ms = plan.batch * (time(depth, drafting) - plan.times[0]) / drafting
-        offered, tried = dict[int, Sequence[float]](), list[int]()
-        for member, curve in curves.items() if not arm.trials.off else ():
-            reading = self.costs.reading_ms(arm.key, unread[member])
-            if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
-                offered[member] = curve
+        offered = [] if arm.trials.off else self._worth_reading(plan, arm, curves, unread, depth, row_ms)
         doubted = arm.trials.begun or arm.trials.off or ratio < SETTINGS.pays
-        if (doubted or not offered) and arm.trials.due(self.steps):
-            tried = self._tried(plan, arm, unread)
-        if tried and not doubted:  # now and then a text is read although that may not repay itself, if it gains most
-            offered, tried = {row: curves[row] for row in tried}, []
+        tried = self._tried(plan, arm, unread) if (doubted or not offered) and arm.trials.due(self.steps) else []
+        if tried and not doubted:
+            # The drafter pays, but no text is worth reading for it: now and then the shortest are read.
+            offered, tried = tried, []
             reading = self.costs.reading_ms(arm.key, sum(unread[row] for row in offered))
             arm.trials.wait_after(self.steps, reading / plan.times[0])
-        elif tried:
+        if tried:
             guess = [SETTINGS.first_guess ** (1 + level) for level in range(arm.limit)]
-            offered |= {row: guess[: len(curves[row])] for row in tried}
-            depth, _, _ = best_depth(list(offered.values()), time, plan.batch)
-        nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
-        for member, curve in offered.items():
-            bonus = optimism(curve[:depth], arm.survival.evidence(plan.rows[member].cache_row), self.steps)
-            bonus += _TRIAL_TOKENS if member in tried else 0.0
-            bids[member] = Bid(index, nodes, sum(curve[:depth]) + bonus)
-        ms = self.costs.draft_ms(arm.key, depth, plan.batch, trial=plan.trial)
-        if not bids:
+            offered = [*offered, *(row for row in tried if row not in offered)]
+            curves |= {row: guess[: len(curves[row])] for row in tried}
+            depth, _, _ = best_depth([curves[row] for row in offered], time, plan.batch)
+        if not offered:
             return None
+        ms = self.costs.draft_ms(arm.key, depth, plan.batch, trial=plan.trial)
+        bids = self._bids(plan, index, {row: curves[row][:depth] for row in offered}, depth, tried)
         return Offer(arm=index, depth=depth, ms=ms, bids=bids, doubted=doubted, tried=tried, unread=unread)
+
+    def _worth_reading(
+        self,
+        plan: _StepPlan,
+        arm: Arm,
+        curves: Mapping[int, Sequence[float]],
+        unread: Mapping[int, int],
+        depth: int,
+        row_ms: float,
+    ) -> list[int]:
+        """Return the rows whose texts the drafter knows, or which are worth reading for it."""
+        found = list[int]()
+        for member, curve in curves.items():
+            reading = self.costs.reading_ms(arm.key, unread[member])
+            if not reading or self._repays(plan, arm, plan.rows[member], reading, sum(curve[:depth]), row_ms):
+                found.append(member)
+        return found
+
+    def _bids(
+        self, plan: _StepPlan, index: int, curves: Mapping[int, Sequence[float]], depth: int, tried: Container[int]
+    ) -> dict[int, Bid]:
+        """Return the bid for each row: expected tokens, and what is added for their uncertainty or for a trial.
+
+        Args:
+            curves: the probabilities that depth 1, 2, ... survives, by row.
+        """
+        arm = self.arms[index]
+        nodes, bids = min(self._nodes, arm.expected_nodes(depth)), dict[int, Bid]()
+        for member, curve in curves.items():
+            bonus = optimism(curve, arm.survival.evidence(plan.rows[member].cache_row), self.steps)
+            bids[member] = Bid(index, nodes, sum(curve) + bonus + (_TRIAL_TOKENS if member in tried else 0.0))
+        return bids
 
     def _tried(self, plan: _StepPlan, arm: Arm, unread: Mapping[int, int]) -> list[int]:
         """Return rows for a trial: a few of which little is to be read, together no more than a
@@ -456,13 +491,14 @@ class Policy:
             if chosen:
                 self._learn_outcomes(plan, offer, chosen, emitted)
         used, size = plan.used(), self.costs.shape.size(plan.counts)
-        ms = plan.times[size] + sum(offer.ms for offer in used)
-        trace = next(emitted[member].trace for member in plan.rows)
+        trace, ms = next(emitted[member].trace for member in plan.rows), 0.0
         if self.measure and any(count for row, count in enumerate(plan.counts) if row not in plan.rows):
             self.costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)  # its host's work is not ours alone
         elif self.measure:
             ms = self._learn_times(plan, size, trace)
-        tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), ms / plan.times[0]
+        tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), 1.0
+        if size or used or plan.lookups:  # no plain step
+            cost = (ms or plan.times[size] + sum(offer.ms for offer in used)) / plan.times[0]
         if size and plan.trial:
             self._pass_trials[plan.batch].wait_after(self.steps, max(0.0, cost - 1))
         elif size:

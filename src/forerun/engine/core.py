@@ -500,9 +500,6 @@ class PrefixCache:
         copy of that. Otherwise it is the row that keeps the busy ones side by side (the cache reads
         neighbours without a copy), and of several such rows the one used least recently.
 
-        Without either, the row that keeps the busy ones side by side (the cache reads neighbours without a copy), and
-        of several such rows the one that was used least recently.
-
         Args:
             wanted: tokens, of which at least one is left to be read.
             running: what the busy rows hold.
