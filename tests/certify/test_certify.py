@@ -180,10 +180,16 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     common = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(prompts)]
     sizes = ["--max-tokens", "24", "--detect", "0.8", "--temperature", "0", "--temperature", "0.7"]
     assert main([*common, *sizes, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    told = printed.err.splitlines()
+    stages = [line.partition(":")[0] for line in told if line.startswith("stage")]
+    assert stages == [f"stage {number} of 4" for number in range(1, 5)]
+    assert sum(line.startswith("  pass  ") for line in told) == len(found["checks"])
+    assert any("at the pace of the first, about" in line for line in told)
     assert found["dtype"] == "float32"
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
-    assert main([*common, *sizes, "--rule", "typical"]) == 1
+    assert main([*common, *sizes, "--rule", "typical", "--quick"]) == 1
     assert "not certified" in capsys.readouterr().out
 
 

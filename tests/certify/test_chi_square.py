@@ -294,11 +294,14 @@ def test_no_draft_is_no_proof(
 
 def test_the_pace_tells_what_is_left() -> None:
     heard = list[str]()
-    pace = checks.Pace(tell=heard.append, total=200)
+    news = list[str]()
+    pace = checks.Pace(tell=heard.append, total=200, news=news.append)
     pace.told("T = 0.7")
     pace.drawn = 200
     pace.told("T = 0.7")
-    assert heard == ["T = 0.7", "T = 0.7, about 0 s left"]
+    pace.told("T = 0.7")
+    assert heard == ["T = 0.7", *["T = 0.7, about 0 s left"] * 2]
+    assert len(news) == 1 and news[0].endswith("about 0 s left")
 
 
 def _nucleus_before_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

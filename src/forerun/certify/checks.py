@@ -8,12 +8,14 @@ follows from what is to be detected (`chi_square`).
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,7 @@ def certify(
     plan: CertifyPlan | None = None,
     progress: Callable[[str], None] = lambda _: None,
     *,
+    news: Callable[[str], None] = lambda _: None,
     reference: Reference | None = None,
 ) -> Report:
     """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
@@ -72,6 +75,7 @@ def certify(
         prompts: texts; the beginnings of the first few are used.
         plan: how much to check.
         progress: is told what is being done.
+        news: is told what should stay to be read: each stage, each check's verdict, how long the rest takes.
         reference: the target as transformers, or llama.cpp, runs it; None loads its checkpoint a second time.
     """
     plan = plan or CertifyPlan()
@@ -81,7 +85,7 @@ def certify(
     if reference is None:
         progress("loading the target once more, to compare with")
         reference = Reference.of(llm)
-    run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress)
+    run = Run(llm=llm, reference=reference, prompts=texts, plan=plan, progress=progress, news=news)
     checks = examined(run)
     target = llm.target
     return Report(
@@ -103,6 +107,7 @@ class Run:
     prompts: list[Tokens]  # As long as the plan wants them
     plan: CertifyPlan
     progress: Callable[[str], None] = lambda _: None
+    news: Callable[[str], None] = lambda _: None
     rules: set[str] = field(default_factory=set)
 
     def answers(
@@ -121,8 +126,25 @@ class Run:
 
 def examined(run: Run) -> list[Check]:
     """All checks of a run: the rules that were seen to verify drafts, greedy and seeded text, sampled distributions."""
-    checks = [*_text_checks(run), *_distribution_checks(run)]
-    return [*_rule_checks(run), *checks]
+    stages = list[tuple[str, Callable[[], Iterable[Check]]]]()
+    for temperature in run.plan.temperatures:
+        if temperature == 0:
+            stages.append(("greedy text against plain decoding", partial(_greedy_checks, run)))
+        else:
+            stages.append((f"sampled text for a seed, T = {temperature:g}", partial(_seed_check, run, temperature)))
+    if any(run.plan.temperatures):
+        stages.append(("the exact distributions of sampled answers", partial(_distribution_checks, run)))
+    stages.append(("the rules that verified drafts, enumerated", partial(_rule_checks, run)))
+    found = list[list[Check]]()
+    for number, (what, examine) in enumerate(stages, 1):
+        run.news(f"stage {number} of {len(stages)}: {what}")
+        run.progress(what)
+        found.append([])
+        for check in examine():
+            run.news(f"  {'pass' if check.passed else 'FAIL'}  {check.name}")
+            found[-1].append(check)
+    *others, rules = found
+    return [*rules, *itertools.chain(*others)]
 
 
 def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[Tokens]:
@@ -139,25 +161,15 @@ def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[T
     return tokens
 
 
-def _text_checks(run: Run) -> Iterator[Check]:
-    for temperature in run.plan.temperatures:
-        if temperature == 0:
-            run.progress("greedy text against plain decoding")
-            yield from _greedy_checks(run)
-        else:
-            run.progress(f"sampled text for a seed, T = {temperature:g}")
-            yield from _seed_check(run, temperature)
-
-
 def _distribution_checks(run: Run) -> Iterator[Check]:
     settings = [one for warm in run.plan.temperatures if warm > 0 for one in settings_for(run, warm)]
     if not settings:
         return
-    run.progress("the exact distributions of sampled answers")
     number = len(settings) + 3  # With the one over longer answers, and two drafted by another drafter
     tests = [uncertain(run, setting, index, tests=number) for index, setting in enumerate(settings)]
     longer = token_test(run, settings[0], tests=number)
-    pace = Pace(tell=run.progress, total=sum(test.answers for test in [*tests, longer, tests[0], longer]))
+    every = [*tests, longer, tests[0], longer]
+    pace = Pace(tell=run.progress, news=run.news, total=sum(one.answers * one.tokens for one in every))
     for test in [*tests, longer]:
         check = chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
         yield check
@@ -397,8 +409,9 @@ class Pace:
     """It tells how many answers are drawn and about how long the others will take."""
 
     tell: Callable[[str], None]
-    total: int  # Answers of all tests together
+    total: int  # Tokens of the answers of all tests together
     drawn: int = 0
+    news: Callable[[str], None] | None = None  # Is told once, as soon as there is a pace
     began: float = field(default_factory=time.perf_counter)
 
     def told(self, what: str) -> None:
@@ -406,15 +419,18 @@ class Pace:
         spent = time.perf_counter() - self.began
         rest = f", about {math.ceil(spent / self.drawn * (self.total - self.drawn))} s left" if self.drawn else ""
         self.tell(what + rest)
+        if rest and self.news is not None:
+            self.news(f"  sampled answers at the pace of the first{rest}")
+            self.news = None
 
 
 def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     """Compare speculative answers with the exact distribution. It fails if a drawing is unlikely, and then another one,
     with other seeds, too; or if an answer is impossible."""
-    pace, stats = pace or Pace(tell=run.progress, total=test.answers), SpeculationStats()
+    pace, stats = pace or Pace(tell=run.progress, total=test.answers * test.tokens), SpeculationStats()
 
     def draw(turn: int) -> Counter[Outcome]:
-        pace.total += turn * test.answers
+        pace.total += turn * test.answers * test.tokens
         return count(test.cells, _drawing(run, test, stats, pace, turn * test.answers))
 
     check, _ = test.check(run.plan, draw)
@@ -443,5 +459,5 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
             temperature = float(test.setting.params.temperature or 1.0)
             places = run.reference.places(prompt, answer.token_ids, temperature, uniform)
             outcomes += [(min(bisect(EDGES, place), len(test.cells) - 1),) for place in places]
-        pace.drawn += 1
+        pace.drawn += test.tokens
     return outcomes

@@ -73,13 +73,24 @@ def telling(beginning: str) -> Iterator[Callable[[str], None]]:
     """Show a spinner on stderr whose words can be changed; where stderr is no terminal, print a
     line a minute.
     """
+    with telling_news(beginning) as (tell, _):
+        yield tell
+
+
+@contextmanager
+def telling_news(beginning: str) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
+    """Show what `telling` shows, and yield with its function one that prints lines that stay."""
     console = log()
+
+    def stay(words: str) -> None:
+        console.print(Text(words, style="dim"))
+
     if not console.is_terminal:
         line = _line_a_minute(console)
-        yield lambda words: line(f"{beginning}: {words}")
+        yield lambda words: line(f"{beginning}: {words}"), stay
         return
     with console.status(beginning) as status:
-        yield lambda words: status.update(f"{beginning}: {words}")
+        yield lambda words: status.update(f"{beginning}: {words}"), stay
 
 
 @contextmanager
