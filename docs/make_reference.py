@@ -31,7 +31,17 @@ CALLED = ("LLM", "AsyncLLM", "hf", "convert", "enable_huggingface_checkpointing"
 CALLED = (*CALLED, "export_speculative_decoding", "export_hf_checkpoint", "calibrate_frequent_vocab")
 CALLED = (*CALLED, "read_draft_vocabulary", "OfflineStates", "HFARValidation")
 SHOWN = (*CALLED, "SamplingParams", "StructuredOutputs", "SpeculativeConfig", "RequestOutput", "CompletionOutput")
-SHOWN = (*SHOWN, "StreamChunk", "StepTrace", "Source", "ForerunError", "EagleConfig", "MedusaConfig", "DFlashConfig")
+SHOWN = (
+    *SHOWN,
+    "SpeculationStats",
+    "StreamChunk",
+    "StepTrace",
+    "Source",
+    "ForerunError",
+    "EagleConfig",
+    "MedusaConfig",
+    "DFlashConfig",
+)
 """Public names, in the order of the page."""
 NUMBERS = {
     "Natural": "int >= 1",

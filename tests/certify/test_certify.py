@@ -189,6 +189,10 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert any("at the pace of the first, about" in line for line in told)
     assert found["dtype"] == "float32"
     assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
+    assert main([*common, *sizes, "--quick", "--json"]) == 0
+    quick = json.loads(capsys.readouterr().out)["checks"]
+    sampled = [check for check in quick if check["name"].startswith("sampled distribution")]
+    assert len(sampled) == 2 and {check["power"] for check in sampled} == {0.99}
     assert main([*common, *sizes, "--rule", "typical", "--quick"]) == 1
     assert "not certified" in capsys.readouterr().out
 

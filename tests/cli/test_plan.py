@@ -66,8 +66,9 @@ def test_there_is_no_verdict_without_costs(forerun: Forerun) -> None:
     device = ("--params", "8e9", "--device", "h100")
     for one in (("--draft-cost", 0.1), device):
         bound = record(forerun("plan", "--alpha", 0.7, *one, "--json"))
-        assert bound["worth_it"] is None and bound["speedup"] > 1 and "at most" in bound["verdict"]
-    assert record(forerun("plan", "--alpha", 0.7, "--draft-cost", 0.1, *device, "--json"))["worth_it"] is True
+        assert bound["worth_it"] is None and bound["speedup"] > 1 and "assumed free: at most" in bound["verdict"]
+    both = record(forerun("plan", "--alpha", 0.7, "--draft-cost", 0.1, *device, "--json"))
+    assert both["worth_it"] is True and both["method"] is None, "acceptance alone names no drafter"
     assert record(forerun("plan", "--alpha", 0.1, "--draft-cost", 0.9, "--json"))["worth_it"] is False
 
 

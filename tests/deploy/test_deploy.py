@@ -55,7 +55,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("vllm", "m", "--drafter", "recycling"): "vLLM 0.33.0 has no counterpart of recycling; it has ngram, suffix",
     ("vllm", "m", "--drafter", "medusa", "--drafter-model", "o/h"): "vLLM 0.33.0 has no counterpart of medusa",
     ("trtllm", "m", "--drafter", "eagle", "--drafter-model", "o/h"): "no counterpart of eagle; it has ngram",
-    ("llamacpp", "m", "--drafter", "suffix"): "llama.cpp 0.5.0 has no counterpart of suffix",
+    ("llama.cpp", "m", "--drafter", "suffix"): "llama.cpp 0.5.0 has no counterpart of suffix",
     ("vllm", "m", "--drafter", "eagle3"): "eagle3 needs a model or head; name it with --drafter-model",
     ("vllm", "m", "--drafter", "draft_model", "--drafter-model", "o/eagle3-small"): "with 'eagle3' in it for a head",
     ("sglang", "m", "--drafter", "pard", "--drafter-model", "o/p"): "SGLang 0.5.23 has no counterpart of pard",

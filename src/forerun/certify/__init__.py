@@ -24,13 +24,14 @@ class CertifyPlan:
     sample_prompt_tokens: int = 24
     temperatures: tuple[float, ...] = (0.0, 0.7)  # 0: greedy checks; above: chi-square tests; 1 hides orders
     family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
+    ways: int | None = None  # Ways to sample that are tested; None: all, and drafts that are sampled
     cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
     seed: int = 20_260_101
 
     @property
     def least(self) -> float:
         """Return the least probability of a cell: a coarse test takes few answers, and so few cells."""
-        return max(0.01, self.detect / 20)
+        return max(0.01, self.detect / (20 if self.ways is None else 8))
 
     @property
     def longest(self) -> int:

@@ -162,17 +162,19 @@ def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[T
 
 
 def _distribution_checks(run: Run) -> Iterator[Check]:
-    settings = [one for warm in run.plan.temperatures if warm > 0 for one in settings_for(run, warm)]
+    settings = [one for warm in run.plan.temperatures if warm > 0 for one in settings_for(run, warm)[: run.plan.ways]]
     if not settings:
         return
     number = len(settings) + 3  # With the one over longer answers, and two drafted by another drafter
     tests = [uncertain(run, setting, index, tests=number) for index, setting in enumerate(settings)]
     longer = token_test(run, settings[0], tests=number)
-    every = [*tests, longer, tests[0], longer]
+    every = [*tests, longer] if run.plan.ways else [*tests, longer, tests[0], longer]
     pace = Pace(tell=run.progress, news=run.news, total=sum(one.answers * one.tokens for one in every))
     for test in [*tests, longer]:
         check = chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
         yield check
+    if run.plan.ways is not None:
+        return
     # Drafts that were never sampled test no residual: another drafter's do.
     for test, rules in ((tests[0], run.rules), (longer, check.figures["rules"])):
         sampled = _by_a_sampling_drafter(run, test) if {*rules} <= {"argmax_walk", "sample_walk"} else None
@@ -381,7 +383,8 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     """Return the test, one of `tests`, of where the tokens of longer answers stand in their own distributions. The
     setting has a temperature and nothing else."""
     plan, longer = run.plan, replace(setting, what="each token of longer answers")
-    cells = place_cells([edge for edge in EDGES if 1 - edge > plan.least / 20])  # A coarse test takes few answers
+    least = plan.least / (20 if plan.ways is None else 5)
+    cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test takes few answers
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
     own: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
     return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **own)

@@ -9,7 +9,7 @@ import os
 import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,6 +88,7 @@ def doctor(
         Load the head in the engine (vllm, the default, or llama.cpp), and compare what is accepted with forerun's own
         drafting.
     """
+    engine = tuple("llama.cpp" if name == "llamacpp" else name for name in engine)
     if head is not None:
         chosen = engine or ((RUNS[0],) if run else ())
         refuse(
@@ -232,15 +233,18 @@ def _show_trial(trial: EngineTrial) -> None:
 
 
 def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]) -> None:
-    table = console.table("engine", "verdict", "because of", "it", "remedy")
-    table.columns[1].no_wrap = True
+    """Print a line for each engine, and each finding once, the worst first, with the engines that it concerns."""
     for engine, verdict in verdicts.items():
+        console.out().print(Text(f"{engine:<10}", "bold").append(verdict, COLOURS[verdict]))
+    engines: dict[Finding, list[str]] = {}
+    for finding in findings:
+        engines.setdefault(replace(finding, engine=""), []).append(finding.engine)
+    table = console.table("finding", "effect", "fix")
+    table.columns[0].no_wrap = False
+    for finding in sorted(engines, key=lambda one: -list(COLOURS).index(one.severity)):
         table.add_section()
-        first = (Text(engine, "bold"), Text(verdict, COLOURS[verdict]))
-        rows = sorted((f for f in findings if f.engine == engine), key=lambda f: -list(COLOURS).index(f.severity))
-        for row, finding in enumerate(rows):
-            shown = first if row == 0 else (Text(""), Text(""))
-            table.add_row(*shown, Text(finding.what, COLOURS[finding.severity]), finding.why, finding.remedy)
+        what = Text(finding.what, COLOURS[finding.severity]).append(f" ({', '.join(engines[finding])})", "dim")
+        table.add_row(what, finding.why, finding.remedy)
     console.out().print(table)
 
 

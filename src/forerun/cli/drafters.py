@@ -24,10 +24,9 @@ def list_drafters(*, json: Json = False) -> int:
         entries = methods().items()
         console.write_json([{"name": name, **{key: getattr(entry, key) for key in told}} for name, entry in entries])
         return 0
-    table = console.table("name", "lossless", "needs training", "summary")
+    table = console.table("name", "needs training", "summary")
     for name, entry in methods().items():
-        lossless = Text("yes") if entry.lossless else Text("no", "red")
-        table.add_row(Text(name, "bold"), lossless, "yes" if entry.needs_training else "no", entry.summary)
+        table.add_row(Text(name, "bold"), "yes" if entry.needs_training else "no", entry.summary)
     console.out().print(table)
     return 0
 

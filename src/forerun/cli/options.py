@@ -102,8 +102,8 @@ class TargetOptions:
     """auto (the checkpoint's own; float32 on a CPU that only emulates it), float32, bfloat16 or float16."""
     device: str | None = None
     """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
-    backend: Literal["auto", "transformers", "llama.cpp"] = "auto"
-    """llama.cpp runs GGUF files at their own size, transformers everything else; auto chooses."""
+    backend: Literal["auto", "transformers", "llama.cpp", "llamacpp"] = "auto"
+    """llama.cpp (or llamacpp) runs GGUF files at their own size, transformers everything else; auto chooses."""
     max_model_len: int | None = None
     """Longest sequence in tokens; the model's own context if not given."""
     compile: bool = False

@@ -506,9 +506,9 @@ def show(shown: Shown) -> None:
     if shown.costed:
         _show_gain(shown)
     style = "bold green" if verdict.worth_it else "bold yellow"
-    with_what = (
-        "" if verdict.worth_it is None else f"; draft with {verdict.method}" if verdict.method else "; decode plainly"
-    )
+    with_what = f"; draft with {verdict.method}" if verdict.method else ""
+    if verdict.worth_it is False:
+        with_what = "; decode plainly"
     out.print(Text(verdict.words, style).append(with_what, ""))
     for note in shown.notes:
         indented = Padding(Text(note, "dim"), (0, 0, 0, 2)) if out.is_terminal else Text(f"  {note}", "dim")
@@ -534,7 +534,7 @@ def _show_gain(shown: Shown) -> None:
 
 
 def _length_table(shown: Shown) -> Table:
-    costs = ("v(K + 1)", "speed-up") if shown.costed else ()
+    costs = ("verify cost", "speed-up") if shown.costed else ()
     table = console.table("K", "tokens per pass", *costs, "", title=shown.title, numbers_from=0)
     table.columns[-1].justify = "left"
     asked, best = shown.asked_k, shown.plan.best.k if shown.costed else None

@@ -515,6 +515,7 @@ class EngineInfo(ABC):
 
 def find_engine(name: str) -> EngineInfo:
     """Return the engine of that name; an ArgumentError names the nearest where there is none."""
+    name = "llamacpp" if name == "llama.cpp" else name
     refuse_unknown("unknown engine", name, ENGINES)
     return import_named(ENGINES[name])()
 

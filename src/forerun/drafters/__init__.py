@@ -93,7 +93,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
     "early_exit": DrafterEntry(
         path="forerun.drafters.self_drafting.early_exit:EarlyExitDrafter",
-        summary="the target's first layers draft, its others verify (LayerSkip); chain or tree",
+        summary="the target's first layers draft, its others verify; pays on targets trained for it (LayerSkip)",
     ),
     "rest": DrafterEntry(
         path="forerun.drafters.lookup.rest:RestDrafter",

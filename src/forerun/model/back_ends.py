@@ -53,6 +53,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
     given runs there: drafts of several tokens cost less (docs/gguf.md), and heads work. Else llama.cpp runs it, if it
     is installed.
     """
+    backend = "llama.cpp" if backend == "llamacpp" else backend
     if backend not in BACK_ENDS:
         raise ArgumentError(f"there is no back end {backend!r}.{nearest(backend, BACK_ENDS)}")
     file = gguf_file(model) if isinstance(model, str | Path) else None

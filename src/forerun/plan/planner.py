@@ -146,7 +146,7 @@ def decide(
     """
     best = found.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
-    free = "the longest looked at, for nothing here makes a longer draft cost more"
+    free = "the longest draft considered, because a longer one costs nothing more here"
     gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
     if found.asked.k != best.k:
         gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
@@ -156,8 +156,9 @@ def decide(
         return PlanVerdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
     method, notes = (drafter, list[str]()) if drafter is not None else _method(text, load.rows)
     if uncosted:
-        words = f"no verdict: nothing says what {' and '.join(uncosted)} cost{'s' if len(uncosted) == 1 else ''}"
-        words += f"; at most {gain}" if len(uncosted) == 1 else ""
+        words = f"no verdict: nothing says what {' and '.join(uncosted)} cost"
+        if len(uncosted) == 1:
+            words = f"upper bound, {uncosted[0]} assumed free: at most {gain}"
         return PlanVerdict(worth_it=None, method=None, words=words, notes=[] if text is None else notes)
     how = "worth it" if best.speedup >= WORTH_IT else "a small gain, measure before you rely on it"
     return PlanVerdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
@@ -178,7 +179,7 @@ def _why_not(found: Plan, load: PlanLoad) -> list[str]:
 def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
-        return "eagle3", [
+        return None, [
             "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat their "
             "prompt (edits, summaries)"
         ]
