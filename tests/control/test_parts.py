@@ -134,7 +134,7 @@ def test_the_step_with_numbers_on_the_page_is_what_the_policy_computes() -> None
     def weighed() -> tuple[list[str], list[int]]:
         ranking = Ranking.merge(found, 8, agreement.of(0))
         gains = [worth - price * (times[nodes] - times[0]) for nodes, worth in enumerate(ranking.worth)]
-        sizes = Times(5, times.__getitem__)
+        sizes = Times(5, lambda: times.__getitem__)
         return [f"{gain:.3f}" for gain in gains], allocate([ranking.worth], PassShape(), times=sizes, goodput=price)
 
     rows = re.findall(r"^\|.* \| \**([\d.]+)\** \|$", page[page.index("### A step with numbers") :], re.MULTILINE)[:6]
