@@ -33,7 +33,7 @@ from forerun.plots import check_plot
 from forerun.writing import read_object, write_file
 
 if TYPE_CHECKING:
-    from forerun.bench.client import RequestOptions
+    from forerun.bench.client import RequestOptions, Server
     from forerun.bench.workloads import DrawnTasks
 
 
@@ -141,7 +141,8 @@ def bench(
     record = _begin_record(out, servers | _describe(workload, asking, limits, len(asked.loads[0])))
     for difference in _differences(older or {}, record["about"]):
         console.warn(f"{compare} was measured with another {difference}")
-    record["repeated_prompts"] = _warn_of_repeated(asked, most=(len(tasks) - load.warmup) // len(loads))
+    repeated, warning = _find_repeated(asked, most=(len(tasks) - load.warmup) // len(loads))
+    record["repeated_prompts"] = repeated
     key = {"model": model, "api_key": api_key}
     made = Bench(
         server=Server(server, metrics_url=metrics_url, **key),
@@ -151,6 +152,9 @@ def bench(
         limits=limits,
         warmup=asked.warmup,
     )
+    if warning is not None:
+        asyncio.run(_probe(Server(server, metrics_url, **key)))
+        console.warn(warning)
     asyncio.run(_measure(made, record, out))
     if plot is not None:
         draw(record, plot)
@@ -223,8 +227,14 @@ def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingO
     )
 
 
-def _warn_of_repeated(asked: DrawnTasks, most: int) -> int:
-    """Return how many prompts are asked more than once; say what that means, and what to do.
+async def _probe(server: Server) -> None:
+    """Raise what `Server` raises where nobody answers, before anything is said of what would be sent."""
+    async with server:
+        pass
+
+
+def _find_repeated(asked: DrawnTasks, most: int) -> tuple[int, str | None]:
+    """Return how many prompts are sent more than once, and a warning of what that means and what to do.
 
     `most` tasks leave each load, and the warm-up, its own.
     """
@@ -232,9 +242,9 @@ def _warn_of_repeated(asked: DrawnTasks, most: int) -> int:
 
     again, total = count_repeated(asked), sum(map(len, asked.loads))
     if not again:
-        return 0
-    what = f"{again} of the {total} prompts were asked before, by the warm-up, another load or an earlier prompt"
-    meaning = "a prefix cache, and drafters that remember answers, know these then, and the figures are better for it"
+        return 0, None
+    what = f"{again} of {total} prompts {'repeats' if again == 1 else 'repeat'} (warm-up, another load, earlier prompt)"
+    meaning = "prefix caches, and drafters that remember answers, may inflate the results"
     if asked.apart:
         advice = "the workload itself repeats them"
     elif most > 0:
@@ -243,8 +253,7 @@ def _warn_of_repeated(asked: DrawnTasks, most: int) -> int:
         advice = "--warmup 0 leaves the warm-up out"
     else:
         advice = "a larger workload would do without"
-    console.warn(f"{what}: {meaning}; {advice}")
-    return again
+    return again, f"{what}; {meaning}; {advice}"
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -72,11 +72,11 @@ def statistics_line(output: RequestOutput) -> Text:
     answer, speed, first = output.outputs[0], tokens_per_second(output), output.time_to_first_token_s
     stats, parts = answer.speculation, [f"{len(answer.token_ids)} tokens"]
     parts += [] if speed is None else [f"{speed:.1f} tokens/s"]
-    parts += [] if first is None else [f"first after {first * 1000:.0f} ms"]
+    parts += [] if first is None else [f"TTFT {first * 1000:.0f} ms"]
     parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
     if stats.num_spec_steps:
         parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
-    parts.append(f"ended by {answer.finish_reason}")
+    parts.append(f"finish_reason {answer.finish_reason}")
     lossy = [rule for rule in stats.steps_per_rule if not rule_named(rule).lossless]
     told = Text(" · ".join(parts), "dim")
     return told.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else told
