@@ -222,6 +222,18 @@ def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     assert [words for words in told if words not in ran.err] == []
 
 
+def test_a_file_of_prompts_gives_a_line_each(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    asked = [{"prompt": "the cat"}, {"messages": [{"role": "user", "content": "the dog"}]}]
+    file.write_text("\n".join(map(json.dumps, asked)))
+    words = ("generate", checkpoint, "--json", "-t", 0, "-n", 3)
+    ran = forerun(*words, "--prompt-file", file)
+    assert ran.code == 0, ran.err
+    alone = forerun(*words, "-p", "the dog")
+    answers = [json.loads(line) for line in ran.out.splitlines()]
+    assert len(answers) == 2 and answers[1]["token_ids"] == json.loads(alone.out)["token_ids"]
+
+
 CONFIGURED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
 
 

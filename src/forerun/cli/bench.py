@@ -153,7 +153,7 @@ def bench(
         warmup=asked.warmup,
     )
     if warning is not None:
-        asyncio.run(_probe(Server(server, metrics_url, **key)))
+        asyncio.run(_probe(Server(server, metrics_url=metrics_url, **key)))
         console.warn(warning)
     asyncio.run(_measure(made, record, out))
     if plot is not None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from forerun.cli import console, options, session
 from forerun.cli.options import Flag, Json, read_prompt
 from forerun.errors import ArgumentError
+
+_TOGETHER = 8  # Prompts of a file that are answered at once
 
 
 def generate(
@@ -35,7 +38,8 @@ def generate(
     prompt
         The prompt; read from stdin if neither this nor --prompt-file is given.
     prompt_file
-        File that holds the prompt.
+        File that holds the prompt; a .jsonl file with --json holds many, each line with 'prompt' or 'messages', and a
+        line of JSON is printed for each.
     prediction_file
         File that holds what the answer will be like, for the drafter `prediction`, which is taken if none is named.
     raw
@@ -43,6 +47,10 @@ def generate(
     show_draft
         Colour every token by its source: accepted draft, recovered, bonus or plain.
     """
+    if json and prompt is None and prompt_file is not None and prompt_file.suffix == ".jsonl":
+        if prediction_file is not None:
+            raise ArgumentError("--prediction-file is of one prompt, and a .jsonl file holds many: leave it out")
+        return _answer_many(model, prompt_file, speculation, sampling, loading, raw=raw, with_tokens=show_draft)
     text = read_prompt(prompt, prompt_file)
     if not text:
         raise ArgumentError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or pipe it in")
@@ -64,4 +72,30 @@ def generate(
         log.print(session.legend(log))
     if finished is not None:
         log.print(session.statistics_line(finished))
+    return 0
+
+
+def _answer_many(
+    model: str,
+    prompt_file: Path,
+    speculation: options.SpeculationOptions,
+    sampling: options.SamplingOptions,
+    loading: options.TargetOptions,
+    *,
+    raw: bool,
+    with_tokens: bool,
+) -> int:
+    """Answer every prompt of a file, and print a line of JSON for each, in the file's order."""
+    from forerun.plan.measured import read_prompts
+
+    prompts, params = read_prompts(prompt_file), sampling.params()
+    llm = session.load(model, loading, speculation.config(), max_num_seqs=min(len(prompts), _TOGETHER))
+    given: list[Any] = []
+    for one in prompts:
+        if isinstance(one, Mapping) or (isinstance(one, str) and (raw or not llm.has_chat_template)):
+            given.append(one)
+        else:
+            given.append(llm.chat_prompt([{"role": "user", "content": one}] if isinstance(one, str) else one))
+    for output in llm.generate(given, params):
+        console.write_json(session.answer_record(output, with_tokens=with_tokens))
     return 0
