@@ -88,6 +88,8 @@ REFUSED = [
     ("tune skip-layers demo --temperature -1 --output OUT", "--temperature must be 0 or more"),
     ("tune skip-layers x --prompts nowhere.txt --output OUT", "nowhere.txt does not exist"),
     ("doctor HEAD", "--target"),
+    ("bench", "bench needs --server, which is missing"),
+    ("generate", "generate needs MODEL, which is missing"),
     ("generate demo -p x --backend llamacpp", "llama.cpp runs GGUF files"),
     ("doctor --target demo", "forerun doctor HEAD"),
     ("doctor HEAD --target demo --engine vlm", "'vllm'"),

@@ -149,7 +149,10 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _describe(error: CycloptsError) -> str:
-    """Say what was wrong with a command line, in our words where cyclopts has a list of tokens."""
+    """Say what was wrong with a command line, in our words where cyclopts has a list of tokens or says little."""
+    option = error.argument if type(error).__name__ == "MissingArgumentError" else None
+    if option is not None and option.name not in (error.root_input_tokens or ()):
+        return f"{' '.join(error.command_chain or ())} needs {option.name}, which is missing"
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)
     return f"unexpected argument {' '.join(map(repr, error.unused_tokens))}; values are given with options"

@@ -207,7 +207,11 @@ def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[
         refuse_unknown(f"drafter {name!r} has no option", option, declared, "It has")
     missing = [option for option, needed in declared.items() if needed and option not in options]
     if missing:
-        hint = ": a directory, a hub id or a GGUF file" if missing == ["model"] else ""
+        hint = (
+            ": a directory, a hub id or a GGUF file (on the command line: --drafter-model)"
+            if missing == ["model"]
+            else ""
+        )
         raise ArgumentError(f"drafter {name!r} needs {', '.join(missing)}{hint}; its options are {', '.join(declared)}")
 
 
