@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
@@ -229,7 +230,10 @@ class Reader:
     def _python(self, text: str) -> None:
         if ENTRY.match(text):  # about the drafter above it
             for name, entry in eval(f"{{{text}}}", {"DrafterEntry": DrafterEntry}).items():
-                self.patch.setitem(sys.modules, entry.path.partition(":")[0], self.module)
+                module = entry.path.partition(":")[0]
+                written = self.folder / f"{module.rpartition('.')[2]}.py"
+                self.module.__spec__ = ModuleSpec(module, None, origin=str(written))
+                self.patch.setitem(sys.modules, module, self.module)
                 self.patch.setitem(DRAFTERS, name, entry)
             return
         code = compile(text, "a page", "exec")

@@ -55,6 +55,7 @@ WITH_TOOLS = (
 def live(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     """A server of the engine that all tests share."""
     monkeypatch.setattr(async_llm, "LLM", lambda *_, **__: llm)
+    monkeypatch.setattr(llm, "close", lambda: None)  # the others go on with it
     monkeypatch.setattr(llm, "speculative", SpeculativeConfig.parse({"method": "suffix", "adaptive": False}))
     with serving(lambda: AsyncLLM("the shared one")) as running:
         yield running
