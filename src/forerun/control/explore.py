@@ -139,7 +139,7 @@ class LookupTrials(TrialSchedule):
             self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget what was seen, for another drafter that held the same is asked no more."""
+        """Forget what was seen so far: since then it, or one that may hold the same, is asked anew or no more."""
         self._seen.clear()
 
     def loss_ms(self) -> float:

@@ -491,14 +491,17 @@ class Policy:
             if chosen:
                 self._learn_outcomes(plan, offer, chosen, emitted)
         used, size = plan.used(), self.costs.shape.size(plan.counts)
-        trace, ms = next(emitted[member].trace for member in plan.rows), 0.0
+        trace = next(emitted[member].trace for member in plan.rows)
+        ms: float | None = None
         if self.measure and any(count for row, count in enumerate(plan.counts) if row not in plan.rows):
             self.costs.saw_pass(size, plan.batch, plan.context, trace.verify_ms)  # its host's work is not ours alone
         elif self.measure:
             ms = self._learn_times(plan, size, trace)
         tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), 1.0
         if size or used or plan.lookups:  # no plain step
-            cost = (ms or plan.times[size] + sum(offer.ms for offer in used)) / plan.times[0]
+            if ms is None:
+                ms = plan.times[size] + sum(offer.ms for offer in used)
+            cost = ms / plan.times[0]
         if size and plan.trial:
             self._pass_trials[plan.batch].wait_after(self.steps, max(0.0, cost - 1))
         elif size:

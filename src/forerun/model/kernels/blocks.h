@@ -102,15 +102,18 @@ INLINE Lanes integers(const int BITS, const int LEAST, const uint8_t *lines, int
     return words_to_lanes(shift_right_signed(shift_left(words, 28 - 16 * input - 4 * at), 28));
 }
 
-// The nearest bf16, in the upper half of a word.
-INLINE Words nearest(Lanes values) {
-    Words bits = words_of_lanes(values);
-    return add_words(add_words(bits, all_words(0x7fff)), mask_words(shift_right(bits, 16), 1));
-}
-
-// Two values of WIDTH outputs -> that part of a line of bf16.
+// Two values of WIDTH outputs -> the nearest bf16, that part of a line.
 INLINE void store_pairs(uint16_t *to, Lanes first, Lanes second) {
-    store_words(to, join_words(shift_right(nearest(first), 16), mask_words(nearest(second), 0xffff0000u)));
+#ifdef __AVX512BF16__
+    const __m512i halves = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i order = _mm512_or_si512(halves, _mm512_slli_epi32(_mm512_add_epi32(halves, _mm512_set1_epi32(16)), 16));
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
+#else
+    Words near[2] = {words_of_lanes(first), words_of_lanes(second)};
+    for (int one = 0; one < 2; one++)
+        near[one] = add_words(add_words(near[one], all_words(0x7fff)), mask_words(shift_right(near[one], 16), 1));
+    store_words(to, join_words(shift_right(near[0], 16), mask_words(near[1], 0xffff0000u)));
+#endif
 }
 
 INLINE int64_t divide(int64_t number, int64_t power_of_two) { return number >> __builtin_ctzll((uint64_t)power_of_two); }

@@ -112,20 +112,33 @@ class _Inside:
         )
 
 
-class _LayerRun:
-    """Consecutive whole layers that run in one call."""
+class _Run:
+    """Consecutive whole layers that run together."""
 
     def __init__(self, layers: Sequence[LayerForward]) -> None:
-        self.layers, self.first, self.rooms = layers, layers[0], layers[0].rooms
+        self.layers, self.first = layers, layers[0]
         self.inside = _Inside.of(layers)
-        self.parts = [layer.parts() for layer in layers]
+        self.parts: list[Any] = [layer.parts() for layer in layers]
         self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
-        self.kind = products.kind_of(self.first.dtype)
-        self.calls = Layers(self.parts, self.kind, products.address())
 
     def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
         """Return whether the kernels can run this pass."""
         return self.inside.intact() and self.first.attention.fits(states, angles, mask, cache)
+
+    def slots(self, states: Tensor, cache: SlotCache) -> tuple[Sequence[tuple[Tensor, Tensor]], Tensor]:
+        """Return each layer's stores of keys and values, and the slots there of a pass over these states."""
+        heads = self.first.attention.heads
+        stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
+        return stores, cache.places(states.device)
+
+
+class _LayerRun(_Run):
+    """Consecutive whole layers that run in one call."""
+
+    def __init__(self, layers: Sequence[LayerForward]) -> None:
+        super().__init__(layers)
+        self.rooms, self.kind = self.first.rooms, products.kind_of(self.first.dtype)
+        self.calls = Layers(self.parts, self.kind, products.address())
 
     def __call__(
         self,
@@ -138,9 +151,7 @@ class _LayerRun:
         """Run the layers on states (B, N, width) that fit, and return the outputs of those that are
         `wanted`, by number in this run.
         """
-        heads = self.first.attention.heads
-        stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
-        places = cache.places(states.device)
+        stores, places = self.slots(states, cache)
         tokens = states.shape[:-1].numel()
         room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
         self.calls.begin(room, tokens, angles, places, stores)
@@ -173,15 +184,12 @@ class _LayerRun:
         return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths, flat=this.flat)
 
 
-class _StreamedRun:
+class _StreamedRun(_Run):
     """Consecutive whole layers on a GPU for a pass of few tokens, five kernels each (`triton_layer`)."""
 
     def __init__(self, layers: Sequence[LayerForward]) -> None:
-        self.layers, self.first = layers, layers[0]
+        super().__init__(layers)
         self.tools = streamed(self.first.device)
-        self.inside = _Inside.of(layers)
-        self.parts: list[Any] = [layer.parts() for layer in layers]
-        self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
         heads = self.first.attention.heads
         self.arrived = torch.zeros(self.tools.ROWS * heads.keys, dtype=torch.int32, device=self.first.device)
 
@@ -192,8 +200,7 @@ class _StreamedRun:
             states.shape[:-1].numel() <= self.tools.ROWS
             and this.flat is None
             and this.paths is None
-            and self.inside.intact()
-            and self.first.attention.fits(states, angles, mask, cache)
+            and super().fits(states, angles, mask, cache)
             and mask.dim() == 4
             and mask.shape[1] == 1
             and mask.dtype == states.dtype
@@ -209,9 +216,7 @@ class _StreamedRun:
         wanted: Sequence[int],
     ) -> list[Tensor]:
         """Run the layers as `_LayerRun` does."""
-        heads = self.first.attention.heads
-        stores = cache.stores_for(self.numbers, (heads.keys, heads.depth), like=states)
-        places = cache.places(states.device)
+        stores, places = self.slots(states, cache)
         squares, outputs = self.tools.square(states), dict[int, Tensor]()
         for number, (part, store) in enumerate(zip(self.parts, stores, strict=True)):
             query = self._project(part, states, squares, angles, store, places)

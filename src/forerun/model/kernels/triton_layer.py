@@ -109,6 +109,11 @@ class Normed:
         return int(triton.next_power_of_2(self.squares.shape[1]))
 
 
+def _tiling(size: int, lines: int) -> dict[str, Any]:
+    """Return how a product's kernel goes through a weight of that many inputs, so many lines in each program."""
+    return {"STEP": step_of(size, lines), "ROWS": ROWS, "num_warps": _WARPS, "num_stages": _STAGES, **order()}
+
+
 def multiply(
     given: Tensor | Normed, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -146,11 +151,7 @@ def multiply(
             ADD=residual is not None,
             PARTS=1 if normed is None else normed.padded,
             LINES=own,
-            STEP=step_of(size, own),
-            ROWS=ROWS,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-            **order(),
+            **_tiling(size, own),
         )
     return out, found
 
@@ -190,11 +191,7 @@ def project(
             HALF=half,
             PAIRS=pairs,
             PARTS=given.padded,
-            STEP=step_of(size, 2 * pairs),
-            ROWS=ROWS,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-            **order(),
+            **_tiling(size, 2 * pairs),
         )
     return query
 
@@ -219,11 +216,7 @@ def gate(given: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             BIAS=bias is not None,
             PAIRS=pairs,
             PARTS=given.padded,
-            STEP=step_of(size, 2 * pairs),
-            ROWS=ROWS,
-            num_warps=_WARPS,
-            num_stages=_STAGES,
-            **order(),
+            **_tiling(size, 2 * pairs),
         )
     return out
 
