@@ -499,9 +499,7 @@ class Policy:
             ms = self._learn_times(plan, size, trace)
         tokens, cost = sum(len(emitted[row].tokens) for row in plan.rows) / len(plan.rows), 1.0
         if size or used or plan.lookups:  # no plain step
-            if ms is None:
-                ms = plan.times[size] + sum(offer.ms for offer in used)
-            cost = ms / plan.times[0]
+            cost = (plan.times[size] + sum(offer.ms for offer in used) if ms is None else ms) / plan.times[0]
         if size and plan.trial:
             self._pass_trials[plan.batch].wait_after(self.steps, max(0.0, cost - 1))
         elif size:
