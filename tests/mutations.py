@@ -435,8 +435,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/control/test_trials.py",
         ),
         "what copies save is counted once for each row of the step": (
-            "gain = each * lost / plan.goodput",
-            "gain = each * lost * plan.batch / plan.goodput",
+            "gain = rows_per_query * lost / step.goodput",
+            "gain = rows_per_query * lost * step.batch / step.goodput",
             "tests/control/test_simulated.py",
         ),
         "what is put off is asked as rarely as a model is tried": (

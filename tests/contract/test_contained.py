@@ -66,7 +66,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The drafters are registered, and no policy looks at a clock."""
     path = "contract.misbehaving:Misbehaving"
     monkeypatch.setitem(DRAFTERS, "misbehaving", DrafterEntry(path=path, summary="of a test"))
-    monkeypatch.setitem(DRAFTERS, "miscopying", DrafterEntry(path=path, summary="of a test", copies=True))
+    monkeypatch.setitem(DRAFTERS, "miscopying", DrafterEntry(path=path, summary="of a test", is_lookup=True))
 
     def controlled(*arguments: Any, **keywords: Any) -> Any:
         return policy_for(*arguments, **{**keywords, "costs": Costs()})

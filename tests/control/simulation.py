@@ -14,7 +14,8 @@ import torch
 
 from forerun.control.config import MAX_SPECULATIVE_TOKENS
 from forerun.control.costs import READING, DraftCost, PassShape, StepCosts
-from forerun.control.policy import Arm, Policy
+from forerun.control.policy import Policy
+from forerun.control.step_plan import Arm
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row
@@ -153,8 +154,8 @@ class World:
                 name=spec.name,
                 key=spec.name,
                 drafter=Deferred(drafter, spec.name, setup),
-                copies=spec.copies,
-                limit=spec.limit,
+                is_lookup=spec.copies,
+                max_depth=spec.limit,
             )
             for spec, drafter in zip(specs, self.drafters, strict=True)
         ]

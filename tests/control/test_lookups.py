@@ -2,7 +2,7 @@
 
 import pytest
 
-from forerun.control.explore import Asked, LookupTrials, settle
+from forerun.control.explore import LookupOutcome, LookupTrials, update_lookup_trials
 from forerun.control.settings import SETTINGS
 
 PLAIN_MS = 20.0
@@ -10,7 +10,7 @@ PLAIN_MS = 20.0
 
 def ask(trials: LookupTrials, step: int, *, ms: float, gain_ms: float) -> None:
     """Ask one alone for all rows."""
-    settle([Asked(trials, spent_ms=ms, ms=ms, gain_ms=gain_ms)], step, plain_ms=PLAIN_MS)
+    update_lookup_trials([LookupOutcome(trials, spent_ms=ms, ms=ms, gain_ms=gain_ms)], step, plain_ms=PLAIN_MS)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_of_two_that_draft_the_same_one_is_put_off() -> None:
     for step in range(1000):
         due = [(index, one) for index, one in enumerate(both) if one.due(step)]
         turns = [(one, 2.0 + index / 4, 3.0 if len(due) == 1 else 0.0) for index, one in due]
-        settle([Asked(one, ms, ms, gain) for one, ms, gain in turns], step, plain_ms=PLAIN_MS)
+        update_lookup_trials([LookupOutcome(one, ms, ms, gain) for one, ms, gain in turns], step, plain_ms=PLAIN_MS)
         asked = [count + one.due(step) for count, one in zip(asked, both, strict=True)]
     assert asked[0] > 900 and asked[1] < 200
 
@@ -58,7 +58,7 @@ def test_while_one_is_off_a_few_stand_for_all() -> None:
     trials, asked = LookupTrials(), list[int]()
     for step in range(160):
         if trials.due(step):
-            asked.append(len(trials.of(range(20))))
+            asked.append(len(trials.sample(range(20))))
             ask(trials, step, ms=2.0, gain_ms=9.0 if step > 90 else 0.0)
     assert asked == [20] * 8 + [7] * 10 + [20] * (160 - 108)
-    assert list(trials.of([])) == []
+    assert list(trials.sample([])) == []

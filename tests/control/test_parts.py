@@ -502,7 +502,7 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
 
     free = [arm.method for arm in parsed()]
     assert {"suffix", "recycling", "prediction"} <= set(free) and not {"ngram", "rest"} & set(free)
-    assert all(DRAFTERS[name].copies for name in free)
+    assert all(DRAFTERS[name].is_lookup for name in free)
     arms = parsed(
         drafters=[{"method": "ngram", "max_branches": 2}, "lookahead"], model=relative(), num_speculative_tokens=3
     )

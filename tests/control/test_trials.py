@@ -6,7 +6,7 @@ import pytest
 
 from control.simulation import LEVEL, Passes, Spec, World
 from forerun.control.choice import best_depth
-from forerun.control.explore import ModelTrials, few
+from forerun.control.explore import ModelTrials, sample_rows
 from forerun.control.settings import SETTINGS
 
 
@@ -16,7 +16,7 @@ def steps_of(trials: ModelTrials, steps: int, *, tokens: float, cost: float = 1.
     for step in range(steps):
         if trials.due(step):
             found.append(step)
-            trials.tried(step, tokens=tokens, cost=cost, spent=spent)
+            trials.record_step(step, tokens=tokens, cost=cost, spent=spent)
     return found
 
 
@@ -35,15 +35,15 @@ def test_dear_trials_are_rarer() -> None:
 
 def test_a_trial_that_passes_takes_longer_and_says_so() -> None:
     trials = ModelTrials()
-    passed = [trials.tried(100 + step, tokens=3.0, cost=1.5, spent=0.5) for step in range(SETTINGS.few)]
-    assert passed == [False] * (SETTINGS.few - 1) + [True]
+    passed = [trials.record_step(100 + step, tokens=3.0, cost=1.5, spent=0.5) for step in range(SETTINGS.trial_steps)]
+    assert passed == [False] * (SETTINGS.trial_steps - 1) + [True]
 
 
 def test_who_drafts_is_not_on_trial() -> None:
     trials = ModelTrials()
     for step in range(1000):
         assert not trials.due(step)
-        trials.drafted(step)
+        trials.note_drafted(step)
 
 
 def test_one_that_raised_drafts_on_trial_alone_until_one_passes() -> None:
@@ -58,9 +58,9 @@ def test_one_that_raised_drafts_on_trial_alone_until_one_passes() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 8, 9, 20, 64])
 def test_of_many_rows_a_few_are_tried(rows: int) -> None:
-    chosen = few(range(rows))
-    assert len(chosen) <= SETTINGS.few and bool(chosen) == bool(rows)
-    assert list(chosen) == list(range(rows)) or rows > SETTINGS.few
+    chosen = sample_rows(range(rows))
+    assert len(chosen) <= SETTINGS.trial_rows and bool(chosen) == bool(rows)
+    assert list(chosen) == list(range(rows)) or rows > SETTINGS.trial_rows
 
 
 def test_a_few_rows_speak_for_all() -> None:

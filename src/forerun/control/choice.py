@@ -1,7 +1,7 @@
-"""These functions take what maximises expected accepted tokens minus the current goodput times what it costs.
+"""These functions maximise expected accepted tokens minus the current goodput times what the drafts cost.
 
-`best_depth` and `choose` decide before drafting, from running figures alone: how deep a drafter goes, and who drafts
-for which row. `allocate` decides after it, among deterministic nodes: how many of each row's best ones are scored.
+`best_depth` and `choose` decide before drafting, from running figures only: how deep a drafter drafts, and which
+drafter drafts for which row. `allocate` decides after drafting how many of each row's deterministic nodes are scored.
 """
 
 from __future__ import annotations
@@ -15,40 +15,43 @@ from typing import NamedTuple
 
 from forerun.control.costs import PassShape, Times
 
-_MOST_ARMS = 4  # Most drafters with a forward pass that are weighed in combination, 16 at most; of more one at a time
+_MOST_ARMS = 4
+"""Most drafters with a forward pass whose combinations are compared: 16 of them. Of more drafters at most one is chosen
+in a step.
+"""
 
 
 class Bid(NamedTuple):
     """The expected contribution of an arm to a row."""
 
     arm: int
-    nodes: int  # Scored for it; expected, where nothing is drafted yet
-    tokens: float  # Expected to be accepted of these
+    nodes: int  # Nodes to score; the expected number, where nothing is drafted yet
+    tokens: float  # Expected accepted tokens of these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Offer:
-    """The expected contribution of a drafter that costs a forward pass, from running figures alone."""
+    """The bids of a drafter that costs a forward pass, from running figures only."""
 
     arm: int
     depth: int
     ms: float  # Time of its proposal, for all rows together
-    bids: Mapping[int, Bid]  # Bids by row, only for those that it may draft for
-    doubted: bool = False  # Its figures speak against it: where it drafts, little is known of it
-    tried: Container[int] = ()  # Rows that it may draft for on trial
-    unread: Mapping[int, int] = field(default_factory=dict)  # Tokens that its drafter has yet to read, by row
+    bids: Mapping[int, Bid]  # By row, for the rows that it may draft for
+    probation: bool = False  # It drafts in a trial only: it raised, its figures do not promise enough, or one runs
+    trial_rows: Container[int] = ()  # Rows of the trial
+    unread: Mapping[int, int] = field(default_factory=dict)  # Tokens that the drafter has not read yet, by row
 
 
 def best_depth(
     curves: Sequence[Sequence[float]], time: Callable[[int, int], float], rows: int
 ) -> tuple[int, int, float]:
-    """Return the depth, at least 1, with the most expected tokens per time, how many rows draft
-    then, and the ratio to plain decoding's tokens per time.
+    """Return the depth, at least 1, with the most expected tokens per time, the number of rows to draft for, and the
+    speed-up over plain decoding.
 
     Args:
-        curves: of each row that may draft, the probability that depth 1, 2, ... survives; rows may end early.
-        time: of (depth, rows that draft): the step, ms; of (0, 0) plain decoding.
-        rows: of the step, whether or not they draft.
+        curves: for each row that may be drafted for, the probability that depth 1, 2, ... survives; lengths may differ.
+        time: time of a step, ms, by draft depth and number of rows that are drafted for; (0, 0) is plain decoding.
+        rows: all rows of the step.
     """
     best, most, plain = (1, 1), 0.0, rows / time(0, 0)
     order = sorted(curves, key=sum, reverse=True)
@@ -66,51 +69,54 @@ def best_depth(
 
 
 def choose(
-    copies: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
+    lookups: Mapping[int, Bid], offers: Sequence[Offer], shape: PassShape, *, times: Times, goodput: float
 ) -> dict[int, int]:
-    """Return row -> the arm that drafts for it, with the largest gain: expected tokens less
-    `goodput` (tokens per ms) times the step's time. With each subset of the offers every row takes
-    what promises it most, those first to which that is most; rows that are missing decode plainly.
+    """Return row -> the arm that drafts for it, so that expected tokens less `goodput` times the step's time are most.
+
+    For each subset of the offers, every row takes its highest bid; rows are added from the highest bid down, and the
+    best number of them counts. Rows that are absent from the result decode plainly.
 
     Args:
-        copies: by row, what drafters that copy hold ready.
-        offers: of drafters that cost a pass.
-        times: by size of the pass, ms.
+        lookups: by row, the bid of the lookup drafters.
+        offers: of drafters that cost a forward pass.
+        times: time of a step, ms, by size of the pass.
+        goodput: tokens per ms.
     """
     best, most = dict[int, Bid](), float("-inf")
-    none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in copies.values()]
+    none, own = Bid(-1, 0, 0.0), [bid.nodes for bid in lookups.values()]
     together = len(offers) if len(offers) <= _MOST_ARMS else 1
     for chosen in (subset for size in range(together + 1) for subset in combinations(offers, size)):
         ms, better = sum(offer.ms for offer in chosen), dict[int, Bid]()
         for offer in chosen:
             for row, bid in offer.bids.items():
-                if bid.tokens > max(copies.get(row, none).tokens, better.get(row, none).tokens):
+                if bid.tokens > max(lookups.get(row, none).tokens, better.get(row, none).tokens):
                     better[row] = bid
         order = sorted(better, key=lambda row: -better[row].tokens)
-        size, tokens = shape.size(own), sum([bid.tokens for bid in copies.values()])
+        size, tokens = shape.size(own), sum([bid.tokens for bid in lookups.values()])
         for count in range(len(order) + 1):
             if count:
                 row = order[count - 1]
-                held = copies.get(row, none)
+                held = lookups.get(row, none)
                 tokens += better[row].tokens - held.tokens
                 size = shape.size([size, better[row].nodes - (0 if shape.padded else held.nodes)])
             gain = tokens - goodput * (times[size] + ms)
             if gain > most:
-                best, most = {**copies, **{row: better[row] for row in order[:count]}}, gain
+                best, most = {**lookups, **{row: better[row] for row in order[:count]}}, gain
     return {row: bid.arm for row, bid in sorted(best.items()) if bid.nodes > 0}
 
 
 def allocate(
     worths: Sequence[Sequence[float]], shape: PassShape, *, times: Times, goodput: float, fixed: Sequence[int] = ()
 ) -> list[int]:
-    """Return how many of its best nodes each row submits, so that tokens less `goodput` times the
-    pass's time are most. With padding every row fills the width that gains most; else the most
-    promising node comes next, whichever row it is in.
+    """Return how many of its best nodes each row submits, so that expected tokens less `goodput` times the time of the
+    pass are most. With padding all rows get the same width. Without it nodes are taken one by one, the most promising
+    of all rows first.
 
     Args:
-        worths: of each row, the expected number of accepted tokens by nodes submitted.
-        times: by size of the pass, ms.
-        fixed: nodes of further rows, which cannot be taken away.
+        worths: for each row, the expected accepted tokens by number of submitted nodes.
+        times: time of a step, ms, by size of the pass.
+        goodput: tokens per ms.
+        fixed: nodes of further rows, which cannot be pruned.
     """
     least, order, total = shape.size(fixed), list[int](), 0.0
     if shape.padded:

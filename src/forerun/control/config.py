@@ -21,10 +21,10 @@ from forerun.writing import read_object
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
 NOT_WHILE_SERVING = (
-    "drafters no longer learn while they serve, which cost more than it gained: record the traffic (forerun serve "
+    "drafters no longer learn while serving, which cost more than it gained: record the traffic (forerun serve "
     "--record-traffic), train on it (forerun train --from-traffic), load the result (LLM.load_drafter); docs/traffic.md"
 )
-"""The error says this to whoever asks for the online adaptation of earlier versions."""
+"""The error for options of the online adaptation that earlier versions had."""
 
 _ALIASES = {
     "drafter": "method",
@@ -42,7 +42,7 @@ _RULE_ALIASES = {"strict": "token_rejection", "standard": "token_rejection"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculativeConfig:
-    """Which drafter, how far ahead, and how it is verified."""
+    """A speculative configuration: the drafter, its maximum draft length, and the verification rule."""
 
     method: str
     num_speculative_tokens: int | None = None  # Most drafted tokens on one path; None takes the method's own default
@@ -84,20 +84,20 @@ class SpeculativeConfig:
         return cls(method=method, num_speculative_tokens=tokens, rule=rule, adaptive=adaptive, options=values)
 
     def with_model(self, model: str) -> SpeculativeConfig:
-        """Return the configuration with another directory in the place of its one model, a member's included.
-        ArgumentError: it has none, or several."""
+        """Return a copy in which `model`, a directory, replaces the configuration's only model, which may be that of a
+        member in ``drafters``. Raises ArgumentError if it has none or several."""
         made_of = [{"method": one} if isinstance(one, str) else dict(one) for one in self.options.get("drafters", ())]
         options = {**self.options, "drafters": made_of} if made_of else dict(self.options)
         holders = [one for one in (options, *made_of) if one.get("model") is not None]
         if len(holders) != 1:
             found = f"{len(holders)} models" if holders else "no model that could be replaced"
-            raise ArgumentError(f"drafter {self.method!r} has {found}; one is loaded in the place of one")
+            raise ArgumentError(f"drafter {self.method!r} has {found}; a new model can replace only a single one")
         holders[0]["model"] = model
         return dataclasses.replace(self, options=options)
 
     @property
     def named(self) -> dict[str, Any]:
-        """The method with its own options, in the form of a member of a combined drafter."""
+        """The method and its own options, as a member of a combined drafter is written."""
         return {"method": self.method, **self.options}
 
     @property
@@ -108,30 +108,26 @@ class SpeculativeConfig:
 
     @property
     def key(self) -> str:
-        """A key that is equal for configurations that can share one drafter; what drafting costs is
-        kept under it.
-        """
+        """A key that is equal for configurations that can share one drafter. Measured draft costs are kept under it."""
         options = {name: _plain(value) for name, value in sorted(self.drafter_options.items())}
         return f"{self.method}:{json.dumps(options, sort_keys=True)}"
 
 
 def check_sizes(max_model_len: int | None, max_num_seqs: int, kv_cache_tokens: int | None) -> None:
-    """Raise ArgumentError if an engine's sizes, named as in `LLM`, are out of range or do not go
-    together.
-    """
+    """Raise ArgumentError if an engine's sizes, named as in `LLM`, are out of range or contradict each other."""
     if max_num_seqs < 1:
         raise ArgumentError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
     if max_model_len is not None and max_model_len < 2:
         raise ArgumentError(f"max_model_len must be at least 2, got {max_model_len}")
     if max_model_len is not None and kv_cache_tokens is not None and kv_cache_tokens < max_model_len:
         raise ArgumentError(
-            f"kv_cache_tokens {kv_cache_tokens} cannot hold one answer of max_model_len {max_model_len}; lower that"
+            f"kv_cache_tokens {kv_cache_tokens} cannot hold one request of max_model_len {max_model_len}; lower that"
         )
 
 
 def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the keywords of older vLLM tutorials as a ``speculative_config``, and take them out of
-    `keywords`.
+    """Remove the speculative keywords of older vLLM versions from `keywords`, and return them as a
+    ``speculative_config``.
     """
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")
     given = {name: keywords.pop(name, None) for name in old}
@@ -171,9 +167,7 @@ def _method(values: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to something JSON knows; objects (a loaded model, say) are told apart by
-    identity.
-    """
+    """Convert a value to a JSON type; other objects, such as a loaded model, are represented by type and identity."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     if isinstance(value, Mapping):
@@ -181,24 +175,24 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | type(None)) else f"{type(value).__name__}@{id(value)}"
 
 
-# --- what `auto` chooses among ----------------------------------------------------------------------------------------
+# --- the drafters that `auto` chooses among ---------------------------------------------------------------------------
 
 _AUTO_OPTIONS = ("drafters", "model", "reproducible")
 _COVERED = frozenset({"ngram"})
-"""Drafters that `auto` asks only if they are named: `suffix` finds what `ngram` finds. Both took 24
-questions of Spec-Bench 1.01 times the passes' time (SmolLM2-135M-Instruct, T = 0), and a step 0.4
-ms more of the host's.
+"""Drafters that `auto` queries only if the configuration names them: `suffix` finds what `ngram` finds. Querying both
+took 1.01 times the passes' time on 24 questions of Spec-Bench (SmolLM2-135M-Instruct, T = 0), and 0.4 ms more host time
+a step.
 """
 
 
 def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[SpeculativeConfig]:
-    """Return one configuration for each drafter that takes part; the named drafter itself if the
-    method is not `auto`.
+    """Return the configuration of each drafter that the policy chooses among: of one drafter if the method is not
+    `auto`.
 
-    `auto` takes every drafter that copies and needs no option of its own, `prediction` and `suffix` among them, but not
-    `ngram` (`_COVERED`) unless `every` one is wanted; those in option ``drafters``, a list of configurations, which
-    replace the ones of the same name; and option ``model``, a draft model or head. ArgumentError: an option that `auto`
-    does not have, or `auto` within `auto`.
+    For `auto` these are every lookup drafter that needs no option, such as `prediction` and `suffix`, but not `ngram`
+    (`_COVERED`) unless `every` is set; the drafters in option ``drafters``, a list of configurations, which replace the
+    ones of the same name; and the draft model or head in option ``model``. Raises ArgumentError for an option that
+    `auto` does not have, and for `auto` within `auto`.
     """
     if config.method != AUTO:
         return [config]
@@ -210,15 +204,14 @@ def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[Speculati
             )
     named = _named(config)
     taken = {arm.method for arm in named} | (frozenset() if every else _COVERED)
-    free = [_like(config, {"method": name}) for name in DRAFTERS if name not in taken and _copies_as_it_is(name)]
+    free = [_like(config, {"method": name}) for name in DRAFTERS if name not in taken and _needs_no_option(name)]
     return [*free, *named]
 
 
 def repeats(config: SpeculativeConfig) -> bool:
-    """Return whether the policy's drafters draft deterministically for sampled requests that have a
-    seed, so that their text repeats: unless option ``reproducible`` is false. How much is drafted,
-    and by whom, depends on what other requests showed and on the clock. Raises ArgumentError if the
-    option is neither true nor false.
+    """Return option ``reproducible``: whether drafters under the policy draft deterministically for sampled requests
+    with a seed. Their text then repeats, although how much is drafted, and by which drafter, depends on other requests
+    and on the clock. Raises ArgumentError if the option is neither true nor false.
     """
     wanted = config.options.get("reproducible", True)
     if config.method == AUTO and not isinstance(wanted, bool):
@@ -239,7 +232,7 @@ def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 
 def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeConfig:
-    """Return a drafter's configuration, with the common limit of tokens if it has none of its own."""
+    """Return a member's configuration, with ``num_speculative_tokens`` of `config` if it has none of its own."""
     found = type(config).parse(values)
     if found is None:
         raise ArgumentError(f'{AUTO}: leave a drafter out of drafters instead of {{"enabled": false}}')
@@ -250,16 +243,17 @@ def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeCo
     return dataclasses.replace(found, num_speculative_tokens=limit if "num_speculative_tokens" in known else None)
 
 
-def _copies_as_it_is(name: str) -> bool:
-    if not entry_named(name).copies:
+def _needs_no_option(name: str) -> bool:
+    """Return whether a method is a lookup drafter whose options all have defaults."""
+    if not entry_named(name).is_lookup:
         return False
     needed = inspect.signature(drafter_class(name).Config).parameters.values()
     return all(parameter.default is not parameter.empty for parameter in needed)
 
 
 def method_of(model: Any) -> str:
-    """Return the method of a model: a head's kind, else ``pard`` or ``draft_model``. It is found
-    from the object, its directory, or a hub id's name.
+    """Return the method that drafts with a model: a head's kind, else ``pard`` or ``draft_model``. It is inferred from
+    the object, the directory, or the name of a hub id.
     """
     if not isinstance(model, str | Path):
         config = getattr(model, "config", None)
@@ -267,7 +261,7 @@ def method_of(model: Any) -> str:
     from forerun.model.names import resolve
 
     if str(model).endswith(".gguf"):
-        return "draft_model"  # which is opened when it drafts
+        return "draft_model"  # The file is opened when the drafter is built
     folder = Path(resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
@@ -276,7 +270,7 @@ def method_of(model: Any) -> str:
     try:
         config = read_object(folder / "config.json", "expected a model's configuration")
     except DataError:
-        return "draft_model"  # whose loader says what is wrong with the directory
+        return "draft_model"  # Its loader says what is wrong with the directory
     from forerun.heads.files import is_head, read_head
 
     if is_head(config):
@@ -285,7 +279,7 @@ def method_of(model: Any) -> str:
 
 
 def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
-    """Return the method and the options of a configuration, and of each drafter that it names."""
+    """Return the options of a configuration, method included, and those of each member of a combined drafter."""
     members = config.options.get("drafters", ())
     listed = members if isinstance(members, list | tuple) else ()
     named = [one if isinstance(one, Mapping) else {"method": one} for one in listed]
@@ -293,7 +287,9 @@ def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
 
 
 def check_models_named(config: SpeculativeConfig | None, target_name: str) -> None:
-    """Raise, before anything is loaded, the error of a drafter whose head is not named or whose model is nowhere."""
+    """Raise the error of a drafter whose option ``model`` is missing, or whose model does not exist, before anything is
+    loaded.
+    """
     for options in [] if config is None else _all_options(config):
         kind, model = KINDS.get(str(options.get("method"))), options.get("model")
         if kind is not None and kind.trains == "head":
@@ -303,7 +299,9 @@ def check_models_named(config: SpeculativeConfig | None, target_name: str) -> No
 
 
 def reads_layers(config: SpeculativeConfig | None) -> bool:
-    """Return whether a drafter reads hidden states or runs layers of the target, which only transformers hands out."""
+    """Return whether a drafter reads hidden states of the target or runs its layers, which needs the transformers back
+    end.
+    """
     for options in [] if config is None else _all_options(config):
         method = options.get("method")
         if method in (None, AUTO) and options.get("model") is not None:
@@ -314,8 +312,8 @@ def reads_layers(config: SpeculativeConfig | None) -> bool:
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
-    """Return the bytes of the weights of the models that draft, and of their caches for each token
-    of a row, as their directories state them; 0 where there is none to ask.
+    """Return the bytes of the draft models' weights, and of their KV caches for each token of a row, read from their
+    directories. A model without a directory counts 0.
     """
     from forerun.model.gguf_files import read_model_header
     from forerun.model.names import gguf_file, resolve
@@ -339,7 +337,7 @@ def _cached(folder: Path) -> int:
         single = "float32" in (getattr(config, "dtype", None), getattr(config, "torch_dtype", None))
         return cache_bytes_per_token(config, 4 if single else 2)
     except (AttributeError, OSError, ValueError):
-        return 0  # A head without layers; what is wrong with another its loader says
+        return 0  # A head without layers. If the directory is broken, its loader says so
 
 
 def _weights(folder: Path) -> int:

@@ -1,10 +1,9 @@
-"""The costs of a target's pass and of a drafter's proposal, and the predicted time of a step made
-of them.
+"""The cost of a target's pass, of a drafter's proposal, and of a step that is predicted from both.
 
-`CostModel` is a pass over n nodes, by rows and context, as `measuring` found it; `DraftCost` a drafter's fixed and per
-level. The planner reads them, too; ``v(n) = T(n) / T(1)`` is what a pass costs in passes over one node
-(docs/planning.md). `StepCosts` predicts steps, corrected by what they were seen to take. Costs are a staircase:
-`PassShape` says which nodes of which rows make up one stair. Imports no torch.
+`CostModel` holds the measured time T(n) of a pass over n nodes, by rows and context, and `DraftCost` a drafter's fixed
+cost and its cost per draft depth. The planner reads them, too; ``v(n) = T(n) / T(1)`` is the cost of a pass relative to
+one over a single node (docs/planning.md). `StepCosts` predicts the time of a step and corrects it by measured times.
+Costs are a staircase; `PassShape` says how the nodes of several rows add up to one size. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,11 +27,9 @@ from forerun.errors import ArgumentError
 class DraftCost:
     """The cost of one drafter configuration per proposal, in wall time."""
 
-    fixed_ms: float  # Whatever the depth: catching up with the accepted tokens, look-ups, host work; ms
+    fixed_ms: float  # Cost at any depth: catching up with the accepted tokens, look-ups, host work; ms
     level_ms: float
-    """Cost per level of depth, ms; about 0 for drafters that copy and for those that draft all
-    levels in one pass.
-    """
+    """Cost per draft depth, ms; about 0 for lookup drafters and for those that draft all depths in one pass."""
 
     def __post_init__(self) -> None:
         if not (self.fixed_ms >= 0 and self.level_ms >= 0):
@@ -47,9 +44,7 @@ FREE = DraftCost(fixed_ms=0.0, level_ms=0.0)
 
 
 class PassCost(Protocol):
-    """Anything that knows what a target pass costs: measured (`CostModel`), nominal, or from a data
-    sheet.
-    """
+    """The interface of a target's pass costs: measured (`CostModel`), nominal, or from a data sheet."""
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Return the wall time of one pass over `nodes` nodes in each of `rows` rows behind
@@ -59,11 +54,11 @@ class PassCost(Protocol):
 
 @dataclass(frozen=True)
 class Nominal:
-    """An assumed pass cost, used until one is measured. Its unit is a plain pass; ratios seen while
-    running make milliseconds of it.
+    """An assumed pass cost, used until one is measured. Its unit is a plain pass; ratios measured at run time turn it
+    into milliseconds.
     """
 
-    slope: float = 0.04  # Cost of each further node, in passes over one
+    slope: float = 0.04  # Cost of each further node, in passes over one node
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         return 1.0 + self.slope * (nodes * rows - 1)
@@ -101,10 +96,9 @@ class CostModel:
             raise ArgumentError("pass_times_ms must be positive")
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
-        """Return the wall time of one pass, ms. Sizes between the measured ones are rounded up
-        (`stairs`) or interpolated; rows and contexts are interpolated. Above the grid costs grow
-        linearly; if only one row count was measured, B rows of N nodes count as B * N nodes.
-        Contexts below the grid cost what its first one does.
+        """Return the wall time of one pass, ms. Sizes between the measured ones are rounded up (`stairs`) or
+        interpolated; rows and contexts are interpolated. Above the grid costs grow linearly; if only one row count was
+        measured, B rows of N nodes count as B * N nodes. Contexts below the grid cost as much as its first one.
         """
         if nodes < 1 or rows < 1 or context < 0:
             raise ArgumentError(f"a pass has at least one node and one row, got {nodes} nodes, {rows} rows, {context}")
@@ -126,9 +120,8 @@ class CostModel:
 
 
 def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs: bool = False) -> float:
-    """Look up `values` on a rising `grid` at `where`: the next one up (`stairs`) or interpolated.
-    Below the grid it is the first value, above it a straight line through the last two that does
-    not fall.
+    """Return the value at `where` on a rising `grid`: the next value up (`stairs`), or interpolated. Below the grid it
+    is the first value; above it, a straight line through the last two values, which does not fall.
     """
     index = bisect_left(grid, where)
     if index == 0 or len(grid) == 1:
@@ -144,17 +137,16 @@ def along(grid: Sequence[int], values: Sequence[float], where: float, *, stairs:
 
 _CONTEXT_STEP = 256  # Predictions are renewed when the context grows into the next multiple of this, tokens
 _LEAST_MS = 1e-3
-_STALE = 1024  # Steps after which plain passes are seen once more
-_LOOKUP_OVERHEAD = 2.0  # First guess of what asking copies adds to a step, over the time that they take themselves
-READING = 32  # Tokens, more than a step commits, from which showing a drafter a text is reading it, and timed apart
+_STALE = 1024  # Steps after which plain passes are measured again
+_LOOKUP_OVERHEAD = 2.0  # First guess of what querying lookup drafters adds to a step, relative to their own time
+READING = 32  # From this many new tokens on, more than a step commits, a drafter reads a text: timed separately
 Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
 
 
 @dataclass(frozen=True, slots=True)
 class PassShape:
-    """How the drafted nodes of several rows add up to the size of one pass. If padding is computed
-    like everything else, it is that of the widest row; if it is left out (see
-    `Target.computes_padding`), the nodes of all rows.
+    """How the drafted nodes of several rows add up to the size of one pass. If the target computes padding
+    (`Target.computes_padding`), the size is the nodes of the widest row, else the nodes of all rows.
     """
 
     padded: bool = False
@@ -173,8 +165,8 @@ class PassShape:
 
 
 class Times(dict[int, float]):
-    """Maps the size of a pass to the time of a step with it, ms; sizes above `most` take as long as that. Nothing is
-    computed before it is looked up: `curve` returns the function from size to time.
+    """The time of a step, ms, by the size of its pass, computed on demand: `curve` returns the function from size to
+    time. Sizes above `most` have the time of `most`.
     """
 
     def __init__(self, most: int, curve: Callable[[], Callable[[int], float]]) -> None:
@@ -189,12 +181,12 @@ class Times(dict[int, float]):
 
 
 class SeenTimes:
-    """Times by size, from the ratios of what steps took to what was predicted.
+    """Times by size, corrected by the ratios of measured to predicted times.
 
-    What else runs on a machine can only add to a time, often ten times as much: of the latest ratios of a size the
-    lower quartile counts, and a size that is new begins with one as predicted. More nodes never make a pass quicker:
-    whatever a size was seen to take, smaller ones take no more. Between seen sizes times are interpolated along the
-    prediction, above the largest they grow as it does. Of what was seen long ago the quartile stays, as one ratio.
+    * Other processes can only add to a time, often ten times as much. So of the latest ratios of a size the lower
+      quartile counts. A new size starts with one ratio as predicted; of old ratios the quartile is kept, as one ratio.
+    * More nodes never make a pass quicker. So a smaller size never counts more than what a larger one was measured at.
+    * Between measured sizes times are interpolated along the prediction; above the largest they grow with it.
     """
 
     def __init__(self) -> None:
@@ -206,7 +198,7 @@ class SeenTimes:
         self.steps = 0  # Decoding steps, whether or not they have a figure
 
     def add(self, size: Size, seen: float, predict: Callable[[int], float]) -> None:
-        """Record one measured time, ms; `predict` says what was predicted for so many nodes."""
+        """Record one measured time, ms; `predict` returns the predicted time of a number of nodes."""
         (nodes, rows), ratios = size, self._ratios.get(size)
         if ratios is None:
             ratios = deque(maxlen=SETTINGS.window)
@@ -222,8 +214,8 @@ class SeenTimes:
         self._latest, self._latest_step[size] = size, self.steps
 
     def curve(self, rows: int, predict: Callable[[int], float], *, trial: bool = False) -> Callable[[int], float]:
-        """Return the time of a pass of so many rows by its nodes, ms. In a trial nothing counts that was seen of
-        passes with nodes long ago.
+        """Return the time of a pass of `rows` rows, ms, as a function of its nodes. In a trial old measurements of
+        passes with nodes are ignored.
         """
         sizes, times, least = list[int](), list[float](), math.inf
         for nodes in reversed(self._sizes[rows]):
@@ -231,7 +223,7 @@ class SeenTimes:
                 least = min(least, self._low[nodes, rows] * predict(nodes))
                 sizes.append(nodes)
                 times.append(least)
-        if not sizes:  # Other numbers of rows tell the pace of the machine
+        if not sizes:  # Passes of other numbers of rows say how fast the machine is
             pace = self._low[self._latest] if self._latest is not None and not trial else 1.0
             return lambda nodes: pace * predict(nodes)
         sizes.reverse()
@@ -251,8 +243,9 @@ class SeenTimes:
         return time
 
     def plain_is_due(self, rows: int, predict: Callable[[int], float]) -> bool:
-        """Return whether plain passes of so many rows were not seen for as long as they have been known, or for long
-        although some with nodes are quicker, so that they must have run into something.
+        """Return whether plain passes of `rows` rows should be measured again: they never were, more steps
+        have passed since the last measurement than from the first to the last, or passes with nodes are quicker now, so
+        that something must have slowed the plain ones down.
         """
         plain = 0, rows
         if plain not in self._low:
@@ -267,13 +260,12 @@ class SeenTimes:
 
 
 class StepCosts:
-    """Times of passes and drafts in ms, for the sizes that the policy weighs. The caller passes
-    measured times in.
+    """Predicts the times of passes and drafts, ms, and corrects them by the measured times that it is told.
 
     Args:
-        passes: what passes cost, over as many nodes in each row.
-        drafts: what drafters cost, calibrated or guessed, by key.
-        shape: what size of a pass nodes of several rows make up.
+        passes: the cost of passes with equally many nodes in each row.
+        drafts: the cost of drafters, calibrated or guessed, by key.
+        shape: how the nodes of several rows add up to the size of a pass.
     """
 
     def __init__(
@@ -287,16 +279,15 @@ class StepCosts:
         self.passes = defaultdict[tuple[int, int], deque[float]](lambda: deque(maxlen=SETTINGS.window))
         """Latest times of passes, ms, by (context, nodes of all rows, roots and padding included)."""
         self._seen = defaultdict[Hashable, deque[float]](lambda: deque(maxlen=SETTINGS.window))
-        """Latest figures of a plain step's host work in ms; of what asking drafters that copy adds,
-        over the time that they take themselves (both by about how many rows); and of a drafter's
-        first look at a token in ms, by its key.
+        """The latest figures under three kinds of keys: "host", a plain step's host work in ms, and "lookup", what
+        querying lookup drafters adds to a step relative to their own time (both by the approximate number of rows);
+        "reading", the time in ms in which a drafter reads a token, by the drafter's key.
         """
 
     def times(self, rows: int, context: int, nodes: int, *, trial: bool = False) -> Times:
-        """Return, by size, the time of a pass over `rows` rows of up to `nodes` drafted nodes each,
-        and a plain step's host work. The time of asking those that copy is not included: it is
-        spent whatever is then submitted. In a trial, what was seen long ago of passes with nodes
-        does not count.
+        """Return, by size, the time of a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's
+        host work. The time of querying lookup drafters is not included: it is spent whatever is submitted afterwards.
+        In a trial old measurements of passes with nodes are ignored.
         """
 
         def curve() -> Callable[[int], float]:
@@ -307,22 +298,19 @@ class StepCosts:
         return Times(self.shape.even(rows, nodes), curve)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
-        """Return the time of a proposal down to `depth` by a drafter in a step of `rows` rows whose
-        text it knows. In a trial, what was seen long ago does not count.
+        """Return the time of a drafter's proposal down to `depth`, ms, in a step of `rows` rows whose text it has read.
+        In a trial old measurements are ignored.
         """
         predict = partial(self._proposal, key, rows=rows)
         return self._draft[key].curve(rows, predict, trial=trial)(depth)
 
     def reading_ms(self, key: str, tokens: int) -> float:
-        """Return the time of a drafter's first look at so many tokens; 0 while that has never been
-        seen.
-        """
+        """Return the time in which a drafter reads `tokens` tokens, ms; 0 until it is measured."""
         return tokens * self._latest(("reading", key), 0.0) if tokens >= READING else 0.0
 
     def plain_is_due(self, rows: int) -> bool:
-        """Return whether plain decoding of about so many rows has been seen too seldom. Everything
-        is held against it: an assumed cost that no step ever corrects would continue to justify the
-        nodes that keep it from being seen.
+        """Return whether a plain step of about `rows` rows should be measured. Everything is compared with plain
+        decoding: if it were never measured, a wrong assumption could justify drafting at every step, and so persist.
         """
         about = _about(rows)
         never = not self._seen["host", about]
@@ -337,29 +325,25 @@ class StepCosts:
         self._pass.add(_alike(size, rows), ms, lambda size: self._predicted(size, rows, context))
 
     def saw_draft(self, key: str, depth: int, rows: int, ms: float, *, unread: int = 0) -> None:
-        """Record that the proposal of one drafter took this long, with `unread` tokens read before
-        it.
-        """
+        """Record that a drafter's proposal took this long, including reading `unread` tokens before it."""
         if unread >= READING:
             self._seen["reading", key].append(max(0.0, ms - self.draft_ms(key, depth, rows)) / unread)
         else:
             self._draft[key].add((depth, rows), ms, partial(self._proposal, key, rows=rows))
 
     def host_ms(self, rows: int) -> float:
-        """Return the host work of a step of so many rows in which no drafter is asked; 0 while that
-        was never seen.
-        """
+        """Return the host work of a step of about `rows` rows without a drafter, ms; 0 until it is measured."""
         return self._latest(("host", _about(rows)), 0.0)
 
     def lookup_ms(self, rows: int, ms: float) -> float:
-        """Return what asking drafters that copy adds to a step if they themselves take `ms` for it:
-        the rest is merging, ranking and handing over their trees, and learning from them.
+        """Return what querying lookup drafters adds to a step if their own work takes `ms`: the rest is merging and
+        ranking their trees, handing them over, and learning from them.
         """
         return ms * self._latest(("lookup", _about(rows)), _LOOKUP_OVERHEAD)
 
     def saw_host(self, ms: float, rows: int, *, lookup_ms: float) -> None:
-        """Record that the host work of a step without a drafter's forward pass took this long.
-        `lookup_ms` is the share that drafters which copy took themselves, 0 if none was asked.
+        """Record that the host work of a step without a drafter's forward pass took this long. `lookup_ms` is the own
+        time of the lookup drafters, 0 if none was queried.
         """
         if lookup_ms == 0.0:
             self._seen["host", _about(rows)].append(ms)
@@ -371,9 +355,7 @@ class StepCosts:
         return median(seen) if seen else unseen
 
     def _proposal(self, key: str, depth: int, rows: int) -> float:
-        """Return the cost of a proposal as calibrated on one row, growing with the rows as the
-        target's pass does.
-        """
+        """Return the cost of a proposal: the one calibrated on one row, scaled to the rows as the target's pass is."""
         growth = self._predicted(0, rows, 0) / self._predicted(0, 1, 0) if rows > 1 else 1.0
         return self._drafts[key].ms(depth) * growth
 
@@ -382,9 +364,7 @@ class StepCosts:
 
 
 def _alike(size: int, rows: int) -> Size:
-    """Return the key of passes that are corrected alike: of about as many rows, and of about the
-    same size, in steps of an eighth.
-    """
+    """Return the key under which a pass is corrected: its size in steps of an eighth, and its rows, rounded up."""
     shift = max(0, size.bit_length() - 4)
     return size >> shift << shift, _about(rows)
 

@@ -1,8 +1,8 @@
-"""Measures what a pass of the target costs on this machine: from steps, or timed on free rows when
-asked for; kept on disk.
+"""Measures the time of the target's passes on this machine, from steps or in a calibration on free rows, and keeps it
+on disk.
 
-One JSON file per model, device, dtype, threads, packing and torch version. torch is imported inside the functions that
-time something.
+There is one JSON file for each model, device, dtype, number of threads, packing and torch version. torch is imported
+inside the functions that time something.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # Sizes that are measured by default, root included
 CONTEXTS = (64, 512, 2048)
-"""Committed tokens that are measured by default, as far as they fit; the cost of attention is a
-line between them.
+"""Numbers of committed tokens that are measured by default, as far as they fit; the cost between them is interpolated.
 """
 _FIRST_NODES = (1, 2, 4, 8, 16, 32)  # Sizes that are timed before the first draft
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
@@ -39,11 +38,7 @@ _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
-_UNASKED: Grid = {
-    "nodes": (),
-    "rows": (),
-    "contexts": (),
-}  # Sizes that nobody asked for: steps correct them
+_NOT_CALIBRATED: Grid = {"nodes": (), "rows": (), "contexts": ()}  # Grid of costs from steps, not from a calibration
 
 
 def load_or_measure(
@@ -57,23 +52,23 @@ def load_or_measure(
     force: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> CostModel:
-    """Return what this target's passes cost here: read from disk, else measured on free rows and
-    kept.
+    """Return the cost of this target's passes on this machine: read from disk, else measured on free rows and written
+    to disk.
 
-    One pass is what one step asks of the target: from token ids to the argmax of every node on the host, and the
-    commit. What stands in the rows' slots is overwritten. Contexts are only announced, not prefilled: the cost of
-    attention does not depend on what it reads. Where more sizes are wanted than a file holds, both are measured
-    together. A file that is corrupt, foreign or of another format is ignored with a warning. ArgumentError: a size is
-    out of range, or it must be measured and too few rows are free.
+    One pass is the target's work in a step: from token ids to the argmax of every node on the host, and the commit. The
+    contents of the free rows' slots are overwritten. Contexts are announced without a prefill: the cost of attention
+    does not depend on the values that it reads. If the file lacks some of the sizes, all are measured together. A file
+    that is corrupt, foreign or of another format is ignored with a warning. Raises ArgumentError if a size is out of
+    range, or if too few rows are free to measure.
 
     Args:
-        rows: how many rows a pass has; default 1, 4, 16, 64 and all rows, as far as they are there.
+        rows: numbers of rows of a pass; by default 1, 4, 16, 64 and all rows, as far as the target has them.
         nodes: scored nodes of a row, root included; 1 is added.
         contexts: committed tokens of each row, as far as they fit.
         repeats: passes of each size; the lower quartile counts.
-        seconds: stop adding passes after this long; the smallest sizes are measured in any case.
-        force: measure although there is a file; the drafters in it are forgotten.
-        tell: told how far it is.
+        seconds: no pass is started after this long; the smallest sizes are measured in any case.
+        force: measure even if there is a file; the drafters' costs in it are dropped.
+        tell: called with a line about the progress.
     """
     if rows is None:
         rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
@@ -93,12 +88,12 @@ def load_or_measure(
 
 
 def known_or_nominal(target: Target) -> PassCost:
-    """Return what passes cost as far as it is kept for this target, from a calibration or from another process.
+    """Return the cost of this target's passes from disk, where a calibration or another process has written it.
 
-    Else a few sizes are timed on a free row of a CPU and kept until steps know better: kernels differ, and a second
-    node costs a hundredth or all of the first. What else runs then makes all sizes look alike, so a node counts at
-    least as nominally, and where the largest size takes less nothing is kept. An accelerator, where a first pass of a
-    size is recorded, begins with a nominal figure, which steps correct.
+    Else a few sizes are timed on a free row, on a CPU, and written to disk until steps correct them: kernels differ,
+    and a second node costs between a hundredth and all of the first. Other processes make all sizes look equally slow,
+    so a node counts at least its nominal cost, and nothing is written if the largest size takes less than that. On an
+    accelerator, where the first pass of each size is recorded, the costs start nominal.
     """
     kept = _read(target)
     if kept is not None:
@@ -110,18 +105,20 @@ def known_or_nominal(target: Target) -> PassCost:
     [[seen]] = cost.pass_times_ms
     least = [seen[0] * nominal.pass_ms(nodes) for nodes in cost.nodes]
     if seen[-1] >= least[-1]:
-        _write(target, _UNASKED, cost)
+        _write(target, _NOT_CALIBRATED, cost)
     return replace(cost, pass_times_ms=((tuple(map(max, seen, least)),),))
 
 
 def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
-    """Keep what real steps took, ms by (context, nodes of all rows), for the next process that loads this target.
+    """Write the times of real steps to disk, for the next process that loads this target.
 
-    It is kept as what a row of so many nodes takes, from which the rest follows: of each number of rows alone too few
-    sizes are seen to tell what others would take. Fewer than four sizes say too little; a calibration knows better and
-    stays. Passes larger than any that was seen are assumed to cost at least what `Nominal` says of each further node:
-    the largest ones that were seen often lie on one stair, and a line through them would say that nodes beyond cost
-    nothing.
+    They are written as times of a pass over one row: for each number of rows alone too few sizes are seen. Fewer than
+    four sizes say too little and are not written; a calibration is more precise and is not overwritten. Passes that are
+    larger than the seen ones are assumed to cost at least the `Nominal` cost of each further node: the largest seen
+    ones often have equal times, and a line through them would say that further nodes are free.
+
+    Args:
+        seen: times of passes, ms, by (context, nodes of all rows).
     """
     often = defaultdict[int, list[float]](list)
     for (_, nodes), times in seen.items():
@@ -131,35 +128,35 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
     if len(often) < _SIZES_SEEN or (kept is not None and kept[0]["nodes"]):
         return
     if kept is not None:
-        for nodes in kept[1].nodes[:-1]:  # All that was seen, see `_beyond`
+        for nodes in kept[1].nodes[:-1]:  # The last size was not seen, see `_extrapolate`
             often.setdefault(nodes, [kept[1].pass_ms(nodes) / 1e3])
     often.setdefault(1, often[min(often)])
     context = median_low(context for context, _ in seen)
     grid: Grid = {"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}
     samples = {(context, 1, nodes): times for nodes, times in often.items()}
-    cost = replace(_beyond(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
-    _write(target, _UNASKED, cost)
+    cost = replace(_extrapolate(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
+    _write(target, _NOT_CALIBRATED, cost)
 
 
-def _beyond(cost: CostModel) -> CostModel:
-    """Return a copy with a size twice as large as its largest one, each further node of it at the
-    nominal price, or at that of the last ones if it is higher.
+def _extrapolate(cost: CostModel) -> CostModel:
+    """Return a copy with one more size, twice as large as the largest one. Each further node costs the nominal price,
+    or the price of the last measured nodes if that is higher.
     """
     last, price = cost.nodes[-1], Nominal().slope
 
-    def beyond(rows: int, times: Sequence[float]) -> float:
+    def time_of_twice(rows: int, times: Sequence[float]) -> float:
         return max(times[-1] + price * rows * last * times[0], along(cost.nodes, times, 2 * last))
 
     planes = tuple(
-        tuple((*times, beyond(rows, times)) for rows, times in zip(cost.rows, plane, strict=True))
+        tuple((*times, time_of_twice(rows, times)) for rows, times in zip(cost.rows, plane, strict=True))
         for plane in cost.pass_times_ms
     )
     return replace(cost, nodes=(*cost.nodes, 2 * last), pass_times_ms=planes)
 
 
 def free_rows(target: Target, count: int) -> list[int]:
-    """Return `count` rows that hold no token, neighbours if there are such: the cache reads those
-    without a copy. Raises ArgumentError if there are fewer.
+    """Return `count` rows that hold no token, neighbouring ones if possible, which the cache reads without a copy.
+    Raises ArgumentError if there are fewer.
     """
     free = [row for row, length in enumerate(target.lengths) if length == 0]
     if len(free) < count:
@@ -169,7 +166,7 @@ def free_rows(target: Target, count: int) -> list[int]:
 
 
 def _grid(target: Target, rows: Sequence[int], nodes: Sequence[int], contexts: Sequence[int]) -> Grid:
-    """Return what fits the target of these sizes, and one node."""
+    """Return those of the sizes that fit the target, and one node."""
     room = min(target.slots, target.max_length)
     sizes = sorted({1, *(size for size in nodes if size < room)})
     fitting = {max(0, min(context, room - sizes[-1])) for context in contexts}
@@ -177,7 +174,7 @@ def _grid(target: Target, rows: Sequence[int], nodes: Sequence[int], contexts: S
 
 
 def _measure(target: Target, grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]) -> CostModel:
-    """Time these sizes on free rows, which are free again afterwards."""
+    """Time passes of these sizes on free rows, and free the rows again."""
     free = free_rows(target, grid["rows"][-1])
     try:
         samples = _sample(target, free, grid, repeats, seconds, tell)
@@ -189,9 +186,8 @@ def _measure(target: Target, grid: Grid, repeats: int, seconds: float, tell: Cal
 def _sample(
     target: Target, rows: Sequence[int], grid: Grid, repeats: int, seconds: float, tell: Callable[[str], None]
 ) -> dict[Point, list[float]]:
-    """Return wall times in seconds, the cheapest points first; at longer contexts few sizes, for
-    what they add is smooth. The first round, with a warm-up of each size, decides what fits the
-    budget.
+    """Return wall times in seconds, the cheapest points first. At longer contexts a few sizes suffice, because the time
+    that a context adds is smooth. The first round, with a warm-up of each size, decides which points fit the budget.
     """
     deadline, room = time.perf_counter() + seconds, min(target.slots, target.max_length)
     first, nodes, least = grid["contexts"][0], grid["nodes"], grid["rows"][0]
@@ -235,10 +231,10 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
 
 
 def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
-    """Convert samples to times in ms; sizes that were left out are filled in, row counts and
-    contexts with too few sizes are dropped.
+    """Convert samples to times in ms. Sizes that were not measured are interpolated; row counts and contexts with too
+    few sizes are dropped.
     """
-    # The lower quartile: what else runs on the machine can only add to a time.
+    # The lower quartile counts, because other processes can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
     nodes, first = grid["nodes"], grid["contexts"][0]
     known = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
@@ -249,7 +245,7 @@ def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     planes = list[tuple[tuple[float, ...], ...]]()
     for c in contexts:
         plane = list[tuple[float, ...]]()
-        for r in rows:  # behind further contexts what they add to the first one's times, if anything, is interpolated
+        for r in rows:  # For longer contexts, the time that they add to the first context's times is interpolated
             added = [max(0.0, ms[c, r, n] - base[r, n]) for n in known[c, r]]
             plane.append(tuple(make_rising([base[r, n] + along(known[c, r], added, n) for n in nodes])))
         planes.append(tuple(plane))
@@ -272,13 +268,12 @@ def make_rising(values: Sequence[float]) -> list[float]:
 
 # --- on disk ----------------------------------------------------------------------------------------------------------
 
-FORMAT = 1  # Raise it when figures of before are no longer comparable
+FORMAT = 1  # To be raised when earlier figures are no longer comparable
 
 
 def save(target: Target, cost: CostModel) -> Path:
-    """Keep `cost`, to which drafters were added, as that of this target, and return the path.
-    Drafters whose configuration holds a Python object are left out: their key means nothing to
-    another process.
+    """Write `cost`, to which drafters were added, to this target's file, and return the path. Drafters whose
+    configuration holds a Python object are left out: their key means nothing to another process.
     """
     kept = _read(target)
     own = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
@@ -287,18 +282,18 @@ def save(target: Target, cost: CostModel) -> Path:
 
 
 def file_of(target: Target) -> Path:
-    """Return the file in which this target's costs are kept: in ``cost`` below `cache_root`."""
+    """Return the file of this target's costs, in ``cost`` below `cache_root`."""
     return _place(target)[0]
 
 
 def _place(target: Target) -> tuple[Path, Mapping[str, Any]]:
-    """Return this target's file, and the identity that it goes by."""
+    """Return this target's file, and the identity that its name is made of."""
     name, identity = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model", target.identity()
     return cache_root() / "cost" / f"{name}-{_hash(identity)[:16]}.json", identity
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
-    """Read what is kept for this target: the sizes that were asked for, and their costs."""
+    """Read this target's file: the grid of its calibration (empty if the costs are from steps), and the costs."""
     path, identity = _place(target)
     if not path.exists():
         return None
@@ -319,7 +314,7 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 
 
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
-    """Write the file whole or not at all. A cache that cannot be written is no reason to fail."""
+    """Write the file atomically. An error is logged, not raised: without a cache everything still works."""
     path, identity = _place(target)
     body = {"format": FORMAT, "identity": identity, "grid": grid, "cost": asdict(cost)}
     try:

@@ -1,8 +1,8 @@
-"""Trees of deterministic nodes, ranked by how likely each path survives; merged, and pruned.
-Sampled nodes are refused.
+"""Trees of deterministic nodes are ranked by how likely each path survives, merged, and pruned. Sampled nodes are
+refused.
 
-What a drafter's own confidence in such a node is worth is learned from which nodes the text went on with, submitted or
-not.
+The confidences that drafters state are calibrated: the committed text shows for every node whether it was right,
+submitted or not.
 """
 
 from __future__ import annotations
@@ -15,28 +15,25 @@ from forerun.core.acceptance import Acceptance, compare_draft
 from forerun.core.tree import TokenTree
 
 Estimate = Callable[[int, float], float]
-"""Maps who proposed a node, as bits, and the stated confidence to the probability that it survives
-its parent.
+"""A function from the drafters that proposed a node, as bits, and its stated confidence to the probability that the
+target accepts it if it accepts the parent.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranking:
-    """The nodes of a tree with their expected gain. All are deterministic: nothing else may be
-    pruned.
-    """
+    """The nodes of a tree, ordered by their expected gain. All are deterministic: no other node may be pruned."""
 
-    tree: TokenTree  # Its confidences are those that were stated
+    tree: TokenTree  # Its confidences are the drafters' own, not calibrated
     survival: tuple[float, ...]  # Entry k: probability that the whole path to node k survives; 1 for the root
-    holders: tuple[int, ...]  # (N,) who proposed each node, as bits
+    holders: tuple[int, ...]  # (N,) drafters that proposed each node, as bits
     order: tuple[int, ...]  # Node ids by falling survival; parents come before their children
     worth: tuple[float, ...]  # Entry n: expected number of accepted tokens if the first n of `order` are submitted
 
     @classmethod
     def of(cls, tree: TokenTree, estimate: Estimate, holders: Sequence[int] | None = None) -> Ranking:
-        """Rank a tree; without `holders` its nodes have no proposer (bits 0). Asserts that the tree
-        holds no sampled node, whose fate may not depend on its value, no probe, and no nodes that
-        have already run.
+        """Rank a tree; without `holders` the bits are 0. Asserts that the tree holds no sampled node, because whether
+        one is submitted may not depend on its value, no probe node, and no node that the target has already run.
         """
         assert tree.prunable, "only deterministic nodes may be pruned after they were drawn"
         bits, survival = holders or [0] * (tree.size + 1), [1.0]
@@ -53,10 +50,11 @@ class Ranking:
 
     @classmethod
     def merge(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
-        """Merge trees of one row, by who proposed them, into one of at most `most` nodes, or its
-        best path (`chain`). Asserts as `of` does. The surest of those that hold a path says how
-        likely it is, and `estimate` what that is worth: the surest of several is too sure, above
-        all where the others hold something else or nothing.
+        """Merge the trees that several drafters proposed for one row into a tree of at most `most` nodes, or into its
+        best path (`chain`). Asserts as `of` does.
+
+        Of the confidences in a path the highest counts, and `estimate` calibrates it: the highest of several is too
+        high, above all where the other drafters propose something else or nothing.
         """
         joined, survival, holders = _join(found)
         best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
@@ -64,11 +62,11 @@ class Ranking:
         return cls.of(kept.seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:
-        """Return how much of the gain of its `nodes` best nodes one of the proposers holds."""
+        """Return the summed survival of those of the `nodes` best nodes that the drafter `who` proposed."""
         return sum(self.survival[node] for node in self.order[:nodes] if self.holders[node] >> who & 1)
 
     def worth_without(self, who: int) -> list[float]:
-        """Return the `worth` of the nodes that not only this proposer holds."""
+        """Return the `worth` without the nodes that only the drafter `who` proposed."""
         found = [0.0]
         for node, before, after in zip(self.order, self.worth, self.worth[1:], strict=False):
             if self.holders[node] != 1 << who:
@@ -77,7 +75,7 @@ class Ranking:
 
 
 def _join(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
-    """Join trees: returns the tree, the survival of each node, and who proposed it."""
+    """Join trees, and return the tree, the survival of each node, and the drafters that proposed it, as bits."""
     assert all(tree.prunable for tree in found.values()), "only deterministic nodes may be merged"
     if len(found) == 1:
         [(who, tree)] = found.items()
@@ -103,18 +101,16 @@ def _join(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
-    """Return node ids, the likeliest first; of equals the one that came first, so parents precede
-    their children.
-    """
+    """Return node ids, the likeliest first; equals keep their order, so parents precede their children."""
     return sorted(range(1, len(survival)), key=lambda node: (-survival[node], node))
 
 
 class Confidence:
-    """Calibrates stated confidences: the share of nodes with such a confidence that survived, over
-    all rows and of one row.
+    """Calibrates stated confidences: counts the share of nodes with such a confidence that survived, over all rows and
+    for one row, separately for each set of drafters that proposed the node.
 
-    Of deterministic nodes only, whose would-be acceptance follows from the committed text whether or not they were
-    submitted. Nodes may be of kinds that are learned apart, such as who proposed them.
+    Only deterministic nodes are counted. The committed text shows whether they would have been accepted, also where
+    they were not submitted.
     """
 
     def __init__(self) -> None:
@@ -122,7 +118,7 @@ class Confidence:
         self._rows: dict[int, Acceptance] = {}
 
     def of(self, row: int) -> Estimate:
-        """Return the estimate for a row's nodes: below 1, for longer paths must be less likely."""
+        """Return the estimate for a row's nodes. It is below 1, so that longer paths are less likely."""
         shared, own = self._shared, self._rows.get(row)
 
         def estimate(holders: int, stated: float) -> float:
@@ -133,7 +129,7 @@ class Confidence:
         return estimate
 
     def learn(self, row: int, ranking: Ranking, committed: Sequence[int]) -> int:
-        """Compare a tree with what followed the root, and return how many of these tokens it held."""
+        """Compare a tree with the tokens committed after the root, and return how many of these it holds."""
         own = self._rows.get(row)
         if own is None:
             own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory)
@@ -147,5 +143,5 @@ class Confidence:
         return deepest
 
     def forget(self, row: int) -> None:
-        """Forget a row that is free."""
+        """Forget the counts of a row that is free."""
         self._rows.pop(row, None)

@@ -305,7 +305,7 @@ class EngineInfo(ABC):
         assert asked.config is not None
         drafts = self.drafts(asked.config)
         main = self._main(asked, drafts)
-        copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).copies]
+        copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).is_lookup]
         first = next(iter(copying), None)
         lost = [one.method for one in drafts if one is not main and one is not first]
         if lost:
@@ -359,7 +359,7 @@ class EngineInfo(ABC):
                 f"{self.title} {asked.version} has no counterpart of {given}; it has {have}. "
                 "forerun serve drafts with it here"
             )
-        return next((one for one in able if not entry_named(one.method).copies), able[0])
+        return next((one for one in able if not entry_named(one.method).is_lookup), able[0])
 
     def mapped(self, draft: DraftSpec, way: Counterpart) -> dict[str, Any]:
         """Return the engine's options with the values that ours have, given or by default, because

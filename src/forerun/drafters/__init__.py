@@ -25,15 +25,15 @@ class DrafterEntry:
     summary: str
     needs_training: bool = False
     lossless: bool = True
-    copies: bool = False  # It looks deterministic nodes up, without a forward pass: `auto` asks it at every step
-    needs_prediction: bool = False  # It drafts nothing for a request that brings no prediction, unless told another one
+    is_lookup: bool = False  # It looks tokens up, without a forward pass, so `auto` can query it at every step
+    needs_prediction: bool = False  # It drafts nothing for a request without a prediction, unless option `text` is set
 
 
 DRAFTERS: dict[str, DrafterEntry] = {
     "ngram": DrafterEntry(
         path="forerun.drafters.lookup.ngram:NgramDrafter",
         summary="copies what followed the same words earlier in prompt or output, across edits (prompt lookup)",
-        copies=True,
+        is_lookup=True,
     ),
     "lookahead": DrafterEntry(
         path="forerun.drafters.self_drafting.lookahead:LookaheadDrafter",
@@ -46,12 +46,12 @@ DRAFTERS: dict[str, DrafterEntry] = {
     "suffix": DrafterEntry(
         path="forerun.drafters.lookup.suffix:SuffixDrafter",
         summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
-        copies=True,
+        is_lookup=True,
     ),
     "prediction": DrafterEntry(
         path="forerun.drafters.lookup.prediction:PredictionDrafter",
         summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
-        copies=True,
+        is_lookup=True,
         needs_prediction=True,
     ),
     "first_of": DrafterEntry(
@@ -98,12 +98,12 @@ DRAFTERS: dict[str, DrafterEntry] = {
     "rest": DrafterEntry(
         path="forerun.drafters.lookup.rest:RestDrafter",
         summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
-        copies=True,
+        is_lookup=True,
     ),
     "recycling": DrafterEntry(
         path="forerun.drafters.lookup.recycling:RecyclingDrafter",
         summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
-        copies=True,
+        is_lookup=True,
     ),
     **{
         kind.name: DrafterEntry(path=kind.drafter, summary=kind.summary, needs_training=kind.in_target is None)

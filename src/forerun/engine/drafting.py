@@ -61,7 +61,7 @@ class DrafterPool:
         for name, drafter in active.drafters:
             if config.rule is not None:
                 check_fits(config.rule, drafter.kind(_SAMPLED), name)
-            straightened = active.policy is not None and entry_named(name).copies
+            straightened = active.policy is not None and entry_named(name).is_lookup
             if self._setup.target.chains_only and not (straightened or drafter.kind(_SAMPLED).chain):
                 raise UnsupportedModelError(
                     f"{name} drafts trees, and {self._setup.target.name_or_path} runs chains only, for llama.cpp keeps "
