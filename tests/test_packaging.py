@@ -45,8 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that holds what the wheel holds, and nothing of this checkout."""
     folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel)]
-    subprocess.run(command, check=True, capture_output=True)
+    shutil.unpack_archive(wheel, folder, "zip")
     return folder
 
 
@@ -101,30 +100,34 @@ def test_the_metadata_names_licence_extras_and_entry_points(installed: Path) -> 
     assert (folder / "licenses" / "LICENSE").is_file()
 
 
+ANSWERS = """
+import json, sys
+import forerun.cli
+
+refused, models, command = sys.argv[1:]
+print(forerun.__file__)
+print([forerun.cli.main(words) for words in json.loads(refused)])
+sys.path.append(models)
+sys.exit(forerun.cli.main(json.loads(command)))
+"""
+
+
 def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: Path) -> None:
     """The main job, from a folder that is not this one: nothing is found beside the package by chance. Without the demo
     models a line says how to get one."""
     environment = {**os.environ, "PYTHONPATH": str(installed), "FORERUN_CACHE": str(tmp_path / "cache")}
-
-    def run(*command: str) -> subprocess.CompletedProcess[str]:
-        words = [sys.executable, *command]
-        return subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
-
+    environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9", "FORERUN_MODELS": str(tmp_path / "models")}
+    shutil.unpack_archive(models, tmp_path / "wheel", "zip")  # not `demo`: a folder of that name would be the model
     command = ["generate", "demo", "--prompt", "import os", "-n", "8", "--drafter", "eagle3"]
     command += ["--drafter-model", "demo-eagle3", "-t", "0", "--json"]
-    environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9", "FORERUN_MODELS": str(tmp_path / "models")}
-    program = "import json, sys, forerun.cli; print(forerun.__file__); "
-    program += "print([forerun.cli.main(words) for words in json.loads(sys.argv[1])])"
-    refused = run("-c", program, json.dumps([command, ["demo"], ["demo", "--offline"]]))
-    where, codes = refused.stdout.splitlines()
-    assert Path(where).is_relative_to(installed) and codes == "[2, 2, 2]"
-    lines = [line for line in refused.stderr.splitlines() if line.startswith("error: ")]
+    refused = [command, ["demo"], ["demo", "--offline"]]
+    words = [sys.executable, "-c", ANSWERS, json.dumps(refused), str(tmp_path / "wheel"), json.dumps(command)]
+    ran = subprocess.run(words, cwd=tmp_path, env=environment, check=False, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    where, codes, answer = ran.stdout.splitlines()
+    assert Path(where).is_relative_to(installed) and codes == "[2, 2, 2]" and json.loads(answer)["text"]
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
     assert len(lines) == 3 and all("pip install forerun-demo" in line for line in lines)
-    shutil.unpack_archive(models, tmp_path / "wheel", "zip")  # not `demo`: a folder of that name would be the model
-    environment["PYTHONPATH"] += os.pathsep + str(tmp_path / "wheel")
-    answered = run("-m", "forerun.cli", *command)
-    assert answered.returncode == 0, answered.stderr
-    assert json.loads(answered.stdout)["text"]
 
 
 @pytest.mark.slow

@@ -14,16 +14,11 @@ from bench.heads import head
 from bench.test_parts import machine, shown, summary
 from benchmarks.suite import plots, suite
 from benchmarks.suite.acceptance import (
-    EQUAL_NODES,
-    NODES,
-    SHAPES,
     Acceptance,
     AcceptanceLine,
     AcceptancePlan,
-    Contestants,
     RootReach,
     compare_roots,
-    measure_acceptance,
     ratio,
     root_distributions,
 )
@@ -33,7 +28,6 @@ from benchmarks.suite.speed import measure, summarise
 from benchmarks.suite.suite import Options, Results, as_json
 from benchmarks.suite.workloads import Setting
 from forerun import LLM
-from forerun.drafters.drawing import Shape
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 
 PROMPTS = [list(range(3, 40)), list(range(100, 130)), list(range(60, 95))]
@@ -42,58 +36,6 @@ PLAN = AcceptancePlan(new_tokens=20, seeds=(1,), top_k=(4,), depths=(3, 5), root
 
 def engine(folder: Path, rows: int = 3) -> LLM:
     return LLM(str(folder), tokenizer=False, max_num_seqs=rows, max_model_len=96)
-
-
-@pytest.fixture(scope="module")
-def found(source_tied: Path) -> Acceptance:
-    """A random head, and the target itself as its own draft model."""
-    who = Contestants(head=head(), head_name="random", draft=str(source_tied), lookup=4)
-    return measure_acceptance(engine(source_tied), who, PROMPTS, PLAN, quiet)
-
-
-@pytest.mark.slow  # `TestSuite` measures a head more briefly
-class TestMeasuring:
-    def test_every_way_is_measured_once_at_its_temperature(self, found: Acceptance) -> None:
-        assert len({(line.label, line.temperature) for line in found.lines}) == len(found.lines)
-        greedy, sampled = ([line.form for line in found.lines if line.temperature == t] for t in (0.0, 1.0))
-        assert sorted(greedy) == ["chain"] * 3 + ["dynamic"] * 2
-        forms = ["deterministic", "without replacement", "greedy-k"] * len(SHAPES)
-        assert sorted(sampled) == sorted(["chain"] * 3 + ["long chain", "dynamic", *forms])
-
-    def test_lengths_are_pooled_and_inside_their_intervals(self, found: Acceptance) -> None:
-        for line in found.lines:
-            assert len(line.emitted) == len(line.passes) == len(PROMPTS)
-            if sum(line.passes):
-                assert line.length == pytest.approx(sum(line.emitted) / sum(line.passes))
-            assert 1 <= line.low <= line.length <= line.high
-            if line.method != "ngram":  # what it copies may be short
-                assert line.length == pytest.approx(1 + sum(line.depths), rel=0.2), "most passes draft to full depth"
-
-    def test_the_target_as_its_own_draft_model_is_right_and_a_random_head_is_not(self, found: Acceptance) -> None:
-        draft, chain = (found.best(method, "chain", 0.0) for method in ("draft_model", "eagle3"))
-        assert draft is not None and chain is not None
-        assert draft.length > 4 and all(share == 1 for share in draft.depths)
-        assert chain.length < 2
-
-    def test_trees_are_as_large_as_they_say(self, found: Acceptance) -> None:
-        assert {Shape.regular(shape).size for shape in SHAPES} == {EQUAL_NODES}
-        for line in found.lines:
-            if line.form not in ("chain", "long chain"):
-                most = NODES if line.temperature == 0 else EQUAL_NODES
-                assert 0.6 * most < line.nodes <= most, line.label
-
-    def test_the_dynamic_shape_that_is_best_greedily_goes_on(self, found: Acceptance) -> None:
-        greedy, sampled = (found.best("eagle3", "dynamic", temperature) for temperature in (0.0, 1.0))
-        assert greedy is not None and sampled is not None
-        assert greedy.label.split(", ")[-2:] == sampled.label.split(", ")[-2:]
-
-    def test_roots_are_compared_for_every_number_of_children(self, found: Acceptance) -> None:
-        assert [line.children for line in found.roots] == [1, 2]
-        assert found.root_count == PLAN.roots
-        for line in found.roots:
-            chances = [value for name, value in dataclasses.asdict(line).items() if name != "children"]
-            assert all(0 < chance < 1 for chance in chances)
-            assert line.distinct <= line.distinct_bound + 0.01 and line.iid <= line.iid_bound + 1e-6
 
 
 class TestRoots:

@@ -344,7 +344,7 @@ FAULTS = {
 def test_a_fault_of_every_parameter_is_seen(
     llm: LLM, reference: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=PLAN)
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=replace(PLAN, detect=0.4))
     [setting] = [one for one in checks.settings_for(run, 0.7) if one.what == what]
     FAULTS[what](monkeypatch)
     assert not checks.chi_square_check(run, checks.uncertain(run, setting, 0, tests=1)).passed
@@ -359,5 +359,5 @@ def test_a_residual_that_is_not_taken_is_seen(
     assert examined(llm, reference, prompt)[0].passed
     honest = HostResidual.reject
     monkeypatch.setattr(HostResidual, "reject", lambda probs, weight=1.0: (probs, honest(probs, weight)[1]))
-    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=PLAN.detect / 2))
+    check, rules = examined(llm, reference, prompt, plan=replace(PLAN, detect=0.2))
     assert not check.passed and rules == {"block"}

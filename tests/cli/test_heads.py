@@ -2,11 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
-
-import pytest
 
 from cli.conftest import Forerun
 from forerun.drafters.kinds import KINDS
@@ -79,12 +75,6 @@ def test_an_unknown_target_is_said_on_stderr(forerun: Forerun) -> None:
     ran = forerun("heads", "someone/unheard-of")
     assert ran.code == 0 and ran.out == "" and "no public head is known for someone/unheard-of" in ran.err
     assert json.loads(forerun("heads", "someone/unheard-of", "--json").out) == []
-
-
-@pytest.mark.parametrize("module", ["forerun.cli.heads", "forerun.cli.features"])
-def test_the_verbs_modules_import_no_torch(module: str) -> None:
-    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 FAMILIES = {

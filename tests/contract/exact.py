@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Lfm2Config, Lfm2ForCausalLM, LlamaForCausalLM, TemperatureLogitsWarper, TopPLogitsWarper
 
-from contract.harness import Variant
+from contract.harness import Variant, remembered_distributions
 from forerun import LLM, SamplingParams
 from forerun.certify.enumeration import EnumeratingRng, outcomes
 from forerun.control.policy import policy_for
@@ -372,5 +372,5 @@ def answers_of(case: Case, begun: Answered = ()) -> dict[Answered, float]:
 
 def enumerate_step(case: Case) -> Found:
     """The exact check of one case."""
-    with pytest.MonkeyPatch.context() as patch:
+    with remembered_distributions(rounded=False), pytest.MonkeyPatch.context() as patch:
         return Enumeration(case, patch).run()

@@ -438,13 +438,14 @@ def sample(engine: LLM, draws: int, *, seeded: bool = False, weary: bool = True)
 
 
 @contextmanager
-def remembered_distributions() -> Iterator[None]:
+def remembered_distributions(rounded: bool = True) -> Iterator[None]:
     """Each distribution is made once per (logits, output, temperature): the same few nodes come up thousands of
-    times."""
-    make, known = Sampler.probs, dict[tuple[bytes, tuple[int, ...], float | None], torch.Tensor]()
+    times. `rounded`: logits that differ in the fifth digit are the same."""
+    make, known = Sampler.probs, dict[tuple[Any, ...], torch.Tensor]()
 
     def probs(self: Sampler, logits: torch.Tensor, output: Sequence[int]) -> torch.Tensor:
-        key = (logits.mul(1e4).round().numpy().tobytes(), tuple(output), self.params.temperature)
+        values = logits.mul(1e4).round() if rounded else logits
+        key = (values.numpy().tobytes(), tuple(output), self.params.temperature, self.params.top_p)
         if key not in known:
             known[key] = make(self, logits, output)
         return known[key].clone()

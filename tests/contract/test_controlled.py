@@ -223,7 +223,7 @@ def test_a_useless_drafter_is_switched_off_by_default(costs: Costs) -> None:
     """It costs half a pass a token, and a random head is right once in twelve times."""
     costs.draft = DraftCost(fixed_ms=0.0, level_ms=0.5)
     config = {"method": "eagle3", "model": eagle_head(3), "num_speculative_tokens": 3}
-    engine, prompts = llm(None, rows=1), as_prompts(PROMPTS * 3)
+    engine, prompts = llm(None, rows=1), as_prompts(PROMPTS)
     params = replace(NEUTRAL, max_tokens=40)
     plain = tokens_of(engine.generate(prompts, params, speculative=False))
     drafted = list[int]()
@@ -231,7 +231,7 @@ def test_a_useless_drafter_is_switched_off_by_default(costs: Costs) -> None:
         outputs = engine.generate(prompts, params, speculative=own)
         assert tokens_of(outputs) == plain
         stats = [output.outputs[0].speculation for output in outputs]
-        assert sum(one.num_spec_steps + one.num_plain_steps for one in stats) > 400
+        assert sum(one.num_spec_steps + one.num_plain_steps for one in stats) > 120
         drafted.append(sum(one.num_draft_tokens for one in stats))
     assert drafted[0] < 0.1 * drafted[1]
 

@@ -180,7 +180,7 @@ def _each_family(turn: int, variants: Sequence[Variant], **how: Any) -> list[Any
 CASES = [
     *(Case(variant=variant) for variant in SAMPLING),
     *(Case(variant=variant, prompt=NOVEL) for variant in SAMPLING if variant.method == "first_of"),
-    *(Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES),
+    *one_of_each((Case(variant=variant, rule=rule) for variant, rule in OTHER_RULES), lambda case: case.rule),
     *_each_family(0, [own for own in SAMPLING if own.label != "greedy-k-wide"], room=2),  # which has nothing to draw
     *_each_family(1, SAMPLING, stop=1),
     *_each_family(2, SAMPLING, grammar=True),

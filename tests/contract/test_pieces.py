@@ -13,7 +13,7 @@ from forerun.drafters.guarded import Guarded
 from forerun.engine.drafting import DrafterPool, NewSequence
 from forerun.types import Budget
 
-GREEDY = SamplingParams(temperature=0, max_tokens=14)
+GREEDY = SamplingParams(temperature=0, max_tokens=9)
 PIECE = 3
 TEXTS = [prompt for prompt in PROMPTS if len(prompt) > PIECE]
 

@@ -15,7 +15,7 @@ from forerun.drafters import drafter_class
 from forerun.types import Budget, Drawn
 from selection import one_of_each
 
-PARAMS = replace(SAMPLED, max_tokens=12, seed=3)
+PARAMS = replace(SAMPLED, max_tokens=8, seed=3)
 ALTERED = 8
 """Draws of a proposal that are made to come out differently, one at a time."""
 

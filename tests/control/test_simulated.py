@@ -1,5 +1,6 @@
 """The policy against drafters of known acceptance: depth, off and on again, choice, shares of a batch, costs."""
 
+import itertools
 import logging
 import random
 from collections import Counter
@@ -12,6 +13,7 @@ import pytest
 from control.simulation import Passes, Spec, Steps, World, optimum, rate_at
 from forerun.control.costs import DraftCost, Nominal, PassShape
 from forerun.decode.drafter import warn_drafter
+from selection import in_turn
 
 
 def level(ms: float) -> DraftCost:
@@ -23,15 +25,14 @@ def level(ms: float) -> DraftCost:
 def test_depth_is_within_one_of_the_best_and_regret_is_small(alpha: float, ms: float) -> None:
     best, rate = optimum(alpha, level(ms), Passes())
     rates = [rate_at(alpha, level(ms), Passes(), depth) for depth in range(13)]
-    for seed in (0, 7, 11):
-        steps = World(Spec(name="m", alpha=alpha, cost=level(ms)), seed=seed).run(300)
-        depths = [row[0] for row in steps.depths]
-        chosen = median(depths[150:])
-        nearby = rates[round(chosen)] > 0.99 * rate  # the optimum is flat at high acceptance: no test can tell them
-        assert abs(chosen - best) <= 1 or nearby
-        expected = sum(sum(alpha**depth for depth in range(drafted + 1)) for drafted in depths[:200])
-        assert expected / sum(steps.times[:200]) > 0.95 * rate
-        assert abs(chosen - best) <= 2
+    steps = World(Spec(name="m", alpha=alpha, cost=level(ms)), seed=7).run(300)
+    depths = [row[0] for row in steps.depths]
+    chosen = median(depths[150:])
+    nearby = rates[round(chosen)] > 0.99 * rate  # the optimum is flat at high acceptance: no test can tell them
+    assert abs(chosen - best) <= 1 or nearby
+    expected = sum(sum(alpha**depth for depth in range(drafted + 1)) for drafted in depths[:200])
+    assert expected / sum(steps.times[:200]) > 0.95 * rate
+    assert abs(chosen - best) <= 2
 
 
 @pytest.mark.parametrize("ms", [0.05, 0.2, 1.0])
@@ -94,13 +95,13 @@ def test_the_bandit_finds_the_best_of_three() -> None:
     ]
     rates = {spec.name: optimum(float(spec.alpha), spec.cost, Passes())[1] for spec in specs}
     assert max(rates, key=rates.__getitem__) == "best"
-    for seed in (0, 20, 40):
+    for seed in (0, 20):
         steps = World(*specs, seed=seed).run(400)
         assert Counter(names[0] for names in steps.names[200:])["best"] > 180
         assert steps.rate(0, 400) > 0.9 * rates["best"]
 
 
-@pytest.mark.parametrize("seed", [0, 20, 40])
+@pytest.mark.parametrize("seed", [0, 20])
 def test_an_arm_that_lost_is_tried_again_and_kept_when_it_has_become_the_best(seed: int) -> None:
     """The other one pays all along, so nothing is switched off: only figures that fade bring the first one back."""
     turn = 600
@@ -268,12 +269,14 @@ class Machine:
         return 30.0 * self.cost(nodes * rows) * (10 if slow else 1)
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("slow", ["", "plain", "nodes", "some"])
-@pytest.mark.parametrize("alpha", [0.3, 0.7, 0.9])
-def test_what_a_machine_really_costs_is_found_out(machine: str, slow: str, alpha: float) -> None:
+SLOW = ("", "plain", "nodes", "some")
+
+
+@pytest.mark.parametrize(("machine", "alpha"), in_turn(itertools.product(MACHINES, SLOW), [0.3, 0.7, 0.9]), ids=str)
+def test_what_a_machine_really_costs_is_found_out(machine: tuple[str, str], alpha: float) -> None:
     """Nominal costs have the wrong slope and the wrong shape, and passes run into something else now and then."""
-    cost = MACHINES[machine]
+    name, slow = machine
+    cost = MACHINES[name]
     copy = Spec(name="c", alpha=alpha, cost=DraftCost(fixed_ms=0.02, level_ms=0.0), copies=True, limit=16)
     knowing = World(copy, passes=Machine(cost)).run(300)
     finding = World(copy, passes=Machine(cost, slow), assumed=Nominal(), measure=True).run(300)

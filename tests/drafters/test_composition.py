@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative, tokens_of
+from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative
 from drafters.asking import contexts
 from forerun import LLM, SamplingParams
-from forerun.certify.enumeration import Drawing, World, branching, exact_distribution, toy_distributions, toy_drafter
 from forerun.control.config import SpeculativeConfig
-from forerun.core.rng import Rng
-from forerun.core.rules import rule_named
-from forerun.core.tree import TokenTree, join
+from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build
 from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
@@ -148,14 +145,6 @@ def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> 
             assert made.members[0].drafter.greedy == [greedy]
 
 
-def test_a_seed_gives_the_text_of_plain_decoding_through_sampling_members() -> None:
-    copy_or_ask = {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": relative()}]}
-    engine = llm(Variant("first_of", "both", copy_or_ask))
-    params = [replace(SEEDED, seed=seed) for seed in range(len(PROMPTS))]
-    drafted = engine.generate(as_prompts(PROMPTS), params)
-    assert tokens_of(drafted) == tokens_of(engine.generate(as_prompts(PROMPTS), params, speculative=False))
-
-
 # --- merge ----------------------------------------------------------------------------------------------------------
 
 
@@ -190,32 +179,6 @@ def test_scouts_take_what_room_is_left() -> None:
     (tree,) = made.propose(contexts([[1]]), roomy(1, nodes=5))
     assert paths(tree) == {(4,), (4, 5), (6,)}
     assert tree.probes == {4, 5}
-
-
-def given_trees() -> list[TokenTree]:
-    """What two members copy: branches that agree and disagree with whatever is drawn from three tokens."""
-    first, second = TokenTree(0), TokenTree(0)
-    first.add_path([0, 1, 2], confidence=0.8)
-    first.add_path([1, 1, 0], confidence=0.4)
-    second.add_path([0, 2], confidence=0.6)
-    second.add_path([2, 0, 1], confidence=0.9)
-    return [first, second]
-
-
-@pytest.mark.parametrize("shape", [branching(1, 1), branching(2)], ids=str)
-@pytest.mark.parametrize("drawing", [Drawing.IID, Drawing.WITHOUT_REPLACEMENT, Drawing.GREEDY_K])
-def test_joined_trees_keep_the_distribution_exactly(shape: Any, drawing: Drawing) -> None:
-    target, drafts = toy_distributions(World.RANDOM, vocabulary=3, depth=3, seed=2)
-    base = toy_drafter(drafts, shape, drawing)
-
-    def draw(rng: Rng) -> TokenTree:
-        tree = base(rng)
-        tree.confidence[1:] = [0.5] * tree.size
-        return join(tree, given_trees(), tree.size + 2)
-
-    single = drawing is Drawing.GREEDY_K or shape == branching(1, 1)
-    for name in ("traversal", "greedy_k") if single else ("traversal",):
-        assert exact_distribution(rule_named(name), target, draw, 4).error(target) < 1e-12, name
 
 
 def test_expected_tokens_are_summed_over_paths() -> None:

@@ -16,7 +16,6 @@ from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.draft_model import DraftModelConfig, DraftModelDrafter
 from forerun.errors import VocabularyMismatchError
 from forerun.model import TransformersTarget
-from forerun.types import Budget
 from llamas import tiny_llama
 
 WORDS = 12
@@ -78,42 +77,6 @@ def test_no_token_is_run_twice(kept: int) -> None:
         again = propose(made, [text])[0].tokens[1:]
     assert again == greedy(weights, text, 4)
     assert passes == [2 if kept == 4 else 1, 1, 1, 1]
-
-
-def test_of_a_tree_the_accepted_path_is_kept() -> None:
-    weights = model(seed=3)
-    made, text = drafter(weights, shape=(2, 2, 1)), list(PROMPT)
-    made.extend(contexts([text], len(text)))
-    (tree,) = propose(made, [text])
-    path = [2, 6]
-    text += [*(tree.tokens[node] for node in path), 0]
-    made.extend(contexts([text], 3))
-    with counted(made) as passes:
-        (again,) = propose(made, [text])
-    assert passes == [1, 2, 4]
-    (fresh,) = propose(drafter(weights, shape=(2, 2, 1)), [text])
-    assert again.tokens == fresh.tokens
-
-
-def test_truncation_forgets() -> None:
-    weights = model(seed=3)
-    made, text = drafter(weights), [*PROMPT, 5, 6, 7]
-    made.extend(contexts([text], len(text)))
-    propose(made, [text])
-    made.truncate([0], [3])
-    shorter = [*PROMPT[:3], 9, 9]
-    made.extend(contexts([shorter], 2))
-    assert propose(made, [shorter])[0].tokens[1:] == greedy(weights, shorter, 5)
-    made.truncate([0], [0])
-    assert made.model.lengths == [0]
-
-
-def test_rows_with_different_budgets() -> None:
-    made = drafter(model(seed=3), rows=3)
-    budget = Budget(nodes=[5, 0, 2], depth=[5, 5, 5])
-    trees = made.propose(contexts([PROMPT] * 3), budget)
-    assert [tree.size for tree in trees] == [5, 0, 2]
-    assert trees[2].tokens == trees[0].tokens[:3]
 
 
 def test_it_falls_silent_at_the_end_of_its_own_context() -> None:

@@ -1,14 +1,12 @@
 """Children drawn from distributions, node by node on the host and a level at once, and EAGLE-2's dynamic tree."""
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from contract.test_recorded import LoggedRng
@@ -152,19 +150,6 @@ def test_more_children_than_tokens() -> None:
             assert at_once.valid is not None and at_once.valid.sum(-1).flatten().tolist() == [2, 1]
 
 
-def test_two_drawn_without_replacement_follow_their_distribution() -> None:
-    """4,000 rows that differ in their rng alone: both tokens together, against the exact distribution."""
-    probs = [0.5, 0.2, 0.0, 0.3]
-    rows = [replace(growers(Draw.WITHOUT_REPLACEMENT, [{}])[0], rng=Rng(seed, 3)) for seed in range(4000)]
-    draws = Draws.of(rows, Shape.regular((2,)), CPU, vocabulary=4, sorts=True)
-    children = draws.children(torch.tensor(probs).log().expand(4000, 1, 4), 0, torch.zeros(4000, 0, dtype=torch.int64))
-    counts = Counter(map(tuple, children.tokens[:, 0].tolist()))
-    pairs = [(a, b) for a in (0, 1, 3) for b in (0, 1, 3) if a != b]
-    expected = [4000 * probs[a] * probs[b] / (1 - probs[a]) for a, b in pairs]
-    assert sum(counts[pair] for pair in pairs) == 4000
-    assert stats.chisquare([counts[pair] for pair in pairs], expected).pvalue > 1e-4
-
-
 def test_where_the_host_has_to_look_there_is_none() -> None:
     shape = SHAPES[0]
     for row in (
@@ -296,14 +281,6 @@ def test_given_children_are_the_likeliest_and_carry_their_probability() -> None:
     assert found.confidence == pytest.approx([0.4, 0.3])
 
 
-def test_iid_children_are_all_drawn_from_the_recorded_distribution() -> None:
-    pick, seen = scripted(1, 1, 0)
-    found = siblings(LAW, 3, Draw.IID, pick)
-    assert (found.tokens, found.drawn) == ([1, 1, 0], [Drawn.IID] * 3)
-    assert found.probs is not None and torch.equal(found.probs, LAW)
-    assert all(torch.equal(probs, LAW) for probs in seen)
-
-
 def test_without_replacement_the_elder_are_removed_and_the_rest_renormalised() -> None:
     pick, seen = scripted(1, 4, 3)
     found = siblings(LAW, 3, Draw.WITHOUT_REPLACEMENT, pick)
@@ -320,12 +297,6 @@ def test_greedy_k_draws_one_from_the_distribution_restricted_to_the_others_and_r
     restricted = torch.tensor([1, 0, 0, 0, 2]) / 3
     torch.testing.assert_close(found.probs, restricted)
     torch.testing.assert_close(seen[0], restricted)
-
-
-def test_greedy_one_is_an_ordinary_draw() -> None:
-    found = siblings(LAW, 1, Draw.GREEDY_K, scripted(4)[0])
-    assert (found.tokens, found.drawn) == ([4], [Drawn.IID])
-    assert found.probs is not None and torch.equal(found.probs, LAW)
 
 
 @pytest.mark.parametrize("draw", [Draw.DETERMINISTIC, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from contract.harness import PROMPT, PROMPTS, Variant, as_prompts, llm
+from contract.harness import PROMPT, Variant, as_prompts, llm
 from drafters.asking import context
 from forerun import SamplingParams
 from forerun.core.tree import TokenTree, ancestor_mask
@@ -20,7 +20,7 @@ from forerun.drafters.self_drafting.lookahead import (
     Pool,
     Window,
 )
-from forerun.types import Budget, Source, SpeculationStats, Verdict
+from forerun.types import Budget, Source, Verdict
 
 ROOMY = Budget(nodes=[200], depth=[64])
 GREEDY = SamplingParams(temperature=0.0, max_tokens=48)
@@ -251,18 +251,6 @@ def test_a_freed_row_remembers_nothing_but_what_is_shared(shared: bool) -> None:
 
 
 # --- on a model -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variant", "least"),
-    [(Variant("lookahead", "window", {"copy_text": False}), 1.5), (Variant("jacobi"), 1.1)],
-    ids=str,
-)
-def test_both_get_ahead_of_plain_decoding_on_a_looping_text(variant: Variant, least: float) -> None:
-    total = SpeculationStats()
-    for output in llm(variant).generate(as_prompts(PROMPTS), GREEDY):
-        total.add(output.outputs[0].speculation)
-    assert total.mean_acceptance_length > least
 
 
 def test_scouts_count_neither_as_drafted_nor_as_depth() -> None:

@@ -75,21 +75,6 @@ def test_a_step_is_one_pass_over_what_is_new_and_the_masks(params: SamplingParam
     assert [tree.tokens for tree in fresh] == [tree.tokens for tree in again]
 
 
-def test_masks_leave_nothing_behind() -> None:
-    """After a draft the cache holds the committed tokens alone, as a model has them that never saw a mask."""
-    made = drafter(num_speculative_tokens=6)
-    text = list(PROMPT)
-    for new in ([], [3], [7, 7, 2], [1]):
-        text += new
-        made.extend(contexts([text], len(new)))
-        propose(made, [text])
-        assert made.model.lengths == [len(text)]
-    plain = TransformersTarget.load(model(seed=3), rows=1, slots=96)
-    plain.prefill([0], [text])
-    for one, other in zip(made.model.cache.read(0, 0, len(text)), plain.cache.read(0, 0, len(text)), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize(
     "options", [{"nodes": 300, "num_speculative_tokens": 4}, {"shape": (1,) * 4}], ids=["best-first", "chain"]
 )

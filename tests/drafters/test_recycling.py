@@ -16,11 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from drafters.asking import ROOMY, context, contexts
+from drafters.asking import ROOMY, context
 from drafters.test_rest import nodes
 from engine.conftest import checkpoint, tiny_tokenizer
-from forerun import LLM, SamplingParams
-from forerun.core.acceptance import best_tree
 from forerun.decode.scores import top_ids
 from forerun.drafters.lookup.recycling import (
     PairTable,
@@ -129,39 +127,6 @@ def test_the_draft_walks_the_matrix_and_stops_where_nothing_is_known() -> None:
     assert sorted(paths[1:]) == [(2,), (2, 5), (2, 5, 1), (3,), (4,)]
     assert all(parent <= place for place, (_, parent) in enumerate(drawn))
     assert nodes(taught().propose(context([0, 9]), ROOMY)) == []
-
-
-@pytest.mark.parametrize(("limit", "depth"), [(0, 9), (1, 9), (3, 9), (9, 1), (9, 0)])
-def test_budget_and_options_are_kept(limit: int, depth: int) -> None:
-    whole = nodes(taught().propose(context([0, 1]), ROOMY))
-    drawn = nodes(taught().propose(context([0, 1]), Budget(nodes=[limit], depth=[depth])))
-    levels = [0]
-    for _, parent in drawn:
-        levels.append(levels[parent] + 1)
-    assert len(drawn) <= limit and max(levels) <= depth
-    assert depth < 9 or drawn == whole[:limit]
-    assert len(nodes(taught(nodes=2).propose(context([0, 1]), ROOMY))) == 2
-
-
-def test_rows_of_a_batch_do_not_mix() -> None:
-    made, alone = taught(), taught()
-    trees = made.propose(contexts([[0, 1], [9], [2]]), Budget(nodes=[64, 64, 2], depth=[9, 9, 9]))
-    assert [tree.tokens for tree in trees[1:]] == [[9], [2, 5, 1]]
-    assert trees[0].size and nodes(trees[:1]) == nodes(alone.propose(context([0, 1]), ROOMY))
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_best_tree_holds_the_likeliest_paths_in_order(seed: int) -> None:
-    rates = -np.sort(-np.random.default_rng(seed).uniform(0.01, 0.9, (3, 4)))
-    every = [
-        float(np.prod([rates[depth, rank] for depth, rank in enumerate(path)]))
-        for length in (1, 2, 3)
-        for path in itertools.product(range(4), repeat=length)
-    ]
-    tree = best_tree(rates.tolist(), nodes=20, depth=3)
-    assert [node.survival for node in tree] == pytest.approx(sorted(every, reverse=True)[:20])
-    assert all(node.level == (tree[node.parent - 1].level if node.parent else 0) + 1 for node in tree)
-    assert len(best_tree(rates.tolist(), nodes=10**6, depth=3)) == len(every)
 
 
 def test_rates_beyond_those_measured_fall() -> None:
@@ -308,16 +273,6 @@ def test_a_file_of_another_target_or_a_damaged_one_is_refused(tmp_path: Path) ->
     wrong.matrix.save()
     with pytest.raises(DataError, match="outside"):
         drafter(path=str(path))
-
-
-def test_an_engine_teaches_it_and_keeps_its_drafts(checkpoint: Path) -> None:
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    plain = LLM(checkpoint, dtype="float32").generate(["the cat sat"], greedy)[0].outputs[0]
-    config = {"method": "recycling", "nodes": 80, "adaptive": False}
-    taught = LLM(checkpoint, speculative_config=config, dtype="float32")
-    answer = taught.generate(["the cat sat"], greedy)[0].outputs[0]
-    assert answer.token_ids == plain.token_ids
-    assert answer.speculation.num_accepted_draft_tokens > 5
 
 
 def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:

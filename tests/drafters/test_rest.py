@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from damage import flipped
 from drafters.asking import ROOMY, context
 from engine.conftest import checkpoint, tiny_tokenizer
-from forerun import LLM, SamplingParams
+from forerun import LLM
 from forerun.core.tree import TokenTree
 from forerun.drafters.lookup.rest import ITEM, SEPARATOR, SORTED_TOKENS, Datastore, RestConfig, RestDrafter, merge
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError
@@ -284,15 +284,6 @@ def test_confidence_follows_what_the_text_really_did(store: str) -> None:
     assert learned[2] == pytest.approx(2 / 4)  # nothing was learned behind a wrong token
 
 
-def test_a_freed_row_remembers_no_draft(store: str) -> None:
-    made = drafter(store)
-    made.propose(context([1, 2]), ROOMY)
-    made.truncate([0], [0])
-    made.extend(context([1, 2, 8], 3))
-    (fresh,), (later,) = (one.propose(context([1, 2]), ROOMY) for one in (drafter(store), made))
-    assert fresh.size and fresh.confidence == later.confidence
-
-
 def llm(checkpoint: Path, folder: Path) -> LLM:
     config = {"method": "rest", "datastore": str(folder), "adaptive": False}
     return LLM(checkpoint, speculative_config=config, dtype="float32")
@@ -307,14 +298,3 @@ def test_a_foreign_or_damaged_datastore_is_refused_before_the_first_token(checkp
     (tmp_path / "foreign" / "tokens.bin").write_bytes(b"")
     with pytest.raises(DataError, match=r"tokens\.bin holds 0 bytes"):
         llm(checkpoint, tmp_path / "foreign")
-
-
-def test_the_text_of_the_corpus_is_accepted_whole(checkpoint: Path, tmp_path: Path) -> None:
-    plain = LLM(checkpoint, dtype="float32")
-    greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    answer = plain.generate(["the cat sat"], greedy)[0].outputs[0]
-    (tmp_path / "a.txt").write_text("the cat sat" + answer.text)
-    build([tmp_path / "a.txt"], tiny_tokenizer(), tmp_path / "store")
-    copied = llm(checkpoint, tmp_path / "store").generate(["the cat sat"], greedy)[0].outputs[0]
-    assert copied.token_ids == answer.token_ids
-    assert copied.speculation.num_accepted_draft_tokens > 0

@@ -33,7 +33,7 @@ KINDS = (
 lightning attention, compressed convolutional attention, weighted keys, mLSTM, layers that run again, n-grams,
 compressed windows.
 """
-NEW = 24
+NEW = 16
 
 
 @cache

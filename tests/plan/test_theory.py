@@ -2,9 +2,6 @@
 
 import itertools
 import math
-import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -100,14 +97,7 @@ def test_acceptance_by_position() -> None:
     assert theory.conditional_of(survival) == pytest.approx(rates)
     assert theory.stretch(survival, 5) == pytest.approx([0.9, 0.45, 0.36, 0.288, 0.2304])
     assert theory.stretch(survival, 2) == survival[:2] and theory.stretch([], 2) == [0.0, 0.0]
-    chance = random.Random(0)
-    total = 0
-    for _ in range(40_000):
-        kept = 0
-        while kept < 3 and chance.random() < rates[kept]:
-            kept += 1
-        total += kept + 1
-    assert total / 40_000 == pytest.approx(theory.tokens_of(survival), abs=0.02)
+    assert theory.tokens_of(survival) == pytest.approx(1 + 0.9 + 0.45 + 0.36)
 
 
 class TestBreakEven:
@@ -137,11 +127,6 @@ class TestTrees:
             nodes.append(theory.TreeNode(parent, above.level + 1, above.survival * rate))
             born[parent] += 1
         return nodes[1:]
-
-    def test_a_chain_is_a_tree(self) -> None:
-        found = theory.best_tree([[0.7]], nodes=3, depth=3)
-        assert [node.parent for node in found] == [0, 1, 2]
-        assert [node.survival for node in found] == pytest.approx(theory.geometric(0.7, 3))
 
     @pytest.mark.parametrize("nodes", [1, 4, 9, 24])
     def test_the_fastest_tree_is_numbered_as_drafters_take_it(self, nodes: int) -> None:
@@ -223,8 +208,3 @@ class TestPredict:
 def test_nonsense_is_refused(wrong: object) -> None:
     with pytest.raises(ArgumentError):
         wrong()
-
-
-def test_no_torch_is_imported() -> None:
-    code = "import sys, forerun.plan.theory; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,7 +22,7 @@ from forerun.types import CompletionOutput
 ROOT = Path(__file__).parents[2]
 CODE = "Write a Python function that returns the n-th Fibonacci number. Code only."
 ASKED = [*(question.messages for question in QUESTIONS[:2]), [{"role": "user", "content": CODE}]]
-TOKENS = 16  # Of an answer
+TOKENS = 12  # Of an answer
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS, repetition_penalty=1.0)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=TOKENS, seed=11)
 

@@ -7,7 +7,6 @@ the size that it has on average, and the model is another one, but still a train
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,10 +115,6 @@ def llama(source: Source) -> tuple[Any, State]:
     return transformers.LlamaConfig(**source.shape()), source.state()
 
 
-def llama_untied(source: Source) -> tuple[Any, State]:
-    return transformers.LlamaConfig(**source.shape(tie_word_embeddings=False)), source.state(tied=False)
-
-
 def llama_spiked(source: Source) -> tuple[Any, State]:
     return transformers.LlamaConfig(**source.shape()), _spiked(source.state())
 
@@ -138,10 +133,6 @@ def llama_scaled_rope(source: Source) -> tuple[Any, State]:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"rope_theta": source.config.rope_parameters["rope_theta"], "original_max_position_embeddings": 8192}
     return transformers.LlamaConfig(**source.shape(rope_parameters=rope, max_position_embeddings=65536)), source.state()
-
-
-def mistral(source: Source) -> tuple[Any, State]:
-    return transformers.MistralConfig(**source.shape(sliding_window=None)), source.state()
 
 
 def mistral_window(source: Source) -> tuple[Any, State]:
@@ -199,12 +190,12 @@ def _four_norms(source: Source) -> State:
     return _scaled_embedding(source, _one_less(state))
 
 
-def _head_norms(source: Source, state: State, query: str = "q_norm", key: str = "k_norm", less: float = 0.0) -> State:
+def _head_norms(source: Source, state: State) -> State:
     queries, keys = source.sizes(r"q_proj$"), source.sizes(r"k_proj$")
     for layer in map(str, range(source.layers)):
         at = f"model.layers.{layer}.self_attn"
-        state[f"{at}.{query}.weight"] = torch.full((source.depth,), queries(layer) - less)
-        state[f"{at}.{key}.weight"] = torch.full((source.depth,), keys(layer) - less)
+        state[f"{at}.q_norm.weight"] = torch.full((source.depth,), queries(layer))
+        state[f"{at}.k_norm.weight"] = torch.full((source.depth,), keys(layer))
     return state
 
 
@@ -213,20 +204,8 @@ def gemma2(source: Source) -> tuple[Any, State]:
     return transformers.Gemma2Config(**shape, sliding_window=40), _four_norms(source)
 
 
-def gemma3_text(source: Source) -> tuple[Any, State]:
-    shape = source.shape(tie_word_embeddings=False, hidden_activation="silu", query_pre_attn_scalar=source.depth)
-    rope = {kind: dict(shape["rope_parameters"]) for kind in ("full_attention", "sliding_attention")}
-    shape |= {"rope_parameters": rope, "sliding_window": 40}
-    return transformers.Gemma3TextConfig(**shape), _head_norms(source, _four_norms(source), less=1.0)
-
-
 def qwen3(source: Source) -> tuple[Any, State]:
     return transformers.Qwen3Config(**source.shape()), _head_norms(source, source.state())
-
-
-def hunyuan_v1_dense(source: Source) -> tuple[Any, State]:
-    state = _head_norms(source, source.state(), "query_layernorm", "key_layernorm")
-    return transformers.HunYuanDenseV1Config(**source.shape()), state
 
 
 def granite(source: Source) -> tuple[Any, State]:
@@ -238,38 +217,11 @@ def granite(source: Source) -> tuple[Any, State]:
     return transformers.GraniteConfig(**shape, **multipliers), state
 
 
-def helium(source: Source) -> tuple[Any, State]:
-    return transformers.HeliumConfig(**source.shape()), _interleaved(source, source.state())
-
-
-def ernie4_5(source: Source) -> tuple[Any, State]:
-    return transformers.Ernie4_5Config(**source.shape(use_bias=False)), _interleaved(source, source.state())
-
-
 def glm(source: Source) -> tuple[Any, State]:
     rope = {**source.config.rope_parameters, "partial_rotary_factor": 1.0}
     state = _joined(_interleaved(source, source.state()), ("gate_proj", "up_proj"), "gate_up_proj")
     state = _with_biases(state, r"\.[qkv]_proj\.")
     return transformers.GlmConfig(**source.shape(attention_bias=True, rope_parameters=rope)), state
-
-
-def glm4(source: Source) -> tuple[Any, State]:
-    config, state = glm(source)
-    attended, mixed = source.sizes(r"self_attn$"), source.sizes(r"mlp$")
-    for layer in map(str, range(source.layers)):
-        at = f"model.layers.{layer}"
-        state[f"{at}.post_self_attn_layernorm.weight"] = torch.full((source.hidden,), attended(layer))
-        state[f"{at}.post_mlp_layernorm.weight"] = torch.full((source.hidden,), mixed(layer))
-    return transformers.Glm4Config(**source.shape(attention_bias=True, rope_parameters=config.rope_parameters)), state
-
-
-def smollm3(source: Source) -> tuple[Any, State]:
-    return transformers.SmolLM3Config(**source.shape(no_rope_layers=[1] * source.layers)), source.state()
-
-
-def seed_oss(source: Source) -> tuple[Any, State]:
-    state = _with_biases(source.state(), r"\.[qkv]_proj\.")
-    return transformers.SeedOssConfig(**source.shape(attention_bias=True, attention_out_bias=False)), state
 
 
 def mixtral(source: Source) -> tuple[Any, State]:
@@ -316,30 +268,21 @@ SAME: Mapping[str, Form] = {
     form.__name__: form
     for form in (
         llama,
-        llama_untied,
         llama_spiked,
         llama_padded,
-        mistral,
         qwen2,
         phi3,
         gemma,
         gemma_spiked,
         vaultgemma,
         granite,
-        helium,
-        ernie4_5,
         glm,
-        smollm3,
-        seed_oss,
         mixtral,
         stablelm,
     )
 }
 """Those that compute what the source computes."""
-NEAR: Mapping[str, Form] = {
-    form.__name__: form
-    for form in (llama_scaled_rope, mistral_window, gemma2, gemma3_text, qwen3, hunyuan_v1_dense, glm4)
-}
+NEAR: Mapping[str, Form] = {form.__name__: form for form in (llama_scaled_rope, mistral_window, gemma2, qwen3)}
 """Those that compute something else."""
 
 
@@ -356,10 +299,3 @@ def expressed(form: Form, source: Source) -> Any:
     model.tie_weights()
     model.generation_config = source.model.generation_config
     return model.eval()
-
-
-def write(form: Form, source: Source, tokenizer: Any, folder: Path, dtype: torch.dtype, **how: Any) -> Path:
-    """Keep it as a checkpoint in a dtype."""
-    expressed(form, source).to(dtype).save_pretrained(folder, **how)
-    tokenizer.save_pretrained(folder)
-    return folder

@@ -67,7 +67,7 @@ def test_the_description_is_honest(live: Live, checkpoint: Path) -> None:
 POSTS = (CHAT, TEXT, RESPONSES, MESSAGES, f"{MESSAGES}/count_tokens", "/tokenize", "/detokenize")
 
 
-@pytest.mark.parametrize("examples", [20, *slow(150)])
+@pytest.mark.parametrize("examples", [12, *slow(150)])
 @pytest.mark.parametrize("mode", list(schemathesis.GenerationMode), ids=str)
 @pytest.mark.parametrize("path", POSTS)
 def test_requests_made_from_the_description(small: Live, described: Any, path: str, mode: Any, examples: int) -> None:

@@ -363,7 +363,7 @@ class TestWhatIsTold:
 class TestTurns:
     def test_a_client_that_names_users_gets_as_much_as_one_that_does_not(self, checkpoint: Path) -> None:
         with serving(checkpoint, **OPEN) as live:
-            one, other = shares(live, [(keyed(VICTIM), {"user": "alice"}), (keyed(ATTACKER), {})], 120)
+            one, other = shares(live, [(keyed(VICTIM), {"user": "alice"}), (keyed(ATTACKER), {})], 80)
             assert 0.7 < one / other < 1.43, (one, other)
 
     def test_users_of_a_key_share_its_rows(self, checkpoint: Path) -> None:
@@ -371,7 +371,7 @@ class TestTurns:
         which needs more of them in flight than its half of the rows."""
         crowd = [(keyed(ATTACKER), {"user": f"user-{number}"}) for number in range(4)]
         with serving(checkpoint, **OPEN) as live:
-            counts = shares(live, [(keyed(VICTIM), {}), *crowd], 120, depth=6)
+            counts = shares(live, [(keyed(VICTIM), {}), *crowd], 80, depth=6)
             assert 0.7 < counts[0] / sum(counts[1:]) < 1.43, counts
 
     def test_a_key_that_fills_the_queue_leaves_room(self, checkpoint: Path) -> None:

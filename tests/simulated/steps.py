@@ -17,7 +17,7 @@ from forerun.drafters.kinds import KINDS
 
 Move = Callable[[nn.Module], nn.Module]
 """Makes a copy of a module on another device."""
-LENGTH = 10
+LENGTH = 7
 SETTINGS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH),
     "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=LENGTH),

@@ -32,6 +32,7 @@ def run(train: Any, capsys: pytest.CaptureFixture[str], output: Path, *more: str
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_rewards_gradients_and_texts_are_the_same_with_drafts(
     train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

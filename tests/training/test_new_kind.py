@@ -39,7 +39,7 @@ def test_the_printed_head_is_trained_written_read_and_drafts(target: Path, prepa
     [file] = [block.text for block in markdown(PAGE, text) if block.python]
     (tmp_path / "linear_head.py").write_text(file)
     entry = text.partition("```text\n")[2].partition("```")[0]
-    line = words(target, prepared, tmp_path / "run", 40)
+    line = words(target, prepared, tmp_path / "run", 25)
     line = ["train", "linear", *(word for word in line[2:] if not word.startswith(("objective.", "draft.")))]
     done = subprocess.run(
         [sys.executable, "-c", RUN, entry, json.dumps(line), str(target), str(tmp_path / "run" / "head")],

@@ -30,7 +30,7 @@ KINDS = ("qwen3_next", "bamba", "lfm2", "mamba", "jamba", "kimi_linear", "rwkv",
 """Two of these keep no states, and count positions themselves."""
 VOCABULARY = 99
 TEXTS = [[3 + token % 90 for token in random_tokens(length, length)] for length in (11, 14, 9, 20)]
-NEW = 24
+NEW = 20
 
 
 PLACES = ((0, 0), (0, 11), (0, 25), (1, 0))
@@ -119,12 +119,12 @@ def certain() -> Any:
 )
 def test_a_head_learns_and_drafts(kind: str, shape: tuple[str, ...], target: Path, tmp_path: Path) -> None:
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    plain = LLM(str(target)).generate([{"prompt_token_ids": [token]} for token in range(3, 35)], asked)
+    plain = LLM(str(target)).generate([{"prompt_token_ids": [token]} for token in range(3, 27)], asked)
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids[:19]] for output in plain]
     documents = [(text, [False] + [True] * (len(text) - 1)) for text in texts]
     data, output = tmp_path / "data", tmp_path / "run"
     write_prepared(data, documents, TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target)))
-    assert main(line_of(kind, target, data, output, 40, *shape)) == 0
+    assert main(line_of(kind, target, data, output, 30, *shape)) == 0
     losses = logged(output, "loss")
     assert losses[-1] < 0.9 * losses[0]
     prompts = [text[:4] for text in texts[:3]]

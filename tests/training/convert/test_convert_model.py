@@ -165,14 +165,6 @@ def test_a_reduced_vocabulary_must_be_known_first() -> None:
         model.set_draft_vocabulary(range(20))
 
 
-def test_the_configuration_can_name_the_draft_vocabulary() -> None:
-    ids = list(range(0, 40, 2))
-    model = eagle({"draft_vocab_size": 20}, eagle_draft_vocab_ids=ids)
-    assert model.eagle_module.token_ids.tolist() == ids
-    assert torch.equal(model.eagle_module.lm_head.weight, model.lm_head.weight[ids])
-    assert model(text(), labels=text()).loss > 0
-
-
 def test_what_cannot_be_converted_stays_as_it_was(converted: Any) -> None:
     with pytest.raises(ArgumentError, match="already"):
         forerun.convert(converted, [("eagle", config())])
