@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import forerun
+from forerun import modelopt
 from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.kinds import KINDS, kind_named, objective_for
 from forerun.errors import ArgumentError
@@ -27,22 +28,15 @@ HEAD = """# Reference
 Made from the source by `docs/make_reference.py`: what is said here stands beside the code.
 
 """
-CALLED = ("LLM", "AsyncLLM", "hf", "convert", "enable_huggingface_checkpointing", "save", "restore")
-CALLED = (*CALLED, "export_speculative_decoding", "export_hf_checkpoint", "calibrate_frequent_vocab")
-CALLED = (*CALLED, "read_draft_vocabulary", "OfflineStates", "HFARValidation")
-SHOWN = (*CALLED, "SamplingParams", "StructuredOutputs", "SpeculativeConfig", "RequestOutput", "CompletionOutput")
-SHOWN = (
-    *SHOWN,
-    "SpeculationStats",
-    "StreamChunk",
-    "StepTrace",
-    "Source",
-    "ForerunError",
-    "EagleConfig",
-    "MedusaConfig",
-    "DFlashConfig",
-)
+SHOWN = ("LLM", "AsyncLLM", "hf", "SamplingParams", "StructuredOutputs", "SpeculativeConfig", "RequestOutput")
+SHOWN = (*SHOWN, "CompletionOutput", "SpeculationStats", "StreamChunk", "StepTrace", "Source", "ForerunError")
 """Public names, in the order of the page."""
+OF_MODELOPT = ("convert", "enable_huggingface_checkpointing", "save", "restore", "export_speculative_decoding")
+OF_MODELOPT = (*OF_MODELOPT, "export_hf_checkpoint", "calibrate_frequent_vocab", "read_draft_vocabulary")
+OF_MODELOPT = (*OF_MODELOPT, "OfflineStates", "HFARValidation", "EagleConfig", "MedusaConfig", "DFlashConfig")
+"""Names of `forerun.modelopt`, in the order of the page."""
+CALLED = {"LLM", "AsyncLLM", "OfflineStates", "HFARValidation"}
+"""Classes that are shown by their signatures; others by their fields."""
 NUMBERS = {
     "Natural": "int >= 1",
     "Count": "int >= 0",
@@ -163,12 +157,13 @@ def _starred(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 def api() -> Iterator[str]:
     """The public names."""
-    missing = {name for name in forerun.__all__ if not name.endswith("_DEFAULT_CFG")} - {*SHOWN}
+    public = {*forerun.__all__, *(name for name in modelopt.__all__ if not name.endswith("_DEFAULT_CFG"))}
+    missing = public - {*SHOWN, *OF_MODELOPT}
     assert not missing, f"public, and not on the page: {missing}"
     yield "## Python\n"
-    for name in SHOWN:
-        found = getattr(forerun, name)
-        yield f"### `forerun.{name}`\n"
+    for module, name in [(forerun, name) for name in SHOWN] + [(modelopt, name) for name in OF_MODELOPT]:
+        found = getattr(module, name)
+        yield f"### `{module.__name__}.{name}`\n"
         if isinstance(found, type) and name not in CALLED:
             yield text(found.__doc__)
             if dataclasses.is_dataclass(found):

@@ -179,8 +179,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WEIGHTS} -k began_with",
         ),
         "the prefix cache keeps what the former weights computed": (
-            "        self.target.write_weights(weights, folder)\n        self.forget()\n",
-            "        self.target.write_weights(weights, folder)\n",
+            "        self.target.write_weights(opened.weights, opened.folder)\n        self.forget()\n",
+            "        self.target.write_weights(opened.weights, opened.folder)\n",
             f"{WEIGHTS} -k began_with",
         ),
         "a rounded twin goes on drafting with the former weights": (
@@ -194,10 +194,10 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WEIGHTS} -k end_as_asked",
         ),
         "answers are cut off before it is known whether the checkpoint fits": (
-            "        opened = await self._by_worker(self.llm.open_weights, model_path)\n"
+            "        opened = await self._by_worker(self.llm.engine.open_weights, model_path, self.llm.tokenizer)\n"
             "        async with self._between_requests(mode):\n",
-            "        async with self._between_requests(mode):\n"
-            "            opened = await self._by_worker(self.llm.open_weights, model_path)\n",
+            "        async with self._between_requests(mode):\n            opened = await self._by_worker("
+            "self.llm.engine.open_weights, model_path, self.llm.tokenizer)\n",
             f"{WEIGHTS} -k end_as_asked",
         ),
         "token ids of another tokenizer are taken for the server's": (

@@ -37,6 +37,7 @@ ORDER = (
     ("control",),
     ("engine",),
     ("training",),
+    ("modelopt",),
     ("plan", "certify", "demo", "serve", "bench"),
     ("deploy",),
     ("speedup",),

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 import forerun
+from forerun import modelopt
+from forerun.moved import NOW_IN_MODELOPT
 
 
 def order(name: str) -> tuple[bool, bool, str]:
@@ -17,6 +19,7 @@ def order(name: str) -> tuple[bool, bool, str]:
 
 def test_all_is_complete_sorted_and_resolvable() -> None:
     assert list(forerun.__all__) == sorted(forerun.__all__, key=order)
+    assert list(modelopt.__all__) == sorted(modelopt.__all__, key=order)
     for name in forerun.__all__:
         assert getattr(forerun, name) is not None
     assert set(forerun.__all__) <= set(dir(forerun))
@@ -33,6 +36,14 @@ def test_what_type_checkers_see_is_what_there_is() -> None:
     assert seen == set(forerun.__all__)
 
 
+@pytest.mark.parametrize("name", sorted(NOW_IN_MODELOPT))
+def test_a_name_of_modelopt_is_still_found_here_with_a_warning(name: str) -> None:
+    with pytest.warns(FutureWarning, match=f"forerun.{name} is forerun.modelopt.{name} since") as said:
+        found = getattr(forerun, name)
+    assert found is getattr(modelopt, name) and name not in forerun.__all__
+    assert [one.filename for one in said] == [__file__], "the warning points at the line to change"
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="LLLM"):
         _ = forerun.LLLM
@@ -42,7 +53,6 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     "program",
     [
         "import forerun",
-        "import forerun; forerun.EAGLE3_DEFAULT_CFG['config']",
         "import forerun.demo; forerun.shipped.resolve('demo'); forerun.demo.prompts()",
     ],
 )

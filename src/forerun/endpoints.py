@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server, as whoever asks it sees it: its address, a client, and what it complains of."""
+"""An OpenAI-compatible server, as its clients see it: its address, a client, and what it complains of."""
 
 from __future__ import annotations
 

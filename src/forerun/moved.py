@@ -1,4 +1,4 @@
-"""This module finds the modules that had another place before version 0.2, and says once where each is now.
+"""This module finds the modules and names that had another place before version 0.2, and says once where each is now.
 
 `forerun` puts `Moved` before Python's own finders: a package of before is today's package under another name, and these
 would load what lies in it a second time.
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 NOW = {
     "bench.report": "bench.load",
@@ -115,6 +116,36 @@ NOW = {
 
 What lay in a package lies in the new one under its own name, unless it has a line of its own.
 """
+
+NOW_IN_MODELOPT = frozenset(
+    {
+        "DFLASH_DEFAULT_CFG",
+        "DFlashConfig",
+        "EAGLE1_DEFAULT_CFG",
+        "EAGLE3_DEFAULT_CFG",
+        "EAGLE_MTP_DEFAULT_CFG",
+        "EagleConfig",
+        "HFARValidation",
+        "MedusaConfig",
+        "OfflineStates",
+        "calibrate_frequent_vocab",
+        "convert",
+        "enable_huggingface_checkpointing",
+        "export_hf_checkpoint",
+        "export_speculative_decoding",
+        "read_draft_vocabulary",
+        "restore",
+        "save",
+    }
+)
+"""These names of `forerun.modelopt` were names of `forerun` itself."""
+
+
+def from_modelopt(name: str) -> Any:
+    """Return a name of `forerun.modelopt` to a program that takes it from `forerun`; a FutureWarning says so."""
+    said = f"forerun.{name} is forerun.modelopt.{name} since forerun 0.2; import it from there"
+    warnings.warn(said, FutureWarning, stacklevel=3)
+    return getattr(importlib.import_module("forerun.modelopt"), name)
 
 
 def place_now(name: str) -> str | None:

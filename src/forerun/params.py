@@ -1,4 +1,4 @@
-"""`SamplingParams` and `StructuredOutputs` say how one request is to be answered. Imports no torch."""
+"""`SamplingParams` and `StructuredOutputs` say how one request is to be completed. Imports no torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ It must be a function of these alone.
 @name_unknown_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """`StructuredOutputs` says what the answer must look like: exactly one of these fields is set.
+    """`StructuredOutputs` says what the completion must look like: exactly one of these fields is set.
     Names are vLLM's.
     """
 
@@ -46,7 +46,7 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         if self.choice is not None and not list(self.choice):
-            raise ArgumentError("choice is empty; give at least one string that the answer may be")
+            raise ArgumentError("choice is empty; give at least one string that the completion may be")
         given = [self.json, self.json_object or None, self.regex, self.choice, self.grammar]
         if sum(value is not None for value in given) != 1:
             raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
@@ -62,7 +62,7 @@ class SamplingParams:
     temperature, min-p, top-k, top-p.
     """
 
-    n: int = 1  # Answers per prompt
+    n: int = 1  # Completions per prompt
     temperature: float | None = None  # 0, or anything below 1e-5, is greedy and reads as 0.0; neutral 1, at most 10,000
     top_p: float | None = None  # Keep the smallest set of tokens whose mass reaches this, in (0, 1]
     top_k: int | None = None  # Keep the k likeliest tokens; 0 or -1 keeps all
@@ -74,21 +74,21 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # Only these token ids may be produced
     bad_words: Sequence[str] | None = None  # Strings that may not be produced as a token sequence
     logits_processors: Sequence[LogitsProcessor] = ()
-    structured_outputs: StructuredOutputs | None = None  # Form of the answer; needs llguidance (extra ``serve``)
+    structured_outputs: StructuredOutputs | None = None  # Format of the completion; needs llguidance (extra ``serve``)
     seed: int | None = None  # Same seed, same text, whoever else is in the batch. None draws one
-    stop: str | Sequence[str] | None = None  # End the answer; cut off the text unless `include_stop_str_in_output`
-    stop_token_ids: Sequence[int] | None = None  # Token ids that end the answer, besides the model's own
+    stop: str | Sequence[str] | None = None  # End the completion; cut off the text unless `include_stop_str_in_output`
+    stop_token_ids: Sequence[int] | None = None  # Token ids that end the completion, besides the model's own
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    max_tokens: int | None = 16  # None: to the end of the context; 0 only reads the prompt, for `prompt_logprobs`
+    max_tokens: int | None = 16  # vLLM's default; None: to the end of the context; 0: only read the prompt
     min_tokens: int = 0  # Output tokens before any stop token id may be produced
     logprobs: int | None = None  # Log-probabilities of the chosen and of this many likeliest tokens
     prompt_logprobs: int | None = None  # The same for the prompt's tokens, always of the raw logits
-    truncate_prompt_tokens: int | None = None  # Read only so many last ones; -1: what fits beside `max_tokens`
+    truncate_prompt_tokens: int | None = None  # Read only this many last ones; -1: what fits beside `max_tokens`
     logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from
     allow_biased: bool = False
-    """Give ``processed_logprobs`` also where a lossy rule verifies: they are the target's then, and the answer was not
-    sampled from them.
+    """Give ``processed_logprobs`` also where a lossy rule verifies: they are the target's then, and the completion was
+    not sampled from them.
     """
     detokenize: bool = True
     skip_special_tokens: bool = True

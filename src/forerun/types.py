@@ -1,4 +1,4 @@
-"""These types say what is asked, drafted, scored, accepted and answered.
+"""These types say what is requested, drafted, scored, accepted and completed.
 
 Shape letters: B rows, K drafted nodes per row, N = K + 1 scored nodes (node 0 is the root: the last
 committed token), S committed tokens, V vocabulary, H hidden size, D depth.
@@ -45,7 +45,7 @@ class CommittedTokens(list[int]):
     """`CommittedTokens` is the read-only list of a row's tokens, which only its `Row` changes.
 
     Drafters are handed it as it is, so that nothing is copied in a step; one that writes to it gets a
-    TypeError instead of another answer.
+    TypeError instead of another completion.
     """
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -81,7 +81,9 @@ class Budget:
     """A `Budget` says how much a drafter may propose for each row of the context."""
 
     nodes: Sequence[int]  # Most nodes, root not counted
-    depth: Sequence[int]  # Most tokens on one path; already limited by the room left in the answer and in the context
+    depth: Sequence[
+        int
+    ]  # Most tokens on one path; already limited by the room left in the completion and in the context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +103,7 @@ class TracedNode:
     token: int
     parent: int  # Node id; 0 is the root
     draft_prob: float | None  # A sampled node's under its draft distribution, a deterministic one's confidence
-    target_prob: float | None  # Under the target's processed distribution; None where no rule asked for that
+    target_prob: float | None  # Under the target's processed distribution; None where no rule needed that
     accepted: bool
     probe: bool = False  # Scored for the drafter's own use, never accepted
 
@@ -136,11 +138,11 @@ class SpeculationStats:
     vLLM's.
     """
 
-    num_tokens: int = 0  # Tokens of the answers, each one's first included, which the pass over its prompt gave
-    num_prompt_passes: int = 0  # Passes that gave a first token: one an answer, in however many pieces it was read
+    num_tokens: int = 0  # Tokens of the completions, each one's first included, which the pass over its prompt gave
+    num_prompt_passes: int = 0  # Passes that gave a first token: one per completion, in however many pieces it was read
     num_spec_steps: int = 0  # Target passes in which something was drafted
     num_plain_steps: int = 0  # Target passes without a draft, the prompt's not counted
-    drafter_errors: int = 0  # Times that a drafter raised, or proposed what it may not; the answer went on without it
+    drafter_errors: int = 0  # Times that a drafter raised, or proposed what it may not; decoding went on without it
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     drafted_per_depth: list[int] = field(default_factory=list)  # Steps whose tree reached depth d + 1
@@ -193,7 +195,7 @@ class SpeculationStats:
                 setattr(self, name, own + more)
 
     def begin(self, tokens: int) -> None:
-        """Count the pass over a prompt, which gave an answer's first token."""
+        """Count the pass over a prompt, which gave a completion's first token."""
         self.num_prompt_passes += 1
         self.num_tokens += tokens
 
@@ -221,7 +223,7 @@ def _add_counts(total: list[int], more: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputToken:
-    """An `OutputToken` is one token of an answer."""
+    """An `OutputToken` is one token of a completion."""
 
     id: int
     text: str  # Text that this token added; empty while a character is incomplete
@@ -233,7 +235,7 @@ class OutputToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """A `CompletionOutput` is one answer to one prompt."""
+    """A `CompletionOutput` is one completion of one prompt."""
 
     index: int  # 0 .. n - 1
     text: str
@@ -242,7 +244,7 @@ class CompletionOutput:
     finish_reason: str | None  # ``"stop"``, ``"length"``, ``"abort"`` (also where its time was up); None while running
     stop_reason: int | str | None  # Stop token id or string that ended it; None for the model's own end of text
     speculation: SpeculationStats
-    trace: list[StepTrace] = field(default_factory=list)  # Filled where the request asked for it
+    trace: list[StepTrace] = field(default_factory=list)  # Filled where the request wanted it
 
     def __repr__(self) -> str:
         return (
@@ -253,7 +255,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """A `RequestOutput` holds all answers to one prompt."""
+    """A `RequestOutput` holds all completions of one prompt."""
 
     request_id: str
     prompt: str | None
@@ -279,16 +281,16 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamChunk:
-    """A `StreamChunk` holds what one engine step added to one answer."""
+    """A `StreamChunk` holds what one engine step added to one completion."""
 
     request_id: str
-    index: int  # Which of the `n` answers
+    index: int  # Which of the `n` completions
     text: str  # New text; held back while it may be the beginning of a stop string
     tokens: list[OutputToken]
-    trace: StepTrace | None  # Filled where the request asked for it; None for the first token
+    trace: StepTrace | None  # Filled where the request wanted it; None for the first token
     finish_reason: str | None
-    stop_reason: int | str | None = None  # See `CompletionOutput`; on the last chunk of an answer
-    prompt_token_ids: list[int] | None = None  # On the first chunk of an answer, like the next, where asked for
+    stop_reason: int | str | None = None  # See `CompletionOutput`; on the last chunk of a completion
+    prompt_token_ids: list[int] | None = None  # On the first chunk of a completion, like the next, where wanted
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request
     error: Exception | None = None  # The error that ended the request; other requests are not concerned
@@ -297,7 +299,7 @@ class StreamChunk:
 def tokens_per_pass(tokens: int, passes: int) -> float:
     """Return all tokens over all passes of the target, those without a draft and the prompt's included.
 
-    Plain decoding has 1.0, and so has an answer of no pass.
+    Plain decoding has 1.0, and so has a completion of no pass.
     """
     return tokens / passes if passes else 1.0
 

@@ -54,7 +54,7 @@ class TestWorkloads:
         pieces = contexts(tokenizer, count=40, length=300)
         assert len(pieces) == 40 and all(len(piece) == 300 for piece in pieces)
         assert len({tuple(piece) for piece in pieces}) == 40
-        with pytest.raises(ArgumentError, match="were asked for"):
+        with pytest.raises(ArgumentError, match="were requested"):
             contexts(tokenizer, count=2, length=10_000_000)
 
 

@@ -368,7 +368,7 @@ class TestWorkloads:
         [
             ('{"turns": ["a"]}\n{"turns": [}\n', "line 2: broken JSON"),
             ('{"answer": "a"}\n', "line 1: no usable key"),
-            ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: nobody asks"),
+            ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "line 1: there is no prompt"),
         ],
     )
     def test_a_broken_line_is_named(self, tmp_path: Path, lines: str, words: str) -> None:
@@ -545,7 +545,7 @@ class TestCommand:
         script = brief()
         with scripted(script) as url:
             assert bench("--server", url, "--concurrency", 8, "--compare", tmp_path / "old.json") == 2
-        assert "it holds 1 user, asked for is 8 users" in capsys.readouterr().err and not script.bodies
+        assert "it holds 1 user, requested is 8 users" in capsys.readouterr().err and not script.bodies
 
     @pytest.mark.parametrize("loads", [None, {}, [5], [None], [{}], [{"load": "1 user", "output_throughput": "fast"}]])
     def test_a_file_that_is_no_result_is_refused(

@@ -52,7 +52,7 @@ def test_loading_says_what_it_does_and_for_whom(
 
     monkeypatch.setattr(console, "telling", telling)
     ran = forerun("generate", checkpoint, "-p", PROMPT, "-n", 2)
-    assert f"{checkpoint}: float32 on cpu, ready in " in ran.err
+    assert f"{checkpoint}: float32 on CPU, ready in " in ran.err
     assert any("GB of weights" in one for one in told) and any("checking" in one for one in told)
     count = len(told)
     assert forerun("generate", checkpoint, "-p", PROMPT, "-n", 2, "--json").err == ""
@@ -218,7 +218,14 @@ def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     llm = LLM(checkpoint, max_num_seqs=1)
     [first] = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=6))
     assert ran.code == 0 and ran.out.startswith(first.outputs[0].text + "\n")
-    told = ("/drafter NAME", "no drafter yet", "drafting with ngram", "2 answers", "forgotten", "Did you mean '/stats'")
+    told = (
+        "/drafter NAME",
+        "no drafter yet",
+        "drafting with ngram",
+        "2 completions",
+        "forgotten",
+        "Did you mean '/stats'",
+    )
     assert [words for words in told if words not in ran.err] == []
 
 
@@ -240,9 +247,9 @@ CONFIGURED = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "do_sample": True}
 @pytest.mark.parametrize(
     ("configured", "words", "said"),
     [
-        ({}, [], "sampling: temperature 1, for the checkpoint asks for none (-t 0 is greedy)"),
-        (CONFIGURED, [], "sampling: temperature 0.6, top_p 0.9, top_k 20 as its generation_config.json asks"),
-        (CONFIGURED, ["-t", 0.7], "sampling: temperature 0.7; top_p 0.9, top_k 20 as its generation_config.json asks"),
+        ({}, [], "sampling: temperature 1, since the checkpoint has none (-t 0 is greedy)"),
+        (CONFIGURED, [], "sampling: temperature 0.6, top_p 0.9, top_k 20 from its generation_config.json"),
+        (CONFIGURED, ["-t", 0.7], "sampling: temperature 0.7; top_p 0.9, top_k 20 from its generation_config.json"),
         (CONFIGURED, ["-t", 0], "greedy (temperature 0)"),
         ({}, ["--top-p", 0.5, "-t", 1], "sampling: temperature 1, top_p 0.5"),
     ],
@@ -257,7 +264,7 @@ def test_a_line_says_how_the_model_is_asked(
     file.write_text(json.dumps({"eos_token_id": ends, **configured}))
     ran = forerun("generate", model, "-p", PROMPT, "-n", 2, *words)
     assert ran.code == 0, ran.err
-    assert f"asked as a user's message in its chat template (--raw: the prompt as it stands); {said}" in ran.err
+    assert f"the prompt is a user's message in the chat template (--raw: as it stands); {said}" in ran.err
     if not configured:
         raw = forerun("generate", model, "-p", PROMPT, "-n", 2, "--raw", *words)
         assert f"the prompt is continued as it stands; {said}" in raw.err

@@ -213,7 +213,7 @@ def test_tensorrt_llm_drafts_a_whole_dspark_block(forerun: Run, tmp_path: Path) 
     head = write_head(HeadCheckpoint.of(made), tmp_path / "head", "dflash", FACTS)
     named = ("deploy", "trtllm", "demo", "--drafter", "dspark", "--drafter-model", head, "--force")
     ran = forerun(*named, "-k", "3")
-    assert ran.code == 2 and f"a DSpark head's whole block, {made.config.max_depth} tokens; 3 were asked" in ran.err
+    assert ran.code == 2 and f"a DSpark head's whole block, {made.config.max_depth} tokens; 3 were requested" in ran.err
     for more in ((), PAPER):
         ran = forerun(*named, *more)
         written = yaml.safe_load(ran.out.partition("# trtllm.yaml")[2])["speculative_config"]
@@ -239,7 +239,7 @@ def test_heads_that_draft_a_block_draft_what_their_export_says(
     )
     assert forerun("deploy", "sglang", *named).out.split()[-1] == line.split()[-1]
     ran = forerun("deploy", "vllm", *named, "-k", 60)
-    assert ran.code == 2 and f"the {kind} head drafts {depth} tokens on one path, 60 were asked for" in ran.err
+    assert ran.code == 2 and f"the {kind} head drafts {depth} tokens on one path, 60 were requested" in ran.err
 
 
 def test_drafters_made_of_drafters(forerun: Run) -> None:

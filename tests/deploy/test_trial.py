@@ -321,7 +321,7 @@ def test_a_head_is_tried_with_as_many_tokens_as_it_drafts(
     (engine,) = asked
     assert isinstance(engine, InVllm) and engine.drafting.k == engine.speculation["num_speculative_tokens"] == k
     assert main(["doctor", str(folder), "--target", "demo", "--run", "-k", "4"]) == 2
-    assert "drafts 3 tokens on one path, 4 were asked for" in capsys.readouterr().err
+    assert "drafts 3 tokens on one path, 4 were requested" in capsys.readouterr().err
 
 
 def test_what_the_doctor_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.engine import async_llm
+from forerun.engine.prompts import PromptReader
 from forerun.errors import EngineError, ForerunError, SlowReaderError
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -69,17 +70,21 @@ async def test_a_cancelled_task_frees_its_row(llm: AsyncLLM) -> None:
     assert not llm.llm.engine.busy
 
 
-@pytest.mark.parametrize("step", ["prepared", "queue"])
+STEPS: dict[str, type] = {"request": PromptReader, "queue": LLM}
+"""Methods that a request goes through, and their classes."""
+
+
+@pytest.mark.parametrize("step", STEPS)
 async def test_a_task_cancelled_while_it_submits_leaves_nothing_behind(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    whole = getattr(llm.llm, step)
+    whole = getattr(STEPS[step], step)
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(0.1)
         return whole(*arguments, **keywords)
 
-    monkeypatch.setattr(llm.llm, step, slow)
+    monkeypatch.setattr(STEPS[step], step, slow)
     task = asyncio.create_task(llm.generate(PROMPTS[0], GREEDY))
     await asyncio.sleep(0.02)
     task.cancel()
@@ -92,13 +97,13 @@ async def test_a_task_cancelled_while_it_submits_leaves_nothing_behind(
 
 async def test_time_counts_from_the_call(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not from when others' large prompts and grammars have left time for this one."""
-    prepared = llm.llm.prepared
+    request = PromptReader.request
 
     def slow(*arguments: Any, **keywords: Any) -> Any:
         time.sleep(0.2)
-        return prepared(*arguments, **keywords)
+        return request(*arguments, **keywords)
 
-    monkeypatch.setattr(llm.llm, "prepared", slow)
+    monkeypatch.setattr(PromptReader, "request", slow)
     [late] = await llm.generate(PROMPTS[0], GREEDY, timeout_s=0.1)
     assert late.outputs[0].finish_reason == "abort" and not late.outputs[0].token_ids
     [output] = await llm.generate(PROMPTS[0], GREEDY)
@@ -188,13 +193,13 @@ def test_several_loops_at_once(checkpoint: Path) -> None:
     stopped.close()
 
 
-@pytest.mark.parametrize("step", ["prepared", "queue", None])
+@pytest.mark.parametrize("step", [*STEPS, None])
 async def test_a_closed_engine_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch, step: str | None) -> None:
     """To whoever is being answered, waits to be, or asks afterwards."""
     llm = AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=2)
     if step is not None:
-        whole = getattr(llm.llm, step)
-        monkeypatch.setattr(llm.llm, step, lambda *given, **named: (time.sleep(0.2), whole(*given, **named))[1])
+        whole = getattr(STEPS[step], step)
+        monkeypatch.setattr(STEPS[step], step, lambda *given, **named: (time.sleep(0.2), whole(*given, **named))[1])
     long = SamplingParams(max_tokens=180, ignore_eos=True)
     tasks = [asyncio.create_task(llm.generate(prompt, long)) for prompt in PROMPTS]
     await asyncio.sleep(0.1)

@@ -70,7 +70,7 @@ def test_expressions_choices_and_grammars(llm: LLM, form: StructuredOutputs, pat
 
 
 def test_the_mask_follows_any_path(llm: LLM) -> None:
-    make = llm._reader.grammars.processor
+    make = llm.reader.grammars.processor
     form = StructuredOutputs(choice=["ab", "ac", "b"])
     processor, fresh = make(form, 2), make(form, 2)
     assert llm.tokenizer is not None
@@ -99,7 +99,7 @@ def test_no_copied_node_is_scored_that_the_grammar_forbids(llm: LLM, drafter: st
     config = {"method": drafter, "adaptive": chooses}
     [output] = llm.generate([prompt], params, speculative=config, trace=True)
     for step in output.outputs[0].trace:
-        grammar = llm._reader.grammars.processor(form, 0)
+        grammar = llm.reader.grammars.processor(form, 0)
         paths = {0: list(output.outputs[0].token_ids[: step.position - length])}
         for node, drafted in enumerate(step.nodes, start=1):
             assert grammar.valid(paths[drafted.parent], [drafted.token])

@@ -113,7 +113,7 @@ def test_a_process_that_ends_is_a_refusal_and_another_one_is_started(llm: LLM, m
 
 def test_a_process_that_was_ended_from_outside_is_started_again(llm: LLM) -> None:
     ask(llm, GOOD)
-    process = llm._reader.grammars._trials._process
+    process = llm.reader.grammars._trials._process
     assert process is not None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
@@ -122,7 +122,7 @@ def test_a_process_that_was_ended_from_outside_is_started_again(llm: LLM) -> Non
 
 def test_compiling_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(llm, GOOD)
-    process = llm._reader.grammars._trials._started()
+    process = llm.reader.grammars._trials._started()
     os.kill(process.pid, signal.SIGSTOP)  # answers never, once all of its threads have stopped
     while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
         time.sleep(0.01)
@@ -136,7 +136,7 @@ def test_compiling_has_a_deadline(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_machine_that_is_busy_makes_no_grammar_complex(llm: LLM) -> None:
     """What counts is the processor's time that compiling takes, not the clock's."""
     ask(llm, GOOD)
-    process = llm._reader.grammars._trials._started()
+    process = llm.reader.grammars._trials._started()
     os.kill(process.pid, signal.SIGSTOP)
     timer = threading.Timer(grammar_trial.TRIAL_S + 0.5, os.kill, (process.pid, signal.SIGCONT))
     timer.start()
@@ -147,7 +147,7 @@ def test_a_machine_that_is_busy_makes_no_grammar_complex(llm: LLM) -> None:
 def test_the_process_ends_with_its_engine(checkpoint: Path) -> None:
     own = LLM(str(checkpoint), dtype="float32", max_num_seqs=1)
     ask(own, GOOD)
-    process = own._reader.grammars._trials._process
+    process = own.reader.grammars._trials._process
     assert process is not None and process.poll() is None
     del own
     gc.collect()

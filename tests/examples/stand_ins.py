@@ -93,7 +93,7 @@ def talk(question: str, answer: str) -> str:
 CODE = "import os\n\n\ndef add(a, b):\n    return a + b\n" * 12
 TALKS = talk("Write f.", "import os\nprint(os.sep)\n" * 8) + talk("Write g.", CODE)
 TEXTS = {
-    **dict.fromkeys(("prompts.jsonl", "answers.jsonl", "chats.jsonl", "corpus.jsonl", "mt_bench.jsonl"), TALKS),
+    **dict.fromkeys(("prompts.jsonl", "completions.jsonl", "chats.jsonl", "corpus.jsonl", "mt_bench.jsonl"), TALKS),
     **dict.fromkeys(("notes.txt", "question.txt", "task.txt", "old.py"), CODE),
     "yesterday.json": json.dumps({"loads": [{"load": "1 user"}]}),
     "recipe.yaml": "target: demo\ndata: data/train\noutput: runs/recipe\n",

@@ -62,7 +62,7 @@ def test_logits_are_those_of_the_checkpoint(tmp_path: Path, stored: Type, tied: 
     """Rows of queries and keys are in another order in the file; a tied head reads the embedding's blocks."""
     file = write_tiny(tmp_path / "tiny.gguf", stored, model=tiny(tie_word_embeddings=tied))
     target, plain = loaded(file), loaded(file, repack=False)
-    assert len(list_in_blocks(target.model)) == 7 * LAYERS + 1
+    assert len(list_in_blocks(target.model)) == 7 * LAYERS + 1 and target.runs_as == f"{stored.name} on CPU"
     assert near(logits(target), logits(loaded(checkpoint(file))))
     own, theirs = target.model.state_dict(), plain.model.state_dict()
     assert own.keys() == theirs.keys()

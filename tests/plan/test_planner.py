@@ -28,7 +28,7 @@ def test_every_line_is_the_formula() -> None:
         verify = MEASURED.pass_ms(line.k + 1)
         expected = theory.expected_tokens_per_pass(0.7, line.k) * 20 / (0.5 + line.k * 1.0 + verify)
         assert line.speedup == pytest.approx(expected) and line.v == pytest.approx(verify / 20)
-    assert found.asked is found.lines[3] and found.lines[0].speedup == 1.0
+    assert found.requested is found.lines[3] and found.lines[0].speedup == 1.0
     assert found.best.speedup == max(line.speedup for line in found.lines)
 
 
@@ -36,7 +36,7 @@ def test_a_tree_that_is_a_chain_has_the_speed_up_of_the_chain() -> None:
     """What a draft costs whatever its length is in both."""
     dear = load(draft=lambda rows: DraftCost(fixed_ms=6.0, level_ms=0.1))
     tree = plan_tree(dear, [[0.7]], nodes=4, depth=4)
-    assert tree.parents == (0, 1, 2) and tree.speedup == pytest.approx(plan(dear, k=3).asked.speedup)
+    assert tree.parents == (0, 1, 2) and tree.speedup == pytest.approx(plan(dear, k=3).requested.speedup)
 
 
 def test_the_best_draft_fills_a_step_of_the_staircase() -> None:
@@ -67,7 +67,7 @@ def test_a_batch_fills_the_device_and_ends_the_gain() -> None:
 
 
 def test_a_longer_k_than_usual_is_looked_at() -> None:
-    assert plan(load(), k=40).asked.k == 40
+    assert plan(load(), k=40).requested.k == 40
     with pytest.raises(ArgumentError, match="-k must be 1 or more"):
         plan(load(), k=0)
 

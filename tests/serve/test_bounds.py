@@ -14,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from forerun import AsyncLLM, SamplingParams
 from forerun.drafters import default_length
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.prompts import LARGE
+from forerun.engine.prompts import LARGE, PromptReader
 from forerun.errors import ArgumentError
 from forerun.nesting import MAX_DEPTH
 from forerun.serve import guards, handling
@@ -255,15 +255,15 @@ def test_a_part_of_the_queue_is_left_to_those_who_ask_for_little(own: Live) -> N
 
 async def test_what_is_small_does_not_wait_for_what_is_large(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=2) as llm:
-        prepared, release, threads = llm.llm.prepared, threading.Event(), list[str]()
+        request, release, threads = PromptReader.request, threading.Event(), list[str]()
 
-        def slow(number: int, prompt: Any, *args: Any, **keywords: Any) -> Any:
+        def slow(reader: PromptReader, number: int, prompt: Any, *args: Any, **keywords: Any) -> Any:
             threads.append(threading.current_thread().name)
             if len(prompt) > LARGE:
                 release.wait(20)
-            return prepared(number, prompt, *args, **keywords)
+            return request(reader, number, prompt, *args, **keywords)
 
-        monkeypatch.setattr(llm.llm, "prepared", slow)
+        monkeypatch.setattr(PromptReader, "request", slow)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         large = asyncio.create_task(llm.generate("the cat " * LARGE, params))
         await asyncio.sleep(0.05)

@@ -238,7 +238,7 @@ class TestCalls:
         asked: dict[str, Any] = {"messages": ASK, "tools": [TOOL, OTHER], "tool_choice": allowed(mode, "time")}
         body = ChatRequest.model_validate(asked)
         chat_format = chat_format_of(templated.llm, templated.session.settings, body)
-        form = chat_format.constrained(body, None, templated.llm.grammar_mark)
+        form = chat_format.constrained(body, None, templated.llm.reader.grammars.mark)
         assert "time" in form.grammar and "weather" not in form.grammar
         names = []
         for seed in range(4):

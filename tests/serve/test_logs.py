@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from forerun.engine.prompts import PromptReader
 from forerun.serve import logs
 from forerun.serve.settings import ServeSettings
 from serve.conftest import Live, serving, wait_for
@@ -132,7 +133,7 @@ def break_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"cannot read {SECRET}")
 
-    monkeypatch.setattr(live.llm, "prepared", fail)
+    monkeypatch.setattr(PromptReader, "request", fail)
     monkeypatch.setattr(live.llm, "chat_prompt", fail)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from forerun import LLM
+from forerun.engine.prompts import PromptReader
 from forerun.errors import ArgumentError, CheckpointError, EngineError
 from forerun.serve.protocol.errors import ApiError, clean_message
 from serve.conftest import Live, serving, with_template
@@ -93,9 +95,10 @@ def test_nor_does_whatever_the_engine_raises(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    for broken, stream in itertools.product(["prepared", "chat_prompt"], [False, True]):
+    steps: list[tuple[type, str]] = [(PromptReader, "request"), (LLM, "chat_prompt")]
+    for (owner, broken), stream in itertools.product(steps, [False, True]):
         with monkeypatch.context() as one:
-            one.setattr(live.llm, broken, fail)
+            one.setattr(owner, broken, fail)
             answer = live.post(CHAT, {"messages": ASK, "max_tokens": 3, "stream": stream})
         assert answer.status_code == status, answer.text
         assert not TELLING.search(answer.text) and "private" not in answer.text

@@ -205,7 +205,7 @@ VERSIONS = [(name, "") for name in sorted(FORMATS)] + [("mistral", "[ARGS]"), ("
 def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str, many: bool) -> None:
     """A random model at temperature 1.5, with drafts: what comes out reads back as calls that obey their schemas."""
     kind = FORMATS[name](template, [WEATHER, CLOSED])
-    form = StructuredOutputs(grammar=grammar_of(kind, llm.grammar_mark, many=many))
+    form = StructuredOutputs(grammar=grammar_of(kind, llm.reader.grammars.mark, many=many))
     params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=form) for seed in (1, 2)]
     for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
         answer = output.outputs[0]

@@ -1,5 +1,5 @@
 """This module sends one streamed request to an OpenAI-compatible server, times every chunk, and reads what its drafts
-brought from its metrics and answers.
+brought from its metrics and responses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Samples = Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]
 """The samples of a metrics page: name -> labels -> value."""
 COUNTERS = {"vllm:spec_decode_num_": "vllm:generation_tokens", "llamacpp:spec_decode_num_": "llamacpp:tokens_predicted"}
 """Prefixes of vLLM's and llama.cpp's counter names, which count the same, and the counter of the
-answers' tokens.
+completions' tokens.
 """
 
 
@@ -33,7 +33,7 @@ class SpeculationCounts:
     drafts: int | None = None
     """Passes of the target that verified a draft."""
     tokens: int | None = None
-    """Tokens of the answers, each one's first included."""
+    """Tokens of the completions, each one's first included."""
     passes: int | None = None
     """Passes of the target that gave these tokens, with a draft or without; None where it is to be inferred."""
     draft_tokens: int | None = None
@@ -120,13 +120,13 @@ def diff_counts(before: Samples, after: Samples) -> SpeculationCounts | None:
             source=f"the server's {names.removesuffix('_num_')} counters",
         )
     if (calls := grown("sglang:spec_verify_calls_total")) is not None:
-        written, asked = grown("sglang:generation_tokens_total"), grown("sglang:num_requests_total")
-        if written is None or asked is None:
+        written, requests = grown("sglang:generation_tokens_total"), grown("sglang:num_requests_total")
+        if written is None or requests is None:
             return None
         return SpeculationCounts(
             drafts=calls,
             tokens=written,
-            accepted_tokens=written - asked - calls,
+            accepted_tokens=written - requests - calls,
             source="sglang:spec_verify_calls and generation_tokens; the first token of each request is no pass's, "
             "while SGLang's own accept length counts it",
         )
@@ -150,7 +150,7 @@ def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | N
     """Return the counts that a response, or the last chunk of a stream, gives for its own request.
 
     These are vLLM's (and forerun's) ``metrics`` or llama.cpp's ``timings``; `tokens` is the number
-    of tokens of the answer.
+    of tokens of the completion.
     """
     counts = (answer.get("metrics") or {}).get("speculative_decoding")
     if isinstance(counts, Mapping) and counts.get("num_spec_steps") is not None:
@@ -162,7 +162,7 @@ def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | N
             draft_tokens=int(counts["num_draft_tokens"]),
             accepted_tokens=int(counts["num_accepted_draft_tokens"]),
             accepted_per_position=tuple(sum(reached[place:]) for place in range(1, len(reached))),
-            source="the answers' metrics.speculative_decoding",
+            source="the responses' metrics.speculative_decoding",
         )
     timings = answer.get("timings")
     if isinstance(timings, Mapping) and timings.get("draft_n") is not None:
@@ -172,7 +172,7 @@ def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | N
             tokens=int(timings.get("predicted_n", tokens)),
             draft_tokens=int(timings["draft_n"]),
             accepted_tokens=accepted,
-            source="the answers' timings; llama.cpp does not tell passes without a draft from others: all are counted",
+            source="the responses' timings; llama.cpp does not tell passes without a draft apart: all are counted",
         )
     return None
 
@@ -198,7 +198,7 @@ def sum_counts(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchAnswer:
-    """A `BenchAnswer` records the answer to one question, its times and its error."""
+    """A `BenchAnswer` records the completion of one prompt, its times and its error."""
 
     task: str
     category: str
@@ -209,7 +209,7 @@ class BenchAnswer:
     gaps_s: tuple[float, ...] = ()
     """Seconds between successive chunks of text; a chunk may hold several tokens."""
     seconds: float = 0.0
-    """Seconds until the end of the answer."""
+    """Seconds until the end of the completion."""
     prompt_tokens: int = 0
     tokens: int = 0
     """Tokens as the server counted them; the number of chunks where it does not say."""
@@ -240,7 +240,7 @@ class RequestOptions:
 
 
 class Server(ApiClient):
-    """A `Server` is a server that is measured: its model, its metrics, and what it answers."""
+    """A `Server` is a server that is measured: its model, its metrics, and its completions."""
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, metrics_url: str | None = None
@@ -253,7 +253,7 @@ class Server(ApiClient):
         self.model, self.metrics_named = model, metrics_url is not None
         self.metrics_url = f"{self.url}/metrics" if metrics_url is None else check_address(metrics_url, "--metrics-url")
         self.without_metrics = ""
-        """The reason why `metrics_url` gave no metrics when it was last asked; empty where it did.
+        """The reason why `metrics_url` gave no metrics when it was last queried; empty where it did.
         """
         self.engine = ""
         """The owner of the model list: vllm, sglang, llamacpp, forerun, ...; empty before the
@@ -263,9 +263,9 @@ class Server(ApiClient):
     async def __aenter__(self) -> Self:
         """Ask which models there are.
 
-        ServerError: nobody answers, or not as OpenAI does, or ``--metrics-url`` gives no metrics.
-        ArgumentError: the model that was asked for is not there, or there are several and none was
-        asked for.
+        ServerError: no server responds, or not as OpenAI's does, or ``--metrics-url`` gives no metrics.
+        ArgumentError: the requested model is not there, or there are several and none was
+        requested.
         """
         try:
             models = await self._models()
@@ -325,9 +325,9 @@ class Server(ApiClient):
         return None
 
     async def post(self, path: str, body: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
-        """Return the JSON object that a request without a stream is answered with.
+        """Return the JSON object that a request without a stream gets.
 
-        ServerError: the connection broke, or the answer is a refusal or no JSON object.
+        ServerError: the connection broke, or the response is a refusal or no JSON object.
         """
         import httpx
 

@@ -1,6 +1,6 @@
 """This module puts a server under load and says how it did.
 
-It simulates users, so many at a time or arriving at a rate, each of whom asks its task's questions
+It simulates users, several at a time or arriving at a rate, each of whom sends the prompts of its task
 in turn; runs the loads one after the other, on the server and on its baseline, and keeps what is
 done; summarises a measurement under the names of ``vllm bench serve``; and writes the result as a
 picture and as one self-contained HTML file.
@@ -45,9 +45,9 @@ class BenchLoad:
     """A `BenchLoad` says how requests come: exactly one of concurrency and rate is given."""
 
     concurrency: int | None = None
-    """Users who each ask again as soon as they are answered."""
+    """Users who each send the next request as soon as they have a response."""
     rate: float | None = None
-    """Users who arrive per second, whether or not others are answered."""
+    """Users who arrive per second, whether or not others have a response."""
     burstiness: float = 1.0
     """Evenness of the arrivals: 1 is Poisson, less comes in bursts, more is evener (shape of the
     gamma distribution).
@@ -94,14 +94,14 @@ class BenchLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """A `LoadResult` holds the answers of one load on one server."""
+    """A `LoadResult` holds the completions of one load on one server."""
 
     load: BenchLoad
     answers: Sequence[BenchAnswer]
     seconds: float
-    """Seconds from the first request to the last answer."""
+    """Seconds from the first request to the last completion."""
     speculation: SpeculationCounts | None
-    """Counts from the server's metrics, else from its answers; None where neither has any."""
+    """Counts from the server's metrics, else from its responses; None where neither has any."""
 
 
 async def measure(
@@ -134,7 +134,7 @@ async def measure(
 
 
 async def converse(server: Server, task: Task, asking: RequestOptions, began: float) -> list[BenchAnswer]:
-    """Ask one user's questions, each behind the server's own answers; the first that fails is the
+    """Send one user's prompts, each behind the server's own completions; the first that fails is the
     last.
     """
     if not task.questions or asking.endpoint == "completions":
@@ -165,11 +165,11 @@ class Figure(NamedTuple):
 
 
 FIGURES = (
-    Figure("completed", "requests answered", "done", of_parts=True),
+    Figure("completed", "requests completed", "done", of_parts=True),
     Figure("failed", "requests failed", "failed", better=LOWER),
     Figure("output_throughput", "tokens per second, all users together", "tok/s", better=HIGHER),
     Figure("speedup", "times the baseline's tokens per second", "x"),
-    Figure("identical_answers", "answers that are the baseline's, too"),
+    Figure("identical_answers", "completions that equal the baseline's"),
     Figure("request_throughput", "requests per second"),
     Figure("request_goodput", "good requests per second", "good/s"),
     Figure("median_ttft_ms", "time to first token, median (ms)", "TTFT ms", of_parts=True, better=LOWER),
@@ -220,7 +220,7 @@ class Latency(NamedTuple):
 
     @classmethod
     def of(cls, answer: BenchAnswer) -> Latency:
-        """Return the latency of an answer; one without text counts as begun when it ended."""
+        """Return the latency of a completion; one without text counts as begun when it ended."""
         tpot = answer.tpot_s
         return cls(1e3 * (answer.ttft_s or answer.seconds), None if tpot is None else 1e3 * tpot, 1e3 * answer.seconds)
 
@@ -301,7 +301,7 @@ def find_older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[s
     found = {label: known[label] for label in labels if label in known}
     if not found:
         raise ArgumentError(
-            f"the older result has nothing to compare with: it holds {', '.join(known) or 'no load'}, asked for is "
+            f"the older result has nothing to compare with: it holds {', '.join(known) or 'no load'}, requested is "
             f"{', '.join(labels)}"
         )
     return found
@@ -446,14 +446,14 @@ class Bench:
     server: Server
     baseline: Server | None
     loads: Sequence[tuple[BenchLoad, Sequence[Task]]]
-    """The loads, each with the tasks that it asks."""
+    """The loads, each with the tasks that it sends."""
     asking: RequestOptions
     limits: Mapping[str, float]
     """Limits of a good request, in ms."""
     warmup: Sequence[Task]
 
     def __post_init__(self) -> None:
-        """Check that the endpoint can be asked every task; DataError if not."""
+        """Check that the endpoint takes every task; DataError if not."""
         if self.asking.endpoint == "completions":
             for task in (task for _, tasks in self.loads for task in tasks):
                 task.prompt()
@@ -462,7 +462,7 @@ class Bench:
         """Measure the loads that `record` does not hold yet, call `save` after each, and return how
         many there were.
 
-        ServerError: nobody answers, or every request of a load failed.
+        ServerError: no server responds, or every request of a load failed.
         """
         loads: list[dict[str, Any]] = record.setdefault("loads", [])
         done = {load["load"] for load in loads}
@@ -483,7 +483,7 @@ class Bench:
 
     async def _measure_load(self, load: BenchLoad, tasks: Sequence[Task], tell: TellArm) -> dict[str, Any]:
         """Return the server's figures; with a baseline also its figures, the speed-up, and the
-        number of identical answers.
+        number of identical completions.
         """
         base = None
         if self.baseline is not None:
@@ -509,7 +509,7 @@ class Bench:
 
 
 def _texts(found: LoadResult) -> dict[tuple[str, int], str]:
-    """Return the answers without an error, by task and index of the question."""
+    """Return the completions without an error, by task and index of the prompt."""
     asked = Counter[str]()
     texts = {}
     for answer in found.answers:

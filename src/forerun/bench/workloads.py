@@ -23,20 +23,20 @@ HUB, FILES = re.compile(r"[\w-][\w.-]*/[\w.-]+"), (".jsonl", ".ndjson", ".json",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A `Task` is what one user asks."""
+    """A `Task` is what one user sends."""
 
     id: str
     category: str
     questions: tuple[tuple[Message, ...], ...]
-    """Questions that are asked one after the other; each holds the messages that go before the
-    server's next answer.
+    """Prompts that are sent one after the other; each holds the messages that go before the
+    server's next completion.
     """
     text: str = ""
     """A text to be continued, for a task without questions."""
 
     @property
     def said(self) -> tuple[str, ...]:
-        """Return everything that is asked; tasks that ask the same are repetitions."""
+        """Return everything that is sent; tasks that send the same are repetitions."""
         return (self.text, *(repr(message) for question in self.questions for message in question))
 
     def prompt(self) -> str:
@@ -60,14 +60,14 @@ def read_workload(names: Sequence[str], *, subset: str | None = None, split: str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnTasks:
-    """`DrawnTasks` says which tasks are asked by the warm-up and by each load."""
+    """`DrawnTasks` says which tasks are sent by the warm-up and by each load."""
 
     warmup: Sequence[Task]
     loads: Sequence[Sequence[Task]]
     """The tasks of each load."""
     apart: bool
     """True if each load and the warm-up have tasks of their own. Otherwise prefix caches and
-    drafters that remember answers know what is asked again.
+    drafters that remember completions know what is sent again.
     """
 
 
@@ -97,12 +97,12 @@ def draw_tasks(
     return DrawnTasks(warmup=share(0, warmup), loads=[share(start, count) for start in starts], apart=apart)
 
 
-def count_repeated(asked: DrawnTasks) -> int:
-    """Count the tasks of the loads that ask what the warm-up, an earlier load or an earlier task
-    asked before.
+def count_repeated(drawn: DrawnTasks) -> int:
+    """Count the tasks of the loads that send what the warm-up, an earlier load or an earlier task
+    sent before.
     """
-    counted = [task for load in asked.loads for task in load]
-    return len(counted) - len({task.said for task in counted} - {task.said for task in asked.warmup})
+    counted = [task for load in drawn.loads for task in load]
+    return len(counted) - len({task.said for task in counted} - {task.said for task in drawn.warmup})
 
 
 def _tasks(name: str, subset: str | None, split: str) -> Iterable[Task]:
@@ -134,7 +134,7 @@ def _hub(name: str, subset: str | None, split: str) -> Iterable[object]:
 
 
 def _task(record: Record, fallback: str) -> Task:
-    """Return a task of the record's questions; its answers are left to the server."""
+    """Return a task of the record's prompts; the completions are left to the server."""
     category = record.category or fallback
     if record.text:
         return Task(id=record.id, category=category, questions=(), text=record.text)
@@ -148,5 +148,5 @@ def _task(record: Record, fallback: str) -> Task:
             questions.append(tuple(waiting))
             waiting = []
     if not questions:
-        raise DataError(f"{record.where}: nobody asks anything; expected a message of a user")
+        raise DataError(f"{record.where}: there is no prompt; expected a message of a user")
     return Task(id=record.id, category=category, questions=tuple(questions))

@@ -1,4 +1,4 @@
-"""The proof of losslessness as a user's tool, on the user's own model and through the engine's public API.
+"""Tests of losslessness for users: of their own model through the engine's public API, or of a server.
 
 A plan says how much is checked, and a report what was found, whether an engine was examined or a server. They need no
 torch, so that the command has them before a model.
@@ -6,7 +6,7 @@ torch, so that the command has them before a model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -77,3 +77,30 @@ class Report:
             for check in self.checks
         ]
         return {"passed": self.passed, **asdict(self), "checks": checks}
+
+
+Stage = tuple[str, Callable[[], Iterable[Check]]]
+"""A stage of a run is its description and the function that makes its checks."""
+
+
+def run_stages(
+    stages: Sequence[Stage], progress: Callable[[str], None], news: Callable[[str], None]
+) -> list[list[Check]]:
+    """Run the stages one after the other, and return the checks of each.
+
+    Args:
+        stages: all stages of the run.
+        progress: is told what is being done.
+        news: is told what should stay to be read: which stage of how many begins, and each check's verdict.
+    """
+    found = list[list[Check]]()
+    for number, (what, examine) in enumerate(stages, 1):
+        news(f"stage {number} of {len(stages)}: {what}")
+        progress(what)
+        checks = list[Check]()
+        for check in examine():
+            verdict = "none" if check.left_out else "pass" if check.passed else "FAIL"
+            news(f"  {verdict}  {check.name}")
+            checks.append(check)
+        found.append(checks)
+    return found

@@ -13,7 +13,7 @@ import math
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from forerun.certify import CertifyPlan, Check, Report
+from forerun.certify import CertifyPlan, Check, Report, Stage, run_stages
 from forerun.certify.chi_square import EDGES, SampledTest, place_cells
 from forerun.certify.enumeration import TOLERANCE, check_rules
 from forerun.certify.reference import (
@@ -44,7 +44,7 @@ from forerun.types import CompletionOutput, SamplingParams, SpeculationStats, St
 
 if TYPE_CHECKING:
     from forerun import LLM
-    from forerun.engine.llm import Speculative
+    from forerun.engine.prompts import Speculative
 
 CUTS: tuple[dict[str, Any], ...] = ({"top_k": 8}, {"top_p": 0.7}, {"min_p": 0.1})
 """Parameters that cut tokens off, each tested by itself. In float32: rounding moves the border of what is cut, and a
@@ -67,7 +67,7 @@ def certify(
     news: Callable[[str], None] = lambda _: None,
     reference: Reference | None = None,
 ) -> Report:
-    """Prove, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
+    """Test, as far as a run can, that `llm`'s speculation changes nothing. ArgumentError: the model has no drafter or
     no tokenizer, or there are no prompts.
 
     Args:
@@ -126,7 +126,7 @@ class Run:
 
 def examined(run: Run) -> list[Check]:
     """All checks of a run: the rules that were seen to verify drafts, greedy and seeded text, sampled distributions."""
-    stages = list[tuple[str, Callable[[], Iterable[Check]]]]()
+    stages = list[Stage]()
     for temperature in run.plan.temperatures:
         if temperature == 0:
             stages.append(("greedy text against plain decoding", partial(_greedy_checks, run)))
@@ -135,15 +135,7 @@ def examined(run: Run) -> list[Check]:
     if any(run.plan.temperatures):
         stages.append(("the exact distributions of sampled answers", partial(_distribution_checks, run)))
     stages.append(("the rules that verified drafts, enumerated", partial(_rule_checks, run)))
-    found = list[list[Check]]()
-    for number, (what, examine) in enumerate(stages, 1):
-        run.news(f"stage {number} of {len(stages)}: {what}")
-        run.progress(what)
-        found.append([])
-        for check in examine():
-            run.news(f"  {'pass' if check.passed else 'FAIL'}  {check.name}")
-            found[-1].append(check)
-    *others, rules = found
+    *others, rules = run_stages(stages, run.progress, run.news)
     return [*rules, *itertools.chain(*others)]
 
 
@@ -291,7 +283,7 @@ def _equality(
 ) -> Check:
     tokens = sum(len(answer.token_ids) for answer in answers)
     bugs = [parted for parted in found if not parted.tie]
-    summary = "nothing was drafted, so nothing was proved; choose other prompts or another drafter"
+    summary = "nothing was drafted, so nothing was tested; choose other prompts or another drafter"
     if total.num_spec_steps:
         summary = f"{len(answers) - len(found)} of {len(answers)} answers are {whose} own, {tokens} tokens, "
         summary += f"{total.tokens_per_pass:.2f} tokens per pass"
@@ -440,7 +432,7 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     drafted, accepted, depth = stats.num_draft_tokens, stats.num_accepted_draft_tokens, len(stats.drafted_per_depth)
     summary = (
         f"{check.summary}; {accepted} of {drafted} drafted tokens accepted, drafts up to {depth} deep"
-        + ("" if drafted else "; nothing was drafted, so nothing was proved")
+        + ("" if drafted else "; nothing was drafted, so nothing was tested")
         + (f"; {test.passed_over} of the prompts passed over: nothing to compare" if test.passed_over else "")
     )
     drafts = {"drafted": drafted, "accepted": accepted, "depth": depth, "rules": sorted(stats.steps_per_rule)}

@@ -173,7 +173,7 @@ def _sound(config: Config) -> tuple[bool, str]:
     if total.drafter_errors:
         return False, f"it failed {total.drafter_errors} times; the first: {problems[0] if problems else 'not told'}"
     if not total.num_draft_tokens:
-        return False, "it drafted nothing on any of the prompts, so nothing is proved; try other --drafter-option"
+        return False, "it drafted nothing on any of the prompts, so nothing is tested; try other --drafter-option"
     return True, f"{total.num_draft_tokens} tokens drafted in {total.num_spec_steps} passes, all trees within budget"
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from forerun.certify import CertifyPlan, Check, Report
+from forerun.certify import CertifyPlan, Check, Report, Stage, run_stages
 from forerun.certify.reference import LOGPROB_TOLERANCE, Difference
 from forerun.certify.served import (
     CHAT,
@@ -53,6 +53,7 @@ def certify_server(
     against: ServedModel | None = None,
     dtype: str = "auto",
     progress: Callable[[str], None] = lambda _: None,
+    news: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Examine a server, and compare it with another one. ArgumentError: there are no prompts, or none is uncertain.
 
@@ -63,15 +64,23 @@ def certify_server(
         against: a server of the same model, whose answers have to be the same.
         dtype: the server's number format, which says how near a tie is; ``auto`` takes it to be bfloat16.
         progress: is told what is being done.
+        news: is told what should stay to be read: each stage, and each check's verdict.
     """
     plan = plan or CertifyPlan()
     known = ASSUMED if dtype == "auto" else dtype
     prompts = _prompts(served, texts, plan)
     exam = ServerExam(served=served, against=against, prompts=prompts, plan=plan, dtype=known, progress=progress)
-    checks = [*greedy_checks(exam), *sampled_checks(exam), structured_check(exam)]
+    stages: list[Stage] = [
+        ("greedy text, for one client and for many", lambda: greedy_checks(exam)),
+        ("sampled text, its seeds and its distribution", lambda: sampled_checks(exam)),
+        ("structured outputs", lambda: [structured_check(exam)]),
+    ]
     if against is not None:
-        checks += [_greedy_beside(exam, against), sampled_beside(exam, against)]
-    checks.append(_speculation_check(exam))
+        other = against
+        beside = (f"greedy and sampled text, compared with {other.url}", lambda: _checks_beside(exam, other))
+        stages.append(beside)
+    stages.append(("whether the server drafted", lambda: [_speculation_check(exam)]))
+    checks = list(itertools.chain(*run_stages(stages, progress, news)))
     words = known if dtype != "auto" else f"{known} assumed"
     what = f"what {served.engine or 'the server'} does"
     where = f"{words} on {served.url}"
@@ -343,6 +352,12 @@ def _misfit(answer: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
 
 
 # --- two servers ---
+
+
+def _checks_beside(exam: ServerExam, other: ServedModel) -> Iterator[Check]:
+    """Compare greedy and sampled answers of both servers."""
+    yield _greedy_beside(exam, other)
+    yield sampled_beside(exam, other)
 
 
 def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:

@@ -55,8 +55,8 @@ def _read(path: str) -> dict[str, Any]:
 
 
 VERBS = {
-    "demo": "See a model answer the same questions twice, plainly and speculatively.",
-    "generate": "Answer one prompt, as a chat message where the model has a chat template.",
+    "demo": "See a model complete the same prompts twice, plainly and speculatively.",
+    "generate": "Complete one prompt, as a chat message where the model has a chat template.",
     "chat": "Talk to a model.",
     "serve": "Serve a model behind OpenAI's API.",
     "bench": "Measure any OpenAI-compatible server under load.",
@@ -79,6 +79,10 @@ VERBS = {
 imported when called.
 """
 
+_SERVER = "http://localhost:8000"
+EXAMPLES = {"--server": _SERVER, "--baseline-server": _SERVER, "--against": "http://localhost:8001"}
+"""These are values of options that an error about a missing one shows."""
+
 OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -88,7 +92,7 @@ def build_app() -> App:
 
     app = App(
         name="forerun",
-        help="Language models answer faster without changing what they answer.",
+        help="Lossless speculative decoding: language models decode faster, with the same output.",
         version=lambda: version("forerun"),
         suppress_keyboard_interrupt=False,
         result_action="return_value",
@@ -151,8 +155,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 def _describe(error: CycloptsError) -> str:
     """Say what was wrong with a command line, in our words where cyclopts has a list of tokens or says little."""
     option = error.argument if type(error).__name__ == "MissingArgumentError" else None
-    if option is not None and option.name not in (error.root_input_tokens or ()):
-        return f"{' '.join(error.command_chain or ())} needs {option.name}, which is missing"
+    if option is not None:
+        example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""
+        if given := [name for name in option.names if name in (error.root_input_tokens or ())]:
+            return f"{given[0]} needs a value{example}"
+        return f"{' '.join(error.command_chain or ())} needs {option.name}, which is missing{example}"
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)
     return f"unexpected argument {' '.join(map(repr, error.unused_tokens))}; values are given with options"

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """`WorkloadOptions` say what is asked."""
+    """`WorkloadOptions` say which prompts are sent."""
 
     workload: Annotated[tuple[str, ...], Many] = ("demo",)
     """Files (MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, ShareGPT, messages, prompts, text), hub data sets
@@ -51,7 +51,7 @@ class WorkloadOptions:
     """Split of a hub data set."""
     num_prompts: int | None = None
     """Tasks to draw for each load, others for each where there are enough; by default all, and of one load all that
-    the warm-up does not ask."""
+    the warm-up does not send."""
     endpoint: Literal["auto", "chat", "completions"] = "auto"
     """Which API: chat for conversations and completions for plain text, unless one is named."""
     extra_body: str | None = None
@@ -61,7 +61,7 @@ class WorkloadOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivalOptions:
-    """`ArrivalOptions` say how it is asked; several numbers are measured one after the other."""
+    """`ArrivalOptions` say when requests are sent; several numbers are measured one after the other."""
 
     concurrency: Annotated[tuple[int, ...], Many] = ()
     """Users at a time; 1 where neither this nor a rate is given."""
@@ -70,7 +70,7 @@ class ArrivalOptions:
     burstiness: float = 1.0
     """Evenness of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
     warmup: int = 2
-    """Tasks that are asked before and not counted; others than those that count where some are left over."""
+    """Tasks that are sent before and not counted; others than those that count where some are left over."""
     timeout: float = 600.0
     """Seconds that a request may take."""
 
@@ -114,11 +114,11 @@ def bench(
     metrics_url
         Where its Prometheus metrics are, if not at /metrics.
     baseline_server
-        A server to compare with, same model: each load is measured there first, and its answers are compared.
+        A server to compare with, same model: each load is measured there first, and its completions are compared.
     goodput
         What a request must keep to be a good one, in ms: ttft:200 tpot:30 e2el:5000.
     out
-        File for the result as JSON, written after each load; run again, it goes on behind what is done.
+        File for the result as JSON, written after each load; run again, it continues after the loads that are done.
     plot
         Picture of speed and latency by load (png, svg or pdf).
     report
@@ -136,21 +136,21 @@ def bench(
     older = _older(compare, tolerance, loads)
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
     count = workload.num_prompts
-    asked = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=sampling.seed or 0)
+    drawn = draw_tasks(tasks, loads=len(loads), warmup=load.warmup, count=count, seed=sampling.seed or 0)
     servers = {"server": server, "baseline_server": baseline_server, "model": model}
-    record = _begin_record(out, servers | _describe(workload, asking, limits, len(asked.loads[0])))
+    record = _begin_record(out, servers | _describe(workload, asking, limits, len(drawn.loads[0])))
     for difference in _differences(older or {}, record["about"]):
         console.warn(f"{compare} was measured with another {difference}")
-    repeated, warning = _find_repeated(asked, most=(len(tasks) - load.warmup) // len(loads))
+    repeated, warning = _find_repeated(drawn, most=(len(tasks) - load.warmup) // len(loads))
     record["repeated_prompts"] = repeated
     key = {"model": model, "api_key": api_key}
     made = Bench(
         server=Server(server, metrics_url=metrics_url, **key),
         baseline=None if baseline_server is None else Server(baseline_server, **key),
-        loads=list(zip(loads, asked.loads, strict=True)),
+        loads=list(zip(loads, drawn.loads, strict=True)),
         asking=asking,
         limits=limits,
-        warmup=asked.warmup,
+        warmup=drawn.warmup,
     )
     if warning is not None:
         asyncio.run(_probe(Server(server, metrics_url=metrics_url, **key)))
@@ -171,7 +171,7 @@ def bench(
 def _describe(
     workload: WorkloadOptions, asking: RequestOptions, limits: Mapping[str, float], tasks: int
 ) -> dict[str, Any]:
-    """Describe what a server is asked, in the form that a file gives back: lists, no tuples."""
+    """Describe what a server is sent, in the form that a file gives back: lists, no tuples."""
     about = {
         "workload": list(workload.workload),
         "subset": workload.subset,
@@ -199,18 +199,18 @@ async def _measure(made: Bench, record: dict[str, Any], out: Path | None) -> Non
     if made.server.without_metrics:
         console.warn(
             f"{made.server.url} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what "
-            "drafts bring is known only as far as its answers tell; if they are elsewhere, say where with --metrics-url"
+            "drafts bring is known only as far as its responses say; if they are elsewhere, name it with --metrics-url"
         )
     if not done:
         console.warn(f"{out} holds these loads already: nothing was measured; name another file to measure again")
 
 
-def _loads(asked: ArrivalOptions) -> list[BenchLoad]:
-    if asked.concurrency and asked.request_rate:
-        raise ArgumentError("give --concurrency or --request-rate, not both: either so many users, or so many a second")
-    if asked.request_rate:
-        return [BenchLoad(rate=rate, burstiness=asked.burstiness) for rate in asked.request_rate]
-    return [BenchLoad(concurrency=count, burstiness=asked.burstiness) for count in asked.concurrency or (1,)]
+def _loads(arrivals: ArrivalOptions) -> list[BenchLoad]:
+    if arrivals.concurrency and arrivals.request_rate:
+        raise ArgumentError("give --concurrency or --request-rate, not both: users at a time, or users per second")
+    if arrivals.request_rate:
+        return [BenchLoad(rate=rate, burstiness=arrivals.burstiness) for rate in arrivals.request_rate]
+    return [BenchLoad(concurrency=count, burstiness=arrivals.burstiness) for count in arrivals.concurrency or (1,)]
 
 
 def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingOptions) -> RequestOptions:
@@ -228,28 +228,28 @@ def _asking(workload: WorkloadOptions, load: ArrivalOptions, sampling: SamplingO
 
 
 async def _probe(server: Server) -> None:
-    """Raise what `Server` raises where nobody answers, before anything is said of what would be sent."""
+    """Raise what `Server` raises where no server responds, before anything is said of what would be sent."""
     async with server:
         pass
 
 
-def _find_repeated(asked: DrawnTasks, most: int) -> tuple[int, str | None]:
+def _find_repeated(drawn: DrawnTasks, most: int) -> tuple[int, str | None]:
     """Return how many prompts are sent more than once, and a warning of what that means and what to do.
 
     `most` tasks leave each load, and the warm-up, its own.
     """
     from forerun.bench.workloads import count_repeated
 
-    again, total = count_repeated(asked), sum(map(len, asked.loads))
+    again, total = count_repeated(drawn), sum(map(len, drawn.loads))
     if not again:
         return 0, None
     what = f"{again} of {total} prompts {'repeats' if again == 1 else 'repeat'} (warm-up, another load, earlier prompt)"
-    meaning = "prefix caches, and drafters that remember answers, may inflate the results"
-    if asked.apart:
+    meaning = "prefix caches, and drafters that remember completions, may inflate the results"
+    if drawn.apart:
         advice = "the workload itself repeats them"
     elif most > 0:
-        advice = f"--num-prompts {most} asks others each time"
-    elif len(asked.loads) == 1:
+        advice = f"--num-prompts {most} draws others each time"
+    elif len(drawn.loads) == 1:
         advice = "--warmup 0 leaves the warm-up out"
     else:
         advice = "a larger workload would do without"
@@ -325,10 +325,10 @@ def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) 
     _table(title, "load", rows)
     for load in record["loads"]:
         if load.get("categories"):
-            _table(f"{load['load']}, by category", "category", list(load["categories"].items()))
+            _table(f"{load['load']}, by category", "category", list(load["categories"].items()), of_parts=True)
         if "identical_answers" in load:
             screen.print(
-                f"{load['load']}: {load['identical_answers']} of {load['completed']} answers are the baseline's, too"
+                f"{load['load']}: {load['identical_answers']} of {load['completed']} completions equal the baseline's"
             )
         for said, count in load["failures"].items():
             console.warn(f"{load['load']}: {count} failed: {said}")
@@ -347,10 +347,13 @@ def _rows(load: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     return [(load["load"], load), *base]
 
 
-def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]], *, of_parts: bool = False) -> None:
+    """Print a table of figures. `of_parts`: of parts of a load, whose few requests have no 99th percentile."""
     failed = any(row.get("failed") for _, row in rows)
     columns = [
-        one for one in select_figures([row for _, row in rows]) if one.column and (failed or one.key != "failed")
+        one
+        for one in select_figures([row for _, row in rows])
+        if one.column and (one.of_parts or not of_parts) and (failed or one.key != "failed")
     ]
     out, spare = console.out(), list(LEAST_WANTED)
     while True:

@@ -19,7 +19,7 @@ from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, Flag, Json, SpeculationOptions, TargetOptions, read_text
 from forerun.errors import DataError, refuse
 
-_ROWS = 32  # Answers at once: the thousands of short ones are then drawn in a minute or two
+_ROWS = 32  # Completions at once: the thousands of short ones are then drawn in a minute or two
 _TEMPERATURES = (0.0, 0.7)
 _MODEL = Parameter(
     help="Directory or hub id of a Hugging Face causal LM, or a GGUF file; with --server the model's name there."
@@ -35,7 +35,7 @@ class ServerOptions:
     """Address of an OpenAI-compatible server to examine in place of a model: forerun's, vLLM's, SGLang's,
     llama.cpp's, ...: http://localhost:8000. --dtype says how near a tie is there, bfloat16 if not given."""
     against: str | None = None
-    """Address of a second server of the same model, without speculation for example, whose answers are compared."""
+    """Address of a second server of the same model, without speculation for example, whose completions are compared."""
     api_key: str | None = None
     """Bearer token of the servers; OPENAI_API_KEY if not given."""
 
@@ -65,9 +65,9 @@ def certify(
     is compared by chi-square tests, each of which detects a total variation of --detect with a probability of 99 %.
 
     The model runs in float32 where --dtype names no other: 16 bits round, and so excuse differences and leave out what
-    cuts tokens off. A GGUF file runs on llama.cpp as it is, and is compared with llama.cpp's own passes. A server is
-    asked greedily and at temperature 1, by 1 and by 16 clients at a time; a check that fails prints the smallest
-    request found that shows the fault.
+    cuts tokens off. A GGUF file runs on llama.cpp as it is, and is compared with llama.cpp's own passes. A server gets
+    greedy requests and requests at temperature 1, by 1 and by 16 clients at a time; a check that fails prints the
+    smallest request found that shows the fault.
 
     Parameters
     ----------
@@ -79,12 +79,12 @@ def certify(
     prompts
         Prompts of the greedy checks.
     max_tokens
-        Tokens of each greedy answer.
+        Tokens of each greedy completion.
     detect
         Total variation from the target's distribution that each chi-square test detects with a probability of 99 %. The
-        number of answers follows from it: half of it takes four times as many.
+        number of completions follows from it: half of it takes four times as many.
     quick
-        A first look within a minute: at most 2 greedy answers of 32 tokens, and two chi-square tests at the first
+        A first look within a minute: at most 2 greedy completions of 32 tokens, and two chi-square tests at the first
         temperature above 0, which detect a total variation of 0.6 with a probability of 99 %. Left out are the
         parameters that cut tokens off or penalise them, grammars, and drafts that are sampled.
     """
@@ -97,7 +97,7 @@ def certify(
         (servers.server is None and servers.against is not None, "--against compares with --server, which is missing"),
         (
             servers.server is not None and (config is not None or bool(temperature)),
-            "a server drafts and is asked in its own way: leave --drafter, its options and --temperature out",
+            "a server drafts and samples in its own way: leave --drafter, its options and --temperature out",
         ),
         (servers.server is not None and quick, "--quick examines a model: leave it out for a server"),
         (
@@ -145,12 +145,12 @@ def _examine_server(
     from forerun.certify.server import certify_server
 
     key = servers.api_key
-    with ExitStack() as opened, console.telling("certifying") as tell:
+    with ExitStack() as opened, console.telling_news("certifying") as (tell, news):
         served = opened.enter_context(serving_model(servers.server or "", model=model, api_key=key))
         against = None
         if servers.against is not None:
             against = opened.enter_context(serving_model(servers.against, api_key=key))
-        return certify_server(served, texts, plan, against=against, dtype=dtype, progress=tell)
+        return certify_server(served, texts, plan, against=against, dtype=dtype, progress=tell, news=news)
 
 
 def _texts(prompt_file: Path | None) -> list[str]:

@@ -24,7 +24,7 @@ HELP = """\
 /stats              counts of the whole session
 /spec on|off        speculation for the next answers
 /drafter NAME|PATH  draft with another drafter, or another draft model
-/quit               leave (so does Ctrl-D; Ctrl-C stops an answer)"""
+/quit               leave (so does Ctrl-D; Ctrl-C stops a completion)"""
 
 
 def chat(
@@ -116,7 +116,7 @@ class Conversation:
         try:
             output = session.print_stream(chunks, show_draft=self.show_draft)
         except KeyboardInterrupt:
-            console.log().print(Text("\nstopped; the answer is forgotten", "dim"))
+            console.log().print(Text("\nstopped; the completion is forgotten", "dim"))
             return
         if output is None:
             return
@@ -134,7 +134,7 @@ class Conversation:
         total = self.total
         depths = "  ".join(f"{share:.0%}" for share in total.acceptance_per_depth) or "-"
         console.log().print(
-            f"{self.answers} answers, {total.num_tokens} tokens, {total.tokens_per_pass:.2f} tokens per pass\n"
+            f"{self.answers} completions, {total.num_tokens} tokens, {total.tokens_per_pass:.2f} tokens per pass\n"
             f"{total.num_passes} passes, {total.num_spec_steps} of them with a draft\n"
             f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted, "
             f"mean acceptance length {total.mean_acceptance_length:.2f}\n"

@@ -1,4 +1,4 @@
-"""``forerun data`` makes training data for draft heads: prompts, answers, and both as tokens."""
+"""``forerun data`` makes training data for draft heads: prompts, completions, and both as tokens."""
 
 from __future__ import annotations
 
@@ -124,8 +124,8 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         "skipped": "records skipped",
         "cut": f"longer than {summary['max_length']} tokens, cut or split",
         "dropped": "dropped: no token counts",
-        "empty": "answers are empty: they are not learned",
-        "unwritten": "prompts, to be answered while a head trains (objective.writer=target)",
+        "empty": "completions are empty: they are not learned",
+        "unwritten": "prompts, to be completed while a head trains (objective.writer=target)",
     }
     told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
     if told:
@@ -191,7 +191,7 @@ class DrawOptions:
 
 
 @data.command
-def draw_prompts(*, asked: DrawOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
+def draw_prompts(*, options: DrawOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
     """Let a chat model write prompts itself (Magpie). Run again to go on after a stop, or with a larger count.
 
     They are what the model was tuned on, not what your users ask: take your own prompts where you have them.
@@ -199,19 +199,19 @@ def draw_prompts(*, asked: DrawOptions, json: Json = False, loading: TargetOptio
     from forerun.training.data.drawn import DrawSettings, PromptDraw, UserTurn, read_words
 
     names = ("temperature", "top_p", "max_tokens", "seed", "concurrency")
-    settings = DrawSettings(**{name: getattr(asked, name) for name in names})
-    UserTurn.of(session.load_tokenizer(asked.target))
+    settings = DrawSettings(**{name: getattr(options, name) for name in names})
+    UserTurn.of(session.load_tokenizer(options.target))
     began = time.monotonic()
     with console.progress_bar("drawing") as update:
 
         def tell(progress: PromptDraw) -> None:
             pace = (progress.kept - progress.resumed) / max(time.monotonic() - began, 1e-9)
-            update(completed=progress.kept, total=asked.count, description=f"drawing {pace:.1f} prompts/s")
+            update(completed=progress.kept, total=options.count, description=f"drawing {pace:.1f} prompts/s")
 
-        how: dict[str, Any] = {"count": asked.count, "settings": settings, "held_out": read_words(asked.avoid)}
-        drawn = PromptDraw(output=asked.output, tell=tell, **how)
-        if drawn.kept < asked.count:
-            llm = session.load(asked.target, loading, None, max_num_seqs=asked.concurrency)
+        how: dict[str, Any] = {"count": options.count, "settings": settings, "held_out": read_words(options.avoid)}
+        drawn = PromptDraw(output=options.output, tell=tell, **how)
+        if drawn.kept < options.count:
+            llm = session.load(options.target, loading, None, max_num_seqs=options.concurrency)
             began = time.monotonic()
             drawn.run(llm)
     if json:
@@ -228,26 +228,26 @@ def draw_prompts(*, asked: DrawOptions, json: Json = False, loading: TargetOptio
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateOptions:
-    """`RegenerateOptions` say who answers, how, and where the answers go."""
+    """`RegenerateOptions` say who writes the completions, how, and where they go."""
 
     output: Path
-    """JSONL to append to; records that are in it already are not asked again, under other settings they are refused."""
+    """JSONL to append to; records that it holds are not written again, and with other settings they are refused."""
     target: str | None = None
-    """Directory or hub id of the model that answers here. With --endpoint it only gives the tokenizer."""
+    """Directory or hub id of the model that completes here. With --endpoint it only gives the tokenizer."""
     endpoint: str | None = None
-    """URL of an OpenAI-compatible server that answers instead; OPENAI_API_KEY is sent if it is set."""
+    """URL of an OpenAI-compatible server that completes instead; OPENAI_API_KEY is sent if it is set."""
     model: str | None = None
     """The target's name at the endpoint."""
     concurrency: int | None = None
     """Records at once: 8 here, 32 at an endpoint."""
     max_tokens: Annotated[int, AnswerLength] = 1024
-    """Most tokens of one answer."""
+    """Most tokens of one completion."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
     """0 is greedy; by default the model's or the server's own."""
     top_p: float | None = None
     """Keep the smallest set of tokens whose mass reaches this."""
     seed: int | None = None
-    """Same seed, same answers."""
+    """Same seed, same completions."""
     prompt_tokens: int = 64
     """Tokens of a plain text that are given; the target continues them."""
     chat_template_kwargs: TemplateVariables = None
@@ -259,7 +259,7 @@ class RegenerateOptions:
         refuse(
             (
                 self.target is None and self.endpoint is None,
-                "who shall answer? give --target MODEL, or --endpoint URL with --model NAME",
+                "what shall complete the prompts? give --target MODEL, or --endpoint URL with --model NAME",
             ),
             ((self.endpoint is None) != (self.model is None), "--endpoint URL and --model NAME belong together"),
             (
@@ -278,12 +278,12 @@ def regenerate(
     file: Path,
     /,
     *,
-    asked: RegenerateOptions,
+    options: RegenerateOptions,
     json: Json = False,
     speculation: SpeculationOptions = SPECULATION,
     loading: TargetOptions = LOADING,
 ) -> int:
-    """Let the target write the answers itself. Run again to go on after a stop. Exit code 1 if a record failed.
+    """Let the target write the completions itself. Run again to go on after a stop. Exit code 1 if a record failed.
 
     Parameters
     ----------
@@ -292,14 +292,14 @@ def regenerate(
     """
     from forerun.training.data.regenerate import AnswerRun, Director, Endpoint, with_endpoint, with_engine
 
-    sampling = {name: getattr(asked, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
-    tokenizer = None if asked.target is None else session.load_tokenizer(asked.target)
+    sampling = {name: getattr(options, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    tokenizer = None if options.target is None else session.load_tokenizer(options.target)
     how: dict[str, Any] = {
         "params": SamplingParams(**sampling),
-        "variables": _variables(asked.chat_template_kwargs),
-        "by": Path(asked.model or str(asked.target)).resolve().name,
+        "variables": _variables(options.chat_template_kwargs),
+        "by": Path(options.model or str(options.target)).resolve().name,
     }
-    director = Director(tokenizer=tokenizer, prompt_tokens=asked.prompt_tokens, **how)
+    director = Director(tokenizer=tokenizer, prompt_tokens=options.prompt_tokens, **how)
     began = time.monotonic()
     with console.progress_bar("regenerating") as update:
 
@@ -308,19 +308,19 @@ def regenerate(
             told = f"regenerating at {pace:,.0f} tokens/s" if progress.tokens else "regenerating"
             update(completed=progress.done, total=progress.total, description=told)
 
-        todo = AnswerRun(file, asked.output, director, limit=asked.limit, skip_bad=asked.skip_bad, tell=tell)
+        todo = AnswerRun(file, options.output, director, limit=options.limit, skip_bad=options.skip_bad, tell=tell)
         tell(todo)
         try:
-            if asked.endpoint is not None:
-                server = Endpoint(url=asked.endpoint, model=str(asked.model))
-                with_endpoint(todo, server, concurrency=asked.concurrency or 32)
+            if options.endpoint is not None:
+                server = Endpoint(url=options.endpoint, model=str(options.model))
+                with_endpoint(todo, server, concurrency=options.concurrency or 32)
             elif todo.records:
-                rows = asked.concurrency or 8
-                llm = session.load(str(asked.target), loading, speculation.config(), max_num_seqs=rows)
+                rows = options.concurrency or 8
+                llm = session.load(str(options.target), loading, speculation.config(), max_num_seqs=rows)
                 with_engine(todo, llm, concurrency=rows)
         except BaseException:
             if todo.written:
-                console.warn(f"{todo.written:,} records are safe in {asked.output}; run again to go on")
+                console.warn(f"{todo.written:,} records are safe in {options.output}; run again to go on")
             raise
     _report(todo, as_json=json)
     return 1 if todo.failed else 0
@@ -333,6 +333,7 @@ def _report(found: AnswerRun, *, as_json: bool) -> None:
         console.write_json(found.summary())
         return
     earlier = f", {found.resumed:,} were there already" if found.resumed else ""
-    console.out().print(f"{found.output}: {found.written:,} records written with {found.answers:,} answers{earlier}")
+    written = f"{found.written:,} records written with {found.answers:,} completions"
+    console.out().print(f"{found.output}: {written}{earlier}")
     if found.failed or found.skipped:
         console.out().print(f"{found.failed:,} records failed, {found.skipped:,} bad entries skipped")

@@ -1,4 +1,4 @@
-"""``forerun demo`` answers the same questions plainly and speculatively, and times both."""
+"""``forerun demo`` completes the same prompts plainly and speculatively, and times both."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 SHIPPED = "demo"  # The name of the demo model
 QUESTION_TEMPERATURES = (0.0, 0.8)
-QUESTION_TOKENS = 96  # Most tokens of an answer to a real question
+QUESTION_TOKENS = 96  # Most tokens of a real model's completion
 DEFAULT_DRAFTER: dict[str, Any] = {"method": "suffix"}
 """This drafter is the default for the demo model.
 
@@ -75,10 +75,10 @@ def demo(
     speculation: SpeculationOptions = SPECULATION,
     loading: TargetOptions = LOADING,
 ) -> int:
-    """Answer the same questions plainly and speculatively, side by side; show both texts and both speeds.
+    """Complete the same prompts plainly and speculatively, side by side; show both texts and both speeds.
 
-    A small real model, SmolLM2-135M-Instruct, is asked a question, an edit and a summary, at T = 0 and at T = 0.8; it
-    comes from the package index once (93 MB). Exit code 1 if greedy answers differ by more than a numeric tie.
+    A small real model, SmolLM2-135M-Instruct, gets a question, an edit and a text to summarise, at T = 0 and 0.8; it
+    comes from the package index once (93 MB). Exit code 1 if greedy completions differ by more than a numeric tie.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def demo(
         the same, its cost becomes real.
     prompt_name
         Ask one question only: "chat", "edit" or "summary". Of the demo model: which held-out file to continue
-        ("chunk.py"), or which edit to ask for ("constant-2").
+        ("chunk.py"), or which edit to request ("constant-2").
     temperature
         By default 0, greedy, and 0.8; of the demo model 0 for an edit and 0.8 for a file. Above 0, deterministic
         drafts give the same text for a seed, sampled ones the same distribution.
@@ -135,7 +135,7 @@ def _race(
     repeats: int,
     json: bool,
 ) -> int:
-    """Let both arms answer a held-out question several times, and show the texts and the speeds."""
+    """Let both arms complete a held-out prompt several times, and show the texts and the speeds."""
     config = speculation.config() or (DEFAULT_DRAFTER if model == SHIPPED else {"method": "auto"})
     path, drafting, note = enlarge(model, config, scale) if scale is not None else (model, config, None)
     if loading.dtype == "auto" and scale is None:
@@ -190,7 +190,7 @@ def _real(
     *,
     json: bool,
 ) -> int:
-    """Ask a chat model real questions; exit code 1 if a greedy answer differs by more than a numeric tie."""
+    """Give a chat model real prompts; exit code 1 if a greedy completion differs by more than a numeric tie."""
     from forerun.cli import side_by_side
 
     config, out = speculation.config() or {"method": "auto"}, console.out()
@@ -221,7 +221,7 @@ def _real(
 def _all(
     model: str, scale: float | None, max_tokens: int, heads: Path | None, loading: TargetOptions, *, json: bool
 ) -> int:
-    """Run ``--all``; exit code 1 if a greedy answer differs by more than a numeric tie."""
+    """Run ``--all``; exit code 1 if a greedy completion differs by more than a numeric tie."""
     if model != SHIPPED:
         raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
     from forerun.cli import leaderboard
@@ -315,7 +315,7 @@ def _introduce(setting: _Setting) -> None:
     else:
         what, shown = asked.request.partition("\n")[0].rstrip(":"), asked.function.splitlines()
         what += "\n         in a function that it has never seen"
-    out.print(Text("asked    ", "dim").append(f"{what}\n", "default"))
+    out.print(Text("prompt   ", "dim").append(f"{what}\n", "default"))
     out.print(Text("\n".join(shown), "dim"))
 
 
@@ -329,7 +329,7 @@ def _show_arm(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
 
 
 class Race:
-    """A `Race` answers one prompt plainly and speculatively, once to `show` and `repeats` times for
+    """A `Race` completes one prompt plainly and speculatively, once to `show` and `repeats` times for
     the clock, in turns.
 
     Decoding speed alone is compared: tokens after the first over the time after the first; medians.
@@ -351,7 +351,7 @@ class Race:
                 runs[arm.name] += llm.generate([prompt], params, **arm.options())
         self.runs = runs
         plain, speculative = (_tokens(run[0]) for run in runs.values())
-        # Where the two answers part; None if they are the same.
+        # Where the two completions part; None if they are the same.
         self.parted = difference(llm, runs["plain"][0].prompt_token_ids, plain, speculative)
         reproducible = all(_tokens(one) == _tokens(run[0]) for run in runs.values() for one in run)
         self.identical = self.parted is None and reproducible
@@ -396,16 +396,16 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
             out.print(Text("wrong: ", "bold yellow").append("a script made this of the function:", "default"))
             _print_changes(setting.question.function, setting.question.answer)
     elif (share := _repetition(tokens)) > 0.25:
-        out.print(Text(f"{share:.0%} of the answer repeats itself, which flatters any drafter", "yellow"))
+        out.print(Text(f"{share:.0%} of the completion repeats itself, which flatters any drafter", "yellow"))
 
 
 def _answers(asked: Edit, found: Race) -> bool:
-    """Return whether the plain answer is right."""
+    """Return whether the plain completion is right."""
     return _text(found).strip() == asked.answer.strip()
 
 
 def _text(found: Race) -> str:
-    """Return the plain answer."""
+    """Return the plain completion."""
     return found.runs["plain"][0].outputs[0].text
 
 
@@ -495,7 +495,7 @@ def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
 
 
 def _repetition(tokens: list[int], size: int = 8) -> float:
-    """Return the share of the answer's runs of `size` tokens that occurred before in it.
+    """Return the share of the completion's runs of `size` tokens that occurred before in it.
 
     Text that goes in circles flatters any drafter.
     """

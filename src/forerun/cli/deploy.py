@@ -101,8 +101,8 @@ def deploy(
         given = speculation.config() or {}
         config = SpeculativeConfig.parse(given or None)
         where |= {"adaptive": given.get("adaptive") is True, "force": force}
-        asked = DeployRequest(model=find_model(model), config=config, version=version, forecast=forecast, **where)
-        made = chosen.deployment(asked, notes)
+        request = DeployRequest(model=find_model(model), config=config, version=version, forecast=forecast, **where)
+        made = chosen.deployment(request, notes)
     made = dataclasses.replace(made, notes=(*made.notes, *notes))
     if out is not None:
         _write(made, out)
@@ -119,31 +119,31 @@ def deploy(
 
 
 def _forecast(
-    asked: DeployForecastOptions, speculation: SpeculationOptions, tp: int, notes: list[str]
+    request: DeployForecastOptions, speculation: SpeculationOptions, tp: int, notes: list[str]
 ) -> Forecast | None:
     """Return what the planner says, None where it was told too little; add what is assumed to
     `notes`.
     """
     from forerun.deploy.launch import Forecast
 
-    given = dataclasses.asdict(asked.load)
-    if not asked.load.given and asked.load.text is None:
-        if asked != FORECASTING:
+    given = dataclasses.asdict(request.load)
+    if not request.load.given and request.load.text is None:
+        if request != FORECASTING:
             raise ArgumentError(
                 "--device, --dtype, --max-batch and the like predict how much to draft, for which must be known what "
                 "is accepted: give --text chat, --alpha 0.7, --acceptance or --rank-acceptance, too, or leave them out"
             )
         return None
-    if asked.load.params is None or asked.device is None:
+    if request.load.params is None or request.device is None:
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
     planned = PlanOptions(
-        tp=tp, loading=TargetOptions(device=asked.device, dtype=asked.dtype), speculation=limit, **given
+        tp=tp, loading=TargetOptions(device=request.device, dtype=request.dtype), speculation=limit, **given
     )
     planned.check(None)
     shown = on_paper(planned)
     notes += [f"predicted: {note}" for note in shown.notes if note not in shown.verdict.notes]
-    return Forecast(load=shown.load, max_batch=asked.max_batch, ranks=planned.ranks)
+    return Forecast(load=shown.load, max_batch=request.max_batch, ranks=planned.ranks)
 
 
 def _lines(made: Deployment) -> list[str]:

@@ -53,7 +53,7 @@ class TrialOptions:
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
     """Tokens of each draft; if not given, as many as the head drafts, 5 of one that drafts any number."""
     max_tokens: int = 64
-    """Tokens of each answer."""
+    """Tokens of each completion."""
     dtype: str = "auto"
     """Number format of the target, here and in the engine; float32 parts two engines' texts least.
     """
@@ -124,7 +124,7 @@ def doctor(
 
 
 def _examine_head(
-    head: str, target: str | None, engines: tuple[str, ...], asked: TrialOptions | None, json: bool
+    head: str, target: str | None, engines: tuple[str, ...], options: TrialOptions | None, json: bool
 ) -> int:
     from forerun import shipped
 
@@ -149,13 +149,13 @@ def _examine_head(
     verdicts = {name: worst(found, name) for name in chosen}
     found = [finding for finding in found if finding.engine in chosen]
     trial = None
-    if asked is not None:
+    if options is not None:
         from forerun.deploy.trials.trial import HeadDrafting
 
         kind, depth = ("pard", None) if model else (checkpoint.config.kind, checkpoint.config.max_depth)
-        k = next(tokens for tokens in (asked.num_speculative_tokens, depth, TOKENS) if tokens is not None)
+        k = next(tokens for tokens in (options.num_speculative_tokens, depth, TOKENS) if tokens is not None)
         trial = _try_head(
-            chosen[0], HeadDrafting(head=head, kind=kind, target=str(shipped.resolve(target)), k=k), asked
+            chosen[0], HeadDrafting(head=head, kind=kind, target=str(shipped.resolve(target)), k=k), options
         )
     if json:
         report = {
@@ -187,7 +187,7 @@ def _facts(target: str) -> TargetFacts:
         ) from error
 
 
-def _try_head(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineTrial:
+def _try_head(name: str, drafting: HeadDrafting, options: TrialOptions) -> EngineTrial:
     from forerun import demo
     from forerun.deploy.trials.trial import InstalledEngine, run_trial
     from forerun.plan.measured import read_prompts
@@ -196,14 +196,16 @@ def _try_head(name: str, drafting: HeadDrafting, asked: TrialOptions) -> EngineT
     if name == "vllm":
         from forerun.deploy.trials.try_vllm import InVllm
 
-        engine = InVllm(drafting, asked.python)
+        engine = InVllm(drafting, options.python)
     else:
         from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
 
-        engine = InLlamaCpp(drafting, asked.llama_cpp, asked.python)
-    given = read_prompts(asked.prompts) if asked.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
+        engine = InLlamaCpp(drafting, options.llama_cpp, options.python)
+    given = (
+        read_prompts(options.prompts) if options.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
+    )
     with console.telling(f"drafting here, then in {engine.title}"):
-        return run_trial(engine, prompts=given, tokens=asked.max_tokens, dtype=asked.dtype)
+        return run_trial(engine, prompts=given, tokens=options.max_tokens, dtype=options.dtype)
 
 
 def _show_trial(trial: EngineTrial) -> None:
@@ -228,7 +230,8 @@ def _show_trial(trial: EngineTrial) -> None:
         console.out().print(Text(f"{name} drafts with it as forerun does", "green"))
     if trial.parted:
         console.warn(
-            f"{trial.parted} answers in {trial.engine} are not forerun's plain ones: near ties, unless --dtype float32"
+            f"{trial.parted} completions in {trial.engine} differ from forerun's plain ones: near ties, unless --dtype "
+            "float32"
         )
 
 

@@ -11,7 +11,7 @@ from forerun.cli.options import Flag, Json
 
 
 def export(head: str, /, *, to: str, target: str, output: str, force: Flag = False, json: Json = False) -> int:
-    """Write a draft head, or a PARD model, as a serving engine reads it, and prove what was written.
+    """Write a draft head, or a PARD model, as a serving engine reads it, and check what was written.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ class FeatureOptions:
 
 
 def features(
-    *, asked: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
+    *, options: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 
@@ -69,22 +69,22 @@ def features(
     yes
         Do not ask before writing.
     """
-    if asked.shard_gib <= 0 or asked.batch_tokens < 1:
+    if options.shard_gib <= 0 or options.batch_tokens < 1:
         raise ArgumentError(
-            f"--shard-gib and --batch-tokens must be above 0, got {asked.shard_gib} and {asked.batch_tokens}"
+            f"--shard-gib and --batch-tokens must be above 0, got {options.shard_gib} and {options.batch_tokens}"
         )
     with console.telling("looking at the data and the target"):
-        run = _FeatureRun(asked)
+        run = _FeatureRun(options)
     if not _ask_consent(run, yes=yes):
         return 0
     checks = _extract(run)
     from forerun.training.features.store import FeatureStore, format_bytes
 
-    store, size = FeatureStore(asked.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
+    store, size = FeatureStore(options.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
     if json:
         console.write_json(
             {
-                "directory": str(asked.output),
+                "directory": str(options.output),
                 "bytes": size,
                 **asdict(run.manifest),
                 "probe": None if checks is None else [vars(check) for check in checks],
@@ -93,16 +93,16 @@ def features(
         return 0
     for check in checks or ():
         console.log().print(check.summary, markup=False)
-    console.out().print(f"{asked.output}: {len(store)} documents, {run.manifest.tokens} tokens, {format_bytes(size)}")
+    console.out().print(f"{options.output}: {len(store)} documents, {run.manifest.tokens} tokens, {format_bytes(size)}")
     return 0
 
 
 class _FeatureRun:
-    """A `_FeatureRun` holds what was asked for, and what is known before a weight is loaded."""
+    """A `_FeatureRun` holds what was requested, and what is known before a weight is loaded."""
 
-    def __init__(self, asked: FeatureOptions) -> None:
-        if not asked.data.is_dir():
-            raise DataError(f"there is no directory {asked.data}: expected what forerun data prepare wrote")
+    def __init__(self, options: FeatureOptions) -> None:
+        if not options.data.is_dir():
+            raise DataError(f"there is no directory {options.data}: expected what forerun data prepare wrote")
         from forerun.cli.session import quiet_libraries
         from forerun.drafters.kinds import kind_named
         from forerun.model.load import LoadOptions, read_config
@@ -112,25 +112,25 @@ class _FeatureRun:
         from forerun.training.features import store
         from forerun.training.features.online import distinct_boundaries
 
-        prepared, given = PreparedData(asked.data), asked.boundaries
+        prepared, given = PreparedData(options.data), options.boundaries
         prepared.check_written("a store of features")
         quiet_libraries()
-        config = read_config(resolve(asked.target), LoadOptions())
+        config = read_config(resolve(options.target), LoadOptions())
         text = config.get_text_config(decoder=True)
         layers: int = text.num_hidden_layers
-        kind = kind_named(asked.kind)
+        kind = kind_named(options.kind)
         wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
         boundaries = distinct_boundaries(
-            _read_by(kind, text, str(resolve(asked.target))) if given is None else wanted, layers
+            _read_by(kind, text, str(resolve(options.target))) if given is None else wanted, layers
         )
         # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-        longest = context_length(text) - (2 if asked.source == "vllm" else 0)
+        longest = context_length(text) - (2 if options.source == "vllm" else 0)
         store.check_lengths(prepared.lengths.tolist(), longest)
-        directory = store.checkpoint_directory(asked.target)
+        directory = store.checkpoint_directory(options.target)
         tokenizer = load_tokenizer(directory, None)
-        kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": asked.dtype, "source": asked.source}
-        self.asked, self.prepared, self.directory, self.config = asked, prepared, directory, config
-        self.manifest = store.describe(directory, asked.target, tokenizer, prepared, boundaries, **kinds)
+        kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": options.dtype, "source": options.source}
+        self.options, self.prepared, self.directory, self.config = options, prepared, directory, config
+        self.manifest = store.describe(directory, options.target, tokenizer, prepared, boundaries, **kinds)
 
 
 def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
@@ -153,7 +153,7 @@ def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
     """Report how much space it will take, and ask for consent where somebody can answer."""
     from forerun.training.features.store import check_room, format_bytes
 
-    manifest, output = run.manifest, run.asked.output
+    manifest, output = run.manifest, run.options.output
     total = manifest.tokens * manifest.record_bytes
     present = sum(path.stat().st_size for path in output.glob("shard-*.bin")) if output.is_dir() else 0
     free = check_room(output, total - present)
@@ -178,8 +178,8 @@ def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
     from forerun.training.features.online import compare, require
     from forerun.training.features.store import FeatureWriter, extract
 
-    asked, manifest, checks = run.asked, run.manifest, None
-    with FeatureWriter(asked.output, manifest, shard_bytes=max(1, int(asked.shard_gib * GIB))) as writer:
+    options, manifest, checks = run.options, run.manifest, None
+    with FeatureWriter(options.output, manifest, shard_bytes=max(1, int(options.shard_gib * GIB))) as writer:
         if len(writer.done) == manifest.documents:
             return None
         # The beginning of the longest of the first documents is compared.
@@ -191,7 +191,7 @@ def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
                 require(checks)
             try:
                 with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
-                    extract(capture, run.prepared, writer, batch_tokens=asked.batch_tokens, progress=update)
+                    extract(capture, run.prepared, writer, batch_tokens=options.batch_tokens, progress=update)
             except KeyboardInterrupt:
                 console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
                 raise
@@ -205,10 +205,10 @@ def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict
     """
     from forerun.training.features.online import OnlineFeatures, reference_states
 
-    asked, boundaries = run.asked, run.manifest.boundaries
-    if asked.source == "transformers":
-        model = _load(run, asked.device)
-        yield OnlineFeatures(model, boundaries).documents, reference_states(model, tokens) if asked.probe else None
+    options, boundaries = run.options, run.manifest.boundaries
+    if options.source == "transformers":
+        model = _load(run, options.device)
+        yield OnlineFeatures(model, boundaries).documents, reference_states(model, tokens) if options.probe else None
         return
     from forerun.model.gguf import with_weights
     from forerun.training.features.vllm_source import FinalNorm, VllmFeatures, require_vllm
@@ -216,15 +216,15 @@ def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict
     require_vllm()
     with_weights(run.directory)
     # The reference is computed and forgotten before vLLM takes the device.
-    reference = reference_states(_load(run, "cpu"), tokens) if asked.probe else None
+    reference = reference_states(_load(run, "cpu"), tokens) if options.probe else None
     engine = VllmFeatures(
         str(run.directory),
         boundaries,
         FinalNorm(run.directory, run.config),
         num_layers=run.config.get_text_config(decoder=True).num_hidden_layers,
         max_tokens=max(run.prepared.lengths.tolist()),
-        batch_tokens=asked.batch_tokens,
-        engine_options={"dtype": asked.target_dtype},
+        batch_tokens=options.batch_tokens,
+        engine_options={"dtype": options.target_dtype},
     )
     try:
         yield engine.documents, reference
@@ -235,6 +235,6 @@ def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict
 def _load(run: _FeatureRun, device: str | None) -> Any:
     from forerun.model.load import LoadOptions, open_model
 
-    options = LoadOptions(dtype=run.asked.target_dtype, device=device)
-    with console.telling(f"loading {run.asked.target}"):
+    options = LoadOptions(dtype=run.options.target_dtype, device=device)
+    with console.telling(f"loading {run.options.target}"):
         return open_model(run.directory, options, run.config, quiet=True)

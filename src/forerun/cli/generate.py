@@ -1,4 +1,4 @@
-"""``forerun generate MODEL --prompt ...`` answers one prompt."""
+"""``forerun generate MODEL --prompt ...`` completes one prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forerun.cli import console, options, session
 from forerun.cli.options import Flag, Json, read_prompt
 from forerun.errors import ArgumentError
 
-_TOGETHER = 8  # Prompts of a file that are answered at once
+_TOGETHER = 8  # Prompts of a file that are completed at once
 
 
 def generate(
@@ -29,7 +29,7 @@ def generate(
     sampling: options.SamplingOptions = options.SAMPLING,
     loading: options.TargetOptions = options.LOADING,
 ) -> int:
-    """Answer one prompt, with speculation if a drafter is named. A model with a chat template is talked to.
+    """Complete one prompt, with speculation if a drafter is named. A model with a chat template is talked to.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def generate(
         File that holds the prompt; a .jsonl file with --json holds many, each line with 'prompt' or 'messages', and a
         line of JSON is printed for each.
     prediction_file
-        File that holds what the answer will be like, for the drafter `prediction`, which is taken if none is named.
+        File with the expected completion, for the drafter `prediction`, which is taken if none is named.
     raw
         Let the model continue the prompt as it stands. Else it is a user's message where the model has a chat template.
     show_draft
@@ -85,7 +85,7 @@ def _answer_many(
     raw: bool,
     with_tokens: bool,
 ) -> int:
-    """Answer every prompt of a file, and print a line of JSON for each, in the file's order."""
+    """Complete every prompt of a file, and print a line of JSON for each, in the file's order."""
     from forerun.plan.measured import read_prompts
 
     prompts, params = read_prompts(prompt_file), sampling.params()

@@ -1,4 +1,4 @@
-"""``forerun demo --all`` lets every drafter answer the same questions and prints one table of what
+"""``forerun demo --all`` lets every drafter complete the same prompts and prints one table of what
 each brought.
 """
 
@@ -84,10 +84,10 @@ class BoardLine:
     stats: dict[float, SpeculationStats] = field(default_factory=dict)
     tokens: dict[float, int] = field(default_factory=dict)  # That came of all passes but the prompts'
     seconds: dict[float, float] = field(default_factory=dict)  # That they took
-    unlike: int = 0  # Greedy answers that differ from plain decoding's by more than a numeric tie
+    unlike: int = 0  # Greedy completions that differ from plain decoding's by more than a numeric tie
 
     def add(self, temperature: float, output: RequestOutput) -> None:
-        """Count an answer."""
+        """Count a completion."""
         self.stats.setdefault(temperature, SpeculationStats()).add(output.outputs[0].speculation)
         tokens = len(output.outputs[0].token_ids) - 1
         self.tokens[temperature] = self.tokens.get(temperature, 0) + tokens
@@ -206,7 +206,7 @@ def questions(llm: LLM) -> list[Any]:
 
 
 def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
-    """Let plain decoding, which is returned, and every drafter answer all questions, in turns
+    """Let plain decoding, which is returned, and every drafter complete all prompts, in turns
     question by question.
     """
     from forerun.certify.reference import difference
@@ -215,7 +215,7 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     plain = BoardLine(name="plain", config={})
     asked = questions(llm)
     arms = [plain, *board]
-    with console.progress_bar("answering", total=len(arms) * len(asked) * len(TEMPERATURES)) as advance:
+    with console.progress_bar("completing", total=len(arms) * len(asked) * len(TEMPERATURES)) as advance:
         for temperature in TEMPERATURES:
             for number, prompt in enumerate([asked[0], asked[-1], *asked], start=-2):  # a file and an edit warm up
                 length = 8 if number < 0 else max_tokens

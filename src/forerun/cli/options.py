@@ -22,7 +22,7 @@ Number = TypeVar("Number", int, float)
 Flag = Annotated[bool, Parameter(negative="")]
 """A `Flag` is a switch without a ``--no-...`` form."""
 AnswerLength = Parameter(alias="-n", validator=validators.Number(gte=1))
-"""An option with `AnswerLength` says how many tokens an answer may have."""
+"""An option with `AnswerLength` says how many tokens a completion may have."""
 Many = Parameter(consume_multiple=True, negative="")
 """An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
@@ -51,7 +51,7 @@ class SpeculationOptions:
     """Let measured costs decide how much to draft, or nothing, as is the default. `--no-adaptive`: always the same."""
 
     def config(self) -> dict[str, Any] | None:
-        """Return the `speculative_config` of the Python API, None where nothing was asked for."""
+        """Return the `speculative_config` of the Python API, None where nothing was requested."""
         config = json_object(self.speculative_config, "--speculative-config") if self.speculative_config else {}
         short: dict[str, Any] = {
             "method": self.drafter,
@@ -81,11 +81,11 @@ class SamplingOptions:
     min_p: float | None = None
     """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
     max_tokens: Annotated[int, AnswerLength] = 256
-    """Most tokens to answer with."""
+    """Most tokens of the completion."""
     seed: int | None = None
     """Same seed, same text."""
     stop: Annotated[tuple[str, ...], Parameter(negative="", allow_leading_hyphen=True)] = ()
-    """String that ends the answer; may be repeated."""
+    """String that ends the completion; may be repeated."""
 
     def params(self) -> SamplingParams:
         """Return the options as `SamplingParams`."""
@@ -119,7 +119,7 @@ class TargetOptions:
 SPECULATION = SpeculationOptions()
 SAMPLING = SamplingOptions()
 LOADING = TargetOptions()
-"""These defaults of the verbs' parameters ask for nothing."""
+"""These defaults of the verbs' parameters request nothing."""
 
 
 def key_value(pair: str) -> tuple[str, Any]:

@@ -47,7 +47,7 @@ class ForecastOptions:
     context: int | None = None
     """Committed tokens of each sequence; measured on the prompts where there are some, else 0."""
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
-    """Temperature of the answers; measured at it, or an assumption for --text. 0 is greedy."""
+    """Temperature of the completions; measured at it, or an assumption for --text. 0 is greedy."""
     text: str | None = None
     """chat, code, math, creative, translation, summary, qa or rag: acceptance is assumed from published figures."""
     alpha: float | None = None
@@ -95,7 +95,7 @@ class PlanOptions(ForecastOptions):
     choose_draft: Annotated[tuple[str, ...], Many] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
     max_tokens: Annotated[int, AnswerLength] = 96
-    """Tokens of each measured answer."""
+    """Tokens of each measured completion."""
     limit: int = 8
     """Prompts that are measured at most."""
     tree_nodes: int = 32
@@ -208,7 +208,7 @@ OPTIONS = PlanOptions()
 
 
 def plan(
-    model: str | None = None, /, *, asked: PlanOptions = OPTIONS, plot: Path | None = None, json: Json = False
+    model: str | None = None, /, *, options: PlanOptions = OPTIONS, plot: Path | None = None, json: Json = False
 ) -> int:
     """Say what speculation can bring: tokens per pass, speed-up, best draft length, break-even batch, and a verdict.
 
@@ -220,8 +220,8 @@ def plan(
         Write the plan as a picture (png, svg or pdf).
     """
     check_plot(plot)
-    asked.check(model)
-    shown = on_paper(asked) if model is None else on_model(asked, model)
+    options.check(model)
+    shown = on_paper(options) if model is None else on_model(options, model)
     if plot is not None:
         draw_plan(shown.plan, plot, shown.title, costed=shown.costed, batches=shown.batches)
     if json:
@@ -231,52 +231,52 @@ def plan(
     return 0
 
 
-def on_paper(asked: PlanOptions) -> Shown:
+def on_paper(options: PlanOptions) -> Shown:
     """Plan with given or assumed acceptance, and passes that cost what the roofline says."""
-    return _with_costs(asked, *_cost(asked))
+    return _with_costs(options, *_cost(options))
 
 
-def _with_costs(asked: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
+def _with_costs(options: PlanOptions, cost: PassCost, notes: list[str]) -> Shown:
     """Plan with given or assumed acceptance, and passes that cost so much."""
-    survival, assumed = _survival(asked)
+    survival, assumed = _survival(options)
     uncosted = ["verifying"] if isinstance(cost, FreeVerification) else []
-    if asked.draft_cost is None and asked.draft_params is None:
+    if options.draft_cost is None and options.draft_params is None:
         notes.append("drafting counts as free until --draft-cost says what it costs")
         uncosted.insert(0, "drafting")
     load = PlanLoad(
-        survival=survival, cost=cost, draft=_draft(asked, cost), rows=asked.batch, context=asked.context or 0
+        survival=survival, cost=cost, draft=_draft(options, cost), rows=options.batch, context=options.context or 0
     )
-    return Shown(asked, load, [*assumed, *notes], uncosted=uncosted)
+    return Shown(options, load, [*assumed, *notes], uncosted=uncosted)
 
 
-def _survival(asked: PlanOptions) -> tuple[list[float], list[str]]:
+def _survival(options: PlanOptions) -> tuple[list[float], list[str]]:
     """Return acceptance by depth, and what was assumed for it."""
-    length = max(16, asked.k or 0)
-    described = asked.given and (asked.text is not None or asked.temperature is not None)
+    length = max(16, options.k or 0)
+    described = options.given and (options.text is not None or options.temperature is not None)
     note = "acceptance is taken as measured on this text and at this temperature; neither changes it"
     notes = [note] if described else []
-    if asked.acceptance is not None:
-        return theory.survival_of(numbers(asked.acceptance, "--acceptance", float)), notes
-    if asked.alpha is not None:
-        return theory.geometric(asked.alpha, length), notes
-    if asked.ranks is not None:
-        theory.check_ranks(asked.ranks)
+    if options.acceptance is not None:
+        return theory.survival_of(numbers(options.acceptance, "--acceptance", float)), notes
+    if options.alpha is not None:
+        return theory.geometric(options.alpha, length), notes
+    if options.ranks is not None:
+        theory.check_ranks(options.ranks)
         chain = "the chain drafts the first rank of each depth"
-        return theory.survival_of([line[0] for line in asked.ranks]), [*notes, chain]
-    assert asked.text is not None
-    alpha, notes = assumptions.assume_alpha(asked.text, asked.temperature or 0.0)
+        return theory.survival_of([line[0] for line in options.ranks]), [*notes, chain]
+    assert options.text is not None
+    alpha, notes = assumptions.assume_alpha(options.text, options.temperature or 0.0)
     return theory.geometric(alpha, length), notes
 
 
-def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
+def _cost(options: PlanOptions) -> tuple[PassCost, list[str]]:
     """Return what passes cost, and what was assumed for it."""
-    if asked.params is None:
+    if options.params is None:
         notes = ["verification counts as free, v(n) = 1, until --params and --device, or a MODEL, say what it costs"]
-        if asked.batch > 1 or asked.context:
+        if options.batch > 1 or options.context:
             notes.append("where verification is free batch and context change nothing")
         return FreeVerification(), notes
-    shape = {name: getattr(asked, name) for name in ("params", "active_params", "experts", "experts_per_token")}
-    line = _roofline(asked, Size(**shape))
+    shape = {name: getattr(options, name) for name in ("params", "active_params", "experts", "experts_per_token")}
+    line = _roofline(options, Size(**shape))
     notes = [
         f"roofline of {line.tp} x {line.device.name}: {line.compute_efficiency:.0%} of the peak arithmetic, "
         f"{line.bandwidth_efficiency:.0%} of the peak bandwidth; launches and traffic between devices are left out"
@@ -285,7 +285,7 @@ def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
         notes.append(f"{line.device.name}: {line.device.note}")
     if line.kv is None:
         notes.append("the KV cache is not counted; --layers, --kv-heads, --head-dim and --context add it")
-    if line.fits(asked.batch, asked.context or 0) is False:
+    if line.fits(options.batch, options.context or 0) is False:
         notes.append(
             f"{line.weights_gb():.0f} GB of weights and the cache do not fit {line.tp} x {line.device.memory:.0f} GB: "
             "raise --tp, or choose a narrower --dtype"
@@ -293,19 +293,19 @@ def _cost(asked: PlanOptions) -> tuple[PassCost, list[str]]:
     return line, notes
 
 
-def _roofline(asked: PlanOptions, size: Size) -> Roofline:
-    kv, shape = None, {name: getattr(asked, name) for name in ("layers", "kv_heads", "head_dim")}
+def _roofline(options: PlanOptions, size: Size) -> Roofline:
+    kv, shape = None, {name: getattr(options, name) for name in ("layers", "kv_heads", "head_dim")}
     if None not in shape.values():
-        kv = KeyValues(**shape, heads=asked.heads)
-    elif asked.heads is not None or any(value is not None for value in shape.values()):
+        kv = KeyValues(**shape, heads=options.heads)
+    elif options.heads is not None or any(value is not None for value in shape.values()):
         raise ArgumentError("the KV cache needs --layers, --kv-heads and --head-dim together")
     return Roofline(
-        device=_device(asked), size=size, dtype=assumptions.parse_dtype(asked.loading.dtype), tp=asked.tp, kv=kv
+        device=_device(options), size=size, dtype=assumptions.parse_dtype(options.loading.dtype), tp=options.tp, kv=kv
     )
 
 
-def _device(asked: PlanOptions) -> Device:
-    tflops, bandwidth, name = asked.tflops, asked.bandwidth, asked.loading.device
+def _device(options: PlanOptions) -> Device:
+    tflops, bandwidth, name = options.tflops, options.bandwidth, options.loading.device
     if tflops is not None and bandwidth is not None:
         if not (tflops > 0 and bandwidth > 0):
             raise ArgumentError("--tflops and --bandwidth must be positive")
@@ -317,9 +317,9 @@ def _device(asked: PlanOptions) -> Device:
     return assumptions.find_device(name)
 
 
-def _draft(asked: PlanOptions, cost: PassCost) -> Any:
+def _draft(options: PlanOptions, cost: PassCost) -> Any:
     """Return the drafter's cost for a batch: given as c, or by the roofline."""
-    share, params, context = asked.draft_cost, asked.draft_params, asked.context or 0
+    share, params, context = options.draft_cost, options.draft_params, options.context or 0
     if share is not None and params is not None:
         raise ArgumentError("give --draft-cost or --draft-params, not both")
     if share is not None:
@@ -328,63 +328,63 @@ def _draft(asked: PlanOptions, cost: PassCost) -> Any:
         return lambda rows: DraftCost(fixed_ms=0.0, level_ms=share * cost.pass_ms(1, rows, context))
     if params is None:
         return lambda rows: FREE
-    small = replace(_roofline(asked, Size(params=params)), kv=None)
+    small = replace(_roofline(options, Size(params=params)), kv=None)
     return lambda rows: DraftCost(fixed_ms=0.0, level_ms=small.pass_ms(1, rows, 0))
 
 
-def on_model(asked: PlanOptions, model: str) -> Shown:
+def on_model(options: PlanOptions, model: str) -> Shown:
     """Plan with measured passes; acceptance is given, assumed, or measured on the user's prompts."""
     from forerun.control.measuring import load_or_measure
 
-    llm = session.load(model, asked.loading, None, max_num_seqs=1)
+    llm = session.load(model, options.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
-        if asked.measuring:
-            return _measure(asked, llm, cost, tell)
-    return _with_costs(asked, cost, [f"passes were measured here, {llm.target.runs_as}", *_batch_note(asked)])
+        if options.measuring:
+            return _measure(options, llm, cost, tell)
+    return _with_costs(options, cost, [f"passes were measured here, {llm.target.runs_as}", *_batch_note(options)])
 
 
-def _measure(asked: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
     from forerun.control.config import SpeculativeConfig
     from forerun.plan import measured
 
-    assert asked.prompts is not None
-    how: dict[str, Any] = {"temperature": asked.temperature, "max_tokens": asked.max_tokens, "limit": asked.limit}
-    answers = measured.EncodedPrompts.of(llm, measured.read_prompts(asked.prompts), **how)
+    assert options.prompts is not None
+    how: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens, "limit": options.limit}
+    answers = measured.EncodedPrompts.of(llm, measured.read_prompts(options.prompts), **how)
     ranking: list[tuple[MeasuredDrafter, PlanLine]] = []
     refused: dict[str, str] = {}
-    if asked.choose_draft:
+    if options.choose_draft:
         able, refused = measured.rank_models(
             llm,
-            asked.choose_draft,
+            options.choose_draft,
             answers,
             tell,
-            options={} if asked.k is None else {"num_speculative_tokens": asked.k},
+            options={} if options.k is None else {"num_speculative_tokens": options.k},
         )
         if not able:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
-        ranking = [(one, make_plan(one.load(cost, rows=asked.batch)).best) for one in able]
+        ranking = [(one, make_plan(one.load(cost, rows=options.batch)).best) for one in able]
         ranking.sort(key=lambda pair: -pair[1].speedup)
         found = ranking[0][0]
     else:
-        config = SpeculativeConfig.parse(asked.speculation.config())
+        config = SpeculativeConfig.parse(options.speculation.config())
         assert config is not None
         found = measured.measure_drafter(llm, config, answers, tell)
         measured.save_draft_cost(llm, cost, config, found.draft)
     notes = [f"passes were measured here, {llm.target.runs_as}"]
-    notes += [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(asked)
+    notes += [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(options)
     if found.trial.coverage < 1:
         notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    return Shown(asked, found.load(cost, rows=asked.batch), notes, measured=found, ranking=ranking)
+    return Shown(options, found.load(cost, rows=options.batch), notes, measured=found, ranking=ranking)
 
 
-def _batch_note(asked: PlanOptions) -> list[str]:
+def _batch_note(options: PlanOptions) -> list[str]:
     note = (
-        f"passes were measured with one row; one over {asked.batch} rows of n nodes counts as one over "
-        f"{asked.batch} n nodes, and drafting grows as the target's plain pass does"
+        f"passes were measured with one row; one over {options.batch} rows of n nodes counts as one over "
+        f"{options.batch} n nodes, and drafting grows as the target's plain pass does"
     )
-    return [note] if asked.batch > 1 else []
+    return [note] if options.batch > 1 else []
 
 
 class Shown:
@@ -392,7 +392,7 @@ class Shown:
 
     def __init__(
         self,
-        asked: PlanOptions,
+        options: PlanOptions,
         load: PlanLoad,
         notes: Sequence[str],
         *,
@@ -407,19 +407,19 @@ class Shown:
             ranking: candidates with their best lines, fastest first.
             uncosted: what counts as free, because nothing says what it costs.
         """
-        ranks, depth = asked.ranks, asked.k or 8
+        ranks, depth = options.ranks, options.k or 8
         if measured is not None and any(len(line) > 1 for line in measured.trial.rank_acceptance):
             ranks, depth = measured.trial.rank_acceptance, measured.deepest
         self.load, self.measured, self.ranking = load, measured, ranking
-        self.plan = make_plan(load, k=asked.k)
+        self.plan = make_plan(load, k=options.k)
         self.verdict = decide(
-            self.plan, load, drafter=measured.name if measured else None, text=asked.text, uncosted=uncosted
+            self.plan, load, drafter=measured.name if measured else None, text=options.text, uncosted=uncosted
         )
         self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
         self.batches = "verifying" not in uncosted  # True where the cost of a batch is known
-        self.asked_k = asked.k
+        self.requested_k = options.k
         wanted = ranks if self.costed else None
-        self.tree = None if wanted is None else plan_tree(load, wanted, nodes=asked.tree_nodes, depth=depth)
+        self.tree = None if wanted is None else plan_tree(load, wanted, nodes=options.tree_nodes, depth=depth)
         self.notes = [*notes, *self.verdict.notes]
 
     @property
@@ -435,14 +435,14 @@ class Shown:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
-        asked, best, depth = self.plan.asked, self.plan.best, len(self.load.survival)
+        requested, best, depth = self.plan.requested, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
         found = {
-            "expected_tokens_per_pass": asked.tokens_per_pass,
-            "k": asked.k,
-            "speedup": asked.speedup,
+            "expected_tokens_per_pass": requested.tokens_per_pass,
+            "k": requested.k,
+            "speedup": requested.speedup,
             "alpha": theory.alpha_of(min(tokens, depth + 1), depth),
-            "acceptance_per_position": theory.conditional_of(self.load.survival)[: max(asked.k, 1)],
+            "acceptance_per_position": theory.conditional_of(self.load.survival)[: max(requested.k, 1)],
             "batch": self.load.rows,
             "context": self.load.context,
             "best_k": best.k,
@@ -530,17 +530,17 @@ def _show_gain(shown: Shown) -> None:
     most = shown.plan.break_even_batch
     batches = f"up to a batch of {most}" if most else "at no batch"
     batches = f"at every batch up to {MOST_BATCH}" if most is None else batches
-    out.print(f"K = {shown.plan.asked.k or 1} gains {batches}")
+    out.print(f"K = {shown.plan.requested.k or 1} gains {batches}")
 
 
 def _length_table(shown: Shown) -> Table:
     costs = ("verify cost", "speed-up") if shown.costed else ()
     table = console.table("K", "tokens per pass", *costs, "", title=shown.title, numbers_from=0)
     table.columns[-1].justify = "left"
-    asked, best = shown.asked_k, shown.plan.best.k if shown.costed else None
+    requested, best = shown.requested_k, shown.plan.best.k if shown.costed else None
     for line in shown.plan.lines:
-        if line.k in {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, asked, best}:
-            mark = "best" if line.k == best else "asked" if line.k == asked else ""
+        if line.k in {0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, requested, best}:
+            mark = "best" if line.k == best else "-k" if line.k == requested else ""
             gain = (f"{line.v:.2f}", f"{line.speedup:.2f}") if shown.costed else ()
             table.add_row(str(line.k), f"{line.tokens_per_pass:.3f}", *gain, mark, style="bold" if mark else "")
     return table

@@ -27,13 +27,13 @@ class EngineOptions:
     """`EngineOptions` are the engine's options, as `AsyncLLM` has them."""
 
     max_num_seqs: int = 8
-    """Answers that run at once."""
+    """Completions that run at once."""
     max_num_batched_tokens: int | None = None
     """Most prompt tokens of a pass; if not given as many as keep others waiting for three decoding steps at most."""
     enable_prefix_caching: bool = True
     """Read only the part of a prompt that no row holds already."""
     kv_cache_tokens: int | None = None
-    """Most tokens that all rows together hold; answers that do not fit are preempted and go on
+    """Most tokens that all rows together hold; completions that do not fit are preempted and go on
     later.
     """
     seed: int | None = None

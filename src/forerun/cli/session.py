@@ -1,4 +1,4 @@
-"""This module loads a model, streams an answer coloured by the tokens' sources, and prints
+"""This module loads a model, streams a completion coloured by the tokens' sources, and prints
 statistics.
 """
 
@@ -56,7 +56,7 @@ def legend(console: Console) -> Text:
 
 
 def tokens_per_second(output: RequestOutput) -> float | None:
-    """Return the decoding speed of the first answer: tokens after the first over the time after the
+    """Return the decoding speed of the first completion: tokens after the first over the time after the
     first.
     """
     answer = output.outputs[0]
@@ -83,19 +83,19 @@ def statistics_line(output: RequestOutput) -> Text:
 
 
 def describe_asking(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
-    """Say in a line how the model is asked: with its chat template or without, and with which
+    """Say in a line how the model is prompted: with its chat template or without, and with which
     sampling, by whose wish.
     """
     if templated:
-        how = "asked as a user's message in its chat template (--raw: the prompt as it stands)"
+        how = "the prompt is a user's message in the chat template (--raw: as it stands)"
     else:
         how = "the prompt is continued as it stands" + ("" if llm.has_chat_template else ": it has no chat template")
     return Text(f"{how}; {describe_sampling(llm, params)}", "dim")
 
 
 def describe_sampling(llm: LLM, params: SamplingParams) -> str:
-    """Describe the sampling of `params` on this model, and the part of it that the checkpoint asks
-    for.
+    """Describe the sampling of `params` on this model, and the part of it that comes from the
+    checkpoint.
     """
     defaults, given, own = llm.get_default_sampling_params(), list[str](), list[str]()
     for name, neutral in NEUTRAL.items():
@@ -107,14 +107,14 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> str:
     if (params.temperature if params.temperature is not None else defaults.temperature) == 0:
         return "greedy (temperature 0)"
     if params.temperature is None and defaults.temperature == NEUTRAL["temperature"]:
-        given.insert(0, "temperature 1, for the checkpoint asks for none (-t 0 is greedy)")
+        given.insert(0, "temperature 1, since the checkpoint has none (-t 0 is greedy)")
     parts = [", ".join(given)] if given else []
-    parts += [f"{', '.join(own)} as its generation_config.json asks"] if own else []
+    parts += [f"{', '.join(own)} from its generation_config.json"] if own else []
     return f"sampling: {'; '.join(parts)}"
 
 
 def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
-    """Return the first answer as ``generate --json`` prints it."""
+    """Return the first completion as ``generate --json`` prints it."""
     speed, answer = tokens_per_second(output), output.outputs[0]
     stats = answer.speculation
     record: dict[str, Any] = {
@@ -279,7 +279,7 @@ def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
     name = None if config is None else config.rule
     if name is not None and not rules.rule_named(name).lossless:
         console.warn(
-            f"the rule {name} is LOSSY: above temperature 0 answers have another distribution than the target's. "
+            f"the rule {name} is LOSSY: above temperature 0 completions have another distribution than the target's. "
             "Leave --rule away for a lossless one.",
             "bold red",
         )

@@ -1,4 +1,4 @@
-"""This module asks a chat model real questions, plainly and speculatively side by side, for
+"""This module gives a chat model real prompts, plainly and speculatively side by side, for
 ``forerun demo``.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from forerun.speedup.compare import SpeedupArm
 
 ASKED_CHARACTERS = 360  # Characters of a question that are shown
-WARM_UP_TOKENS = 32  # Tokens of the warm-up's answers
+WARM_UP_TOKENS = 32  # Tokens of the warm-up's completions
 ARMS = ("plain", "speculative")
 
 
@@ -38,21 +38,21 @@ def both_arms() -> tuple[SpeedupArm, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnsweredPair:
-    """An `AnsweredPair` is one question at one temperature, answered both ways."""
+    """An `AnsweredPair` is one prompt at one temperature, completed both ways."""
 
     question: Question
     temperature: float
     plain: RequestOutput
     speculative: RequestOutput
-    parted: Difference | None  # Where the two answers part; None where they are the same
+    parted: Difference | None  # Where the two completions part; None where they are the same
 
     @property
     def wrong(self) -> bool:
-        """Return whether a greedy answer differs by more than a numeric tie."""
+        """Return whether a greedy completion differs by more than a numeric tie."""
         return self.temperature == 0 and self.parted is not None and not self.parted.tie
 
     def record(self) -> dict[str, Any]:
-        """Return the answer as ``demo --json`` prints it."""
+        """Return the completion as ``demo --json`` prints it."""
         return {
             "question": self.question.name,
             "temperature": self.temperature,
@@ -65,7 +65,7 @@ class AnsweredPair:
 
 
 def figures(answers: Sequence[AnsweredPair]) -> dict[str, float]:
-    """Return tokens per second of both arms, their ratio, and tokens per pass, over some answers."""
+    """Return tokens per second of both arms, their ratio, and tokens per pass, over some completions."""
     speeds = dict[str, float]()
     for arm in ARMS:  # The last one is speculative
         outputs = [getattr(answer, arm) for answer in answers]
@@ -92,7 +92,7 @@ def ask_all(
 
 
 def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
-    """Answer a few tokens in both ways: the first passes of a process pay for what is made once."""
+    """Decode a few tokens in both ways: the first passes of a process pay for what is made once."""
 
     short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
     prompt = _word_question(llm, question, short)
@@ -145,7 +145,7 @@ class _Picture:
             self._texts[arm].append_text(colour_tokens(tokens, self._out))
 
     def done(self, arm: str, run: RequestOutput) -> None:
-        """Show the time and passes of an answer."""
+        """Show the time and passes of a completion."""
         tokens, passes = len(run.outputs[0].token_ids), run.outputs[0].speculation.num_passes
         speed = tokens / run.seconds if run.seconds else 0.0
         said = f"{tokens} tokens, {passes} passes: "  # With the speed one line of half a terminal
@@ -187,7 +187,7 @@ def _introduce(question: Question) -> None:
 
 
 def summary(answers: Sequence[AnsweredPair], note: str) -> Group:
-    """Return a table of all answers, the speed-up of all together, and whether anything differs."""
+    """Return a table of all completions, the speed-up of all together, and whether anything differs."""
     arms = ("plain\ntokens/s", "speculative\ntokens/s")
     table = console.table("", "T", *arms, "speed-up", "tokens\nper pass", "same text", numbers_from=1)
     for answer in answers:

@@ -36,8 +36,8 @@ def speedup(
 ) -> int:
     """Make a model faster, and say how much, where, and how sure that is. Run again to go on after a stop.
 
-    It measures the machine, lets the model answer, tries what is free, trains a head where the plan expects it to pay,
-    and measures on prompts that were held out. Exit code 0 also where nothing is worth it.
+    It measures the machine, lets the model complete prompts, tries what is free, trains a head where the plan expects
+    it to pay, and measures on prompts that were held out. Exit code 0 also where nothing is worth it.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def speedup(
 
     if kind is not None and kind_named(kind).trains != "head":
         raise ArgumentError(f"--kind names a kind of head, and {kind} trains something else: forerun train {kind}")
-    asked = SpeedupRequest(
+    request = SpeedupRequest(
         model=model,
         output=output or Path(f"speedup-{Path(model).name}"),
         budget_s=seconds,
@@ -84,7 +84,7 @@ def speedup(
         how: dict[str, Any] = {"max_num_seqs": SETTINGS.rows, "enable_prefix_caching": False}
         return session.load(model, loading.handing_out_layers(), {"method": "auto"}, longest=SETTINGS.longest, **how)
 
-    run = SpeedupRun(asked, load, _Console())
+    run = SpeedupRun(request, load, _Console())
     if dry_run:
         run.prepare()
         _show_plan(run.plan(), json=json)

@@ -33,7 +33,7 @@ class SearchOptions:
     output: Path
     """JSON file for the set that was found: --drafter-option skip=FILE takes it."""
     prompts: Path | None = None
-    """Texts or conversations of the kind that will be answered (.jsonl, .json, .parquet, plain text); demo has some."""
+    """Texts or conversations of the kind that you serve (.jsonl, .json, .parquet, plain text); demo has some."""
     limit: int = 8
     """Prompts to use, from the first."""
     prompt_tokens: int = 300
@@ -66,49 +66,51 @@ class SearchOptions:
 
 
 @tune.command(name="skip-layers")
-def skip_layers(model: Model, /, *, asked: SearchOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
+def skip_layers(
+    model: Model, /, *, options: SearchOptions, json: Json = False, loading: TargetOptions = LOADING
+) -> int:
     """Search the sub-layers that `skip_layers` should leave out of a draft pass; Ctrl-C keeps the best so far."""
-    if asked.prompts is None and model != "demo":
+    if options.prompts is None and model != "demo":
         raise ArgumentError(
-            "give --prompts FILE with texts of the kind that the model will answer; only demo brings its own"
+            "give --prompts FILE with texts of the kind that the model will complete; only demo brings its own"
         )
     from forerun.drafters.self_drafting import tuning
     from forerun.model.transformers_target import require_layers
     from forerun.training.data.records import BadRecords, read_records
 
     questions: list[Record] = []
-    if asked.prompts is not None:
-        questions = list(itertools.islice(read_records(asked.prompts, BadRecords(skip=False)), asked.limit))
+    if options.prompts is not None:
+        questions = list(itertools.islice(read_records(options.prompts, BadRecords(skip=False)), options.limit))
         if not questions:
-            raise DataError(f"{asked.prompts} holds no prompt")
-    llm = session.load(model, loading.handing_out_layers(), None, max_num_seqs=len(questions) or asked.limit)
-    params = SamplingParams(temperature=asked.temperature, seed=asked.seed, top_k=0)
-    found = _tokens(llm, questions, asked)
+            raise DataError(f"{options.prompts} holds no prompt")
+    llm = session.load(model, loading.handing_out_layers(), None, max_num_seqs=len(questions) or options.limit)
+    params = SamplingParams(temperature=options.temperature, seed=options.seed, top_k=0)
+    found = _tokens(llm, questions, options)
     probe = tuning.Probe(
         require_layers(llm.target, "skip_layers"),
         found,
-        length=asked.num_speculative_tokens,
-        tokens=asked.tokens,
+        length=options.num_speculative_tokens,
+        tokens=options.tokens,
         params=params,
     )
-    limits: dict[str, Any] = {"iterations": asked.iterations, "budget_s": asked.budget_s, "seed": asked.seed}
-    sets = asked.iterations or (None if asked.budget_s else tuning.ITERATIONS)
+    limits: dict[str, Any] = {"iterations": options.iterations, "budget_s": options.budget_s, "seed": options.seed}
+    sets = options.iterations or (None if options.budget_s else tuning.ITERATIONS)
     with console.progress_bar("sets", sets) as update:
 
         def progress(_tried: Worth, best: Worth) -> None:
             update(advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
 
         tuned = tuning.tune(probe, llm.target.num_layers, progress=progress, **limits)
-    file = _file(llm, model, tuned, asked, prompts=len(found))
-    file.write(asked.output)
-    _show(file, tuned, asked.output, json=json)
+    file = _file(llm, model, tuned, options, prompts=len(found))
+    file.write(options.output)
+    _show(file, tuned, options.output, json=json)
     return INTERRUPTED if tuned.interrupted else OK
 
 
-def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[list[int]]:
+def _tokens(llm: LLM, questions: list[Record], options: SearchOptions) -> list[list[int]]:
     """Return the prompts as the model reads them.
 
-    These are conversations up to their last answers, the beginnings of texts, or, where there are
+    These are conversations up to their last turns of the assistant, the beginnings of texts, or, where there are
     no questions, excerpts of the shipped files.
     """
     if llm.tokenizer is None:
@@ -116,20 +118,22 @@ def _tokens(llm: LLM, questions: list[Record], asked: SearchOptions) -> list[lis
     if not questions:
         from forerun.demo import contexts
 
-        return contexts(llm.tokenizer, count=asked.limit, length=asked.prompt_tokens)
+        return contexts(llm.tokenizer, count=options.limit, length=options.prompt_tokens)
     found = []
     for record in questions:
-        ids = llm.tokenizer.encode(record.text, add_special_tokens=False)[: asked.prompt_tokens] if record.text else []
+        ids = (
+            llm.tokenizer.encode(record.text, add_special_tokens=False)[: options.prompt_tokens] if record.text else []
+        )
         turns = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
         if turns:
             ids = llm.chat_prompt(record.messages[: turns[-1] + 1])["prompt_token_ids"]
         if not ids:
-            raise DataError(f"{record.where}: there is nothing to answer")
+            raise DataError(f"{record.where}: there is nothing to complete")
         found.append(ids)
     return found
 
 
-def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: int) -> SkipFile:
+def _file(llm: LLM, model: str, tuned: Tuned, options: SearchOptions, *, prompts: int) -> SkipFile:
     import torch
 
     from forerun.drafters.self_drafting.skip_layers import SkipFile, structure_hash
@@ -143,10 +147,10 @@ def _file(llm: LLM, model: str, tuned: Tuned, asked: SearchOptions, *, prompts: 
         "mean_acceptance_length": best.mean_acceptance_length,
         "draft_ms": best.draft_ms,
         "verify_ms": tuned.costs.verify_ms[best.num_speculative_tokens],
-        "temperature": asked.temperature,
+        "temperature": options.temperature,
         "prompts": prompts,
-        "tokens": asked.tokens,
-        "seed": asked.seed,
+        "tokens": options.tokens,
+        "seed": options.seed,
         "sets": len(tuned.trials),
         "seconds": tuned.seconds,
         "interrupted": tuned.interrupted,

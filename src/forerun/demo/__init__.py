@@ -13,7 +13,7 @@ from typing import Any
 from forerun import shipped
 from forerun.errors import ArgumentError
 
-CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is asked for
+CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length is requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +21,7 @@ class Prompt:
     """A `Prompt` is one file of the standard library that no shipped model was trained on."""
 
     name: str  # Its module file, for example ``"graphlib.py"``
-    text: str  # The whole file; cut it where the answer shall begin
+    text: str  # The whole file; cut it where the completion shall begin
 
 
 def prompts() -> list[Prompt]:
@@ -33,7 +33,7 @@ def prompts() -> list[Prompt]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """An `Edit` is a small edit of a function that no shipped model was trained on, asked for as a
+    """An `Edit` is a small edit of a function that no shipped model was trained on, requested as a
     user would.
     """
 
@@ -48,7 +48,7 @@ class Edit:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Return the conversation that asks for the edit."""
+        """Return the conversation that requests the edit."""
         return [{"role": "user", "content": self.request}]
 
 
@@ -75,7 +75,7 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
         fresh = [excerpt for excerpt in behind if len(excerpt) == length]
         if not fresh:
             raise ArgumentError(
-                f"the held-out files hold {len(excerpts)} excerpts of {length} tokens, {count} were asked for"
+                f"the held-out files hold {len(excerpts)} excerpts of {length} tokens, {count} were requested"
             )
         excerpts += fresh
     return excerpts[:count]
@@ -91,7 +91,7 @@ class Question:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """Return the conversation that asks the question."""
+        """Return the conversation with the question."""
         return [{"role": "user", "content": self.text}]
 
 

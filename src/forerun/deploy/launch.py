@@ -1,8 +1,8 @@
 """A launch plan turns a speculative configuration into the commands, files and environment of
-another engine: first what is asked and what it comes to, then what the engines share.
+another engine: first a request and its result, then what the engines share.
 
 An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make
-of a trained head is asked of `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
+of a trained head is read by `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
 
 The planner's costs say how much to draft at each batch size, and what it costs to draft the same at
 every one.
@@ -291,36 +291,36 @@ class EngineInfo(ABC):
     routes: ClassVar[bool] = False  # True where the plug-in also chooses among drafters (`auto`)
 
     @abstractmethod
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
         """Return commands and files, and add what the engine does otherwise to `notes`;
         ArgumentError if it cannot do it.
         """
 
-    def chosen(self, asked: DeployRequest, notes: list[str]) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
+    def chosen(self, request: DeployRequest, notes: list[str]) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
         """Return the drafter that the engine runs, its counterpart there, and a copying one that it
         puts before it.
 
         ArgumentError: the engine has no counterpart, or needs a model that was not named.
         """
-        assert asked.config is not None
-        drafts = self.drafts(asked.config)
-        main = self._main(asked, drafts)
+        assert request.config is not None
+        drafts = self.drafts(request.config)
+        main = self._main(request, drafts)
         copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).is_lookup]
         first = next(iter(copying), None)
         lost = [one.method for one in drafts if one is not main and one is not first]
         if lost:
             notes.append(
-                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({asked.config.method}); "
-                f"`forerun plan MODEL --drafter {asked.config.method} --prompts FILE` measures what they bring"
+                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({request.config.method}); "
+                f"`forerun plan MODEL --drafter {request.config.method} --prompts FILE` measures what they bring"
             )
         way = self.ways[main.method]
         if way.model and main.model is None:
             raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
-        if main.model is not None and not way.model and same_place(main.model, asked.model):
+        if main.model is not None and not way.model and same_place(main.model, request.model):
             main = replace(main, model=None)
         if main.model is not None and not way.model:
             raise ArgumentError(
-                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, asked, main)}, "
+                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, request, main)}, "
                 "leaving --drafter-model out"
             )
         notes += [text for text in (way.note,) if text]
@@ -350,13 +350,13 @@ class EngineInfo(ABC):
         if found:
             yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
 
-    def _main(self, asked: DeployRequest, drafts: Sequence[DraftSpec]) -> DraftSpec:
-        able = [one for one in drafts if self.has(one.method, asked.version)]
+    def _main(self, request: DeployRequest, drafts: Sequence[DraftSpec]) -> DraftSpec:
+        able = [one for one in drafts if self.has(one.method, request.version)]
         if not able:
             given = ", ".join(one.method for one in drafts)
-            have = ", ".join(name for name in self.ways if self.has(name, asked.version))
+            have = ", ".join(name for name in self.ways if self.has(name, request.version))
             raise ArgumentError(
-                f"{self.title} {asked.version} has no counterpart of {given}; it has {have}. "
+                f"{self.title} {request.version} has no counterpart of {given}; it has {have}. "
                 "forerun serve drafts with it here"
             )
         return next((one for one in able if not entry_named(one.method).is_lookup), able[0])
@@ -389,21 +389,21 @@ class EngineInfo(ABC):
         if lost:
             yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
 
-    def chain_only(self, asked: DeployRequest, draft: DraftSpec, k: int, notes: list[str]) -> None:
+    def chain_only(self, request: DeployRequest, draft: DraftSpec, k: int, notes: list[str]) -> None:
         """Note that the tree of `draft` becomes a chain of `k`, and what that costs."""
         if draft.nodes == 0:
             return
-        cost = asked.forecast.chain_cost(k, draft.nodes) if asked.forecast is not None else None
+        cost = request.forecast.chain_cost(k, draft.nodes) if request.forecast is not None else None
         ask = "--rank-acceptance with --params and --device predicts what that costs"
         notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
 
-    def schedule(self, asked: DeployRequest, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
-        """Return what to draft at which batch size; empty where it is always `k`, or was asked to
+    def schedule(self, request: DeployRequest, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
+        """Return what to draft at which batch size; empty where it is always `k`, or was requested to
         be.
 
         `able` says whether the engine can vary it.
         """
-        forecast, config = asked.forecast, asked.config
+        forecast, config = request.forecast, request.config
         if config is None or not config.adaptive:
             return ()
         if forecast is None:
@@ -425,11 +425,11 @@ class EngineInfo(ABC):
             )
         return () if len(found) == 1 and found[0].k == k else found
 
-    def read_drafter(self, asked: DeployRequest, draft: DraftSpec, notes: list[str]) -> tuple[ExaminedFiles, int]:
+    def read_drafter(self, request: DeployRequest, draft: DraftSpec, notes: list[str]) -> tuple[ExaminedFiles, int]:
         """Read the drafter's files, add what `notes` should tell, and return them with the tokens
         on one path. Errors as `examined` and `depth`.
         """
-        examined = self.examined(asked, draft)
+        examined = self.examined(request, draft)
         notes += examined.notes
         if self.guesses(draft, examined):
             notes.append(f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k")
@@ -449,55 +449,55 @@ class EngineInfo(ABC):
             return draft.k
         given = TOKENS in draft.options
         if given and draft.k > most:
-            raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were asked for")
+            raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were requested")
         return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
 
-    def examined(self, asked: DeployRequest, draft: DraftSpec) -> ExaminedFiles:
+    def examined(self, request: DeployRequest, draft: DraftSpec) -> ExaminedFiles:
         """Return what this engine would do with the drafter's files, where they and the target's
         are on this machine.
 
         CheckpointError, unless `DeployRequest.force`: it would not load them, or draft worse; the
         error says what to do.
         """
-        if not asked.force:
-            self._check_models(asked, draft)
+        if not request.force:
+            self._check_models(request, draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return ExaminedFiles()
-        if not (is_local(draft.model) and is_local(asked.model)):
+        if not (is_local(draft.model) and is_local(request.model)):
             return ExaminedFiles(
                 notes=(
-                    f"the {draft.method} head was not looked at; `forerun doctor {draft.model} --target {asked.model}` "
-                    "does",
+                    f"the {draft.method} head was not looked at; `forerun doctor {draft.model} --target "
+                    f"{request.model}` does",
                 )
             )
-        found, seen = _findings(asked.model, draft)
+        found, seen = _findings(request.model, draft)
         found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
         wrong = [one for one in found if one.severity in ("degrades", "fails")]
-        if wrong and not asked.force:
+        if wrong and not request.force:
             rewritten = all(_AS_STORED in one.what for one in wrong)
-            todo = f" So {_export(self, asked, draft)}." if rewritten else ""
+            todo = f" So {_export(self, request, draft)}." if rewritten else ""
             raise CheckpointError(
                 f"{self.title} would not serve {draft.model} as it was trained. "
                 f"{'; '.join(map(self._describe, wrong))}.{todo} To go on nevertheless: --force"
             )
         return replace(seen, notes=tuple(self._describe(one) for one in found if one.severity != "ok"))
 
-    def _check_models(self, asked: DeployRequest, draft: DraftSpec) -> None:
+    def _check_models(self, request: DeployRequest, draft: DraftSpec) -> None:
         """Raise CheckpointError where the target brings no MTP layers, or the draft model has
         another vocabulary.
 
         Only files on this machine are checked.
         """
-        if not is_local(asked.model):
+        if not is_local(request.model):
             return
-        target = _read_config(asked.model)
+        target = _read_config(request.model)
         if draft.method == "mtp":
             from forerun.heads.mtp_files import COUNTS, MtpFormat
 
             if not MtpFormat().recognises(target):
                 raise CheckpointError(
-                    f"{asked.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft with "
-                    "another method; to go on nevertheless: --force"
+                    f"{request.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft "
+                    "with another method; to go on nevertheless: --force"
                 )
         elif draft.method in ("draft_model", "pard") and self.apart is not None and is_local(draft.model or ""):
             ours, theirs = (one.get("vocab_size") for one in (_read_config(str(draft.model)), target))
@@ -521,7 +521,7 @@ def find_engine(name: str) -> EngineInfo:
 
 
 def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
-    """Return the version to write for, and a note where it is not the one that was asked for.
+    """Return the version to write for, and a note where it is not the requested one.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
     """
@@ -578,14 +578,14 @@ def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFil
     )
 
 
-def _export(engine: EngineInfo, asked: DeployRequest, draft: DraftSpec) -> str:
+def _export(engine: EngineInfo, request: DeployRequest, draft: DraftSpec) -> str:
     from forerun.heads.engines import engines_for
 
     known = (
         list(engines_for(KINDS[draft.method].stored_as).destinations) if draft.method in KINDS else ["vllm", "trtllm"]
     )
     to = engine.reads if engine.reads in known else next(iter(known), "hf")
-    words = ["forerun", "export", str(draft.model), "--to", to, "--target", asked.model, "--output", "DIR"]
+    words = ["forerun", "export", str(draft.model), "--to", to, "--target", request.model, "--output", "DIR"]
     return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
 
 

@@ -21,8 +21,8 @@ from typing import Any, Literal, TypeVar, Unpack
 from forerun.control.config import SpeculativeConfig
 from forerun.engine.arguments import EngineArguments
 from forerun.engine.completion import Request
-from forerun.engine.llm import LLM, Conversation, Speculative
-from forerun.engine.prompts import Lanes, OneThread, Prompt, pair_prompts
+from forerun.engine.llm import LLM, Conversation
+from forerun.engine.prompts import Lanes, OneThread, Prompt, Speculative, pair_prompts
 from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -124,11 +124,11 @@ class AsyncLLM:
             SlowReaderError: more than `max_unread` x `n` chunks were waiting.
         """
         params, arrived = sampling_params or SamplingParams(), time.perf_counter()
-        number = self.llm.next_number()
+        reader = self.llm.reader
         options: dict[str, Any] = {"speculative": speculative, "trace": trace, "timeout_s": timeout_s}
-        work = partial(_raisable, partial(self.llm.prepared, number, prompt, params, **options))
+        work = partial(_raisable, partial(reader.request, next(reader.numbers), prompt, params, **options))
         loop = asyncio.get_running_loop()
-        request = await self._lanes.run(self.llm.lane(prompt, params), work, client=client)
+        request = await self._lanes.run(reader.lane(prompt, params), work, client=client)
         request.queued_at = arrived
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
         inbox = _Inbox(loop, None if max_unread is None else max_unread * request.params.n)
@@ -177,9 +177,9 @@ class AsyncLLM:
         Raises:
             ArgumentError: another update, or `sleep`, is under way.
         """
-        opened = await self._by_worker(self.llm.open_weights, model_path)
+        opened = await self._by_worker(self.llm.engine.open_weights, model_path, self.llm.tokenizer)
         async with self._between_requests(mode):
-            await self._by_worker(self.llm.write_weights, opened)
+            await self._by_worker(self.llm.engine.write_weights, opened)
 
     async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
         """`LLM.sleep`, once the answers that run have ended, see `update_weights_from_disk`."""

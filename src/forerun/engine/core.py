@@ -7,6 +7,7 @@ Who gets the next row is decided in `scheduling`, what a step does in `decode.st
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,16 @@ from forerun.model import Target
 from forerun.model.recordings import FREE, bucket
 from forerun.model.target import PREFILL_CHUNK
 from forerun.types import StreamChunk
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenedWeights:
+    """The weights of a checkpoint that fits the target, not yet taken over."""
+
+    folder: Path
+    weights: Any  # In the back end's form
 
 
 class Engine:
@@ -117,12 +128,20 @@ class Engine:
         """Admit again all that waits."""
         self._kept_from = None
 
-    def write_weights(self, weights: Any, folder: Path) -> None:
-        """Run the target with other weights, with nothing running; see `Target.open_weights`. What was computed with
-        the former ones is forgotten, and what drafters have learned of texts stays."""
-        self.target.write_weights(weights, folder)
+    def open_weights(self, model_path: str | Path, tokenizer: Any) -> OpenedWeights:
+        """Open a checkpoint for `write_weights`, which takes time and memory; raises as `LLM.update_weights_from_disk`
+        does. `tokenizer` is that of the model that runs."""
+        folder = Path(model_path).expanduser()
+        return OpenedWeights(folder=folder, weights=self.target.open_weights(folder, tokenizer))
+
+    def write_weights(self, opened: OpenedWeights) -> None:
+        """Run the target with other weights, with nothing running. What was computed with the former ones is forgotten,
+        and what drafters have learned of texts stays."""
+        began = time.perf_counter()
+        self.target.write_weights(opened.weights, opened.folder)
         self.forget()
         self.drafting.reread()
+        log.info("weights taken over from %s in %.2f s", opened.folder, time.perf_counter() - began)
 
     def load_drafter(self, key: str, model: str) -> None:
         """Have the requests to come drafted for by the model of another directory. Answers that wait or run finish with

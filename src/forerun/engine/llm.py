@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
@@ -34,7 +33,7 @@ from forerun.engine.arguments import LoadingArguments, check_keywords
 from forerun.engine.completion import Request
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
-from forerun.engine.prompts import Lane, Prompt, PromptReader, conversation, pair_prompts
+from forerun.engine.prompts import Prompt, PromptReader, Speculative, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import CLOSED, ArgumentError, EngineError, about, refuse_unknown
 from forerun.model import Buckets
@@ -49,10 +48,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Conversation = Sequence[Mapping[str, Any]]  # Messages: ``{"role": ..., "content": ...}``
-Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""The drafter of a request: None as the engine is configured, False off, True as configured where that must not be
-nothing, or a configuration of its own: a method's name, or vLLM's dict.
-"""
 
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
 
@@ -60,16 +55,8 @@ _HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots behind the longest text, for dra
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleeps and wakes up
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedWeights:
-    """The weights of a checkpoint that fits the target, not yet taken over."""
-
-    folder: Path
-    weights: Any  # In the back end's form
-
-
 class LLM:
-    """A language model that answers speculatively. Threads may share it: their requests run together.
+    """A language model that decodes speculatively. Threads may share it: their requests run together.
 
     Use as ``with LLM(...) as llm``, or call `close`, where its memory is needed before Python lets go of it.
 
@@ -81,15 +68,15 @@ class LLM:
         dtype: ``"auto"`` (the checkpoint's; float32 on a CPU that only emulates that), ``"float32"``, ``"bfloat16"``,
             ``"float16"``.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
-        max_model_len: most tokens of prompt and answer together; None takes the model's context, at most 8192.
-        max_num_seqs: answers that run at once (rows of the cache).
+        max_model_len: most tokens of prompt and completion together; None takes the model's context, at most 8192.
+        max_num_seqs: completions that run at once (rows of the cache).
         max_num_batched_tokens: most prompt tokens of a pass. None: as many as keep others waiting for three decoding
             steps at most, as measured while it runs, and 512 on an accelerator; `AsyncLLM` takes None.
         enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
         kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
-            whatever the rows can hold. Answers that do not fit are preempted and go on later, with the same output.
+            whatever the rows can hold. Completions that do not fit are preempted and go on later, with the same output.
         seed: for requests that bring none: each gets one derived from it and from how many came before, so that a run
-            repeats and its answers differ. None draws one for each.
+            repeats and its completions differ. None draws one for each.
         reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
             compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
         check: verify the step's invariants while running (slow).
@@ -126,7 +113,7 @@ class LLM:
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
-        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first asked for: a second
+        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first needed: a second
         weights, cached = drafter_bytes(self.speculative)
         opening["backend"] = _back_end(opening.get("backend", "auto"), self.speculative)
         target = load_target(
@@ -148,14 +135,15 @@ class LLM:
             raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
         self.tokenizer = own_tokenizer()
         warn_of_more_tokens(self.tokenizer, target.vocab_size)
-        self._reader = PromptReader(
+        self.reader = PromptReader(
             tokenizer=self.tokenizer,
             generation_config=target.generation_config,
             vocab_size=target.vocab_size,
             context=self.max_model_len,
             default_seed=seed,
+            speculative=self.speculative,
         )
-        cost = cache(partial(known_or_nominal, target))  # read when a drafter asks
+        cost = cache(partial(known_or_nominal, target))  # Read when a drafter needs it
         setup = DrafterSetup(
             target=target,
             tokenizer=self.tokenizer,
@@ -180,7 +168,7 @@ class LLM:
         self._keep_costs = weakref.finalize(self, pool.keep_costs)
         self._inbox: dict[str, deque[StreamChunk]] = {}
         self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
-        self._numbers, self._ending = itertools.count(), deque[str]()  # Requests to end: whoever has the engine does so
+        self._ending = deque[str]()  # Requests to end: whoever has the engine does so
 
     def __enter__(self) -> LLM:
         return self
@@ -238,25 +226,25 @@ class LLM:
         cache_salt: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Answer all prompts; the outputs come in the prompts' order.
+        """Complete all prompts; the outputs come in the prompts' order.
 
         Args:
             prompts: one or many: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: one for all or one for each; None takes the model's defaults.
             speculative: for these requests: None as configured, False off, or a method's name or configuration.
             trace: keep a `StepTrace` of every step in the outputs.
-            timeout_s: time from queueing to the end, seconds; an answer that needs longer ends with what there is of it
-                and the finish reason ``"abort"``.
+            timeout_s: time from queueing to the end, seconds; a completion that needs longer is cut off there, with
+                the finish reason ``"abort"``.
             cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
                 domain only. None is a domain, too: all requests without a salt share it.
-            use_tqdm: show how many are answered while it runs, on stderr.
+            use_tqdm: show how many are completed while it runs, on stderr.
         """
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
         try:
             for prompt, params in pair_prompts(prompts, sampling_params):
                 ids.append(submit(prompt, params))
-            return [self._wait(request_id) for request_id in tqdm(ids, "Answers", disable=not use_tqdm)]
+            return [self._wait(request_id) for request_id in tqdm(ids, "Completions", disable=not use_tqdm)]
         except BaseException:
             for request_id in ids:
                 self.abort(request_id)
@@ -272,7 +260,7 @@ class LLM:
         timeout_s: float | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
-        """Answer one prompt, a chunk per step; the last chunk carries the whole output. Closing the iterator aborts."""
+        """Complete one prompt, a chunk per step; the last chunk has the whole output. Closing the iterator aborts."""
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         return self._chunks(submit(prompt, sampling_params or SamplingParams()))
 
@@ -282,7 +270,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
-        """Answer one or many conversations (``[{"role": ..., "content": ...}]``) through the model's chat template.
+        """Complete one or many conversations (``[{"role": ..., "content": ...}]``) through the model's chat template.
 
         Args:
             keywords: as of `generate`.
@@ -292,7 +280,7 @@ class LLM:
     def stream_chat(
         self, messages: Conversation, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
-        """Answer a conversation as `chat` does, a chunk per step."""
+        """Complete a conversation as `chat` does, a chunk per step."""
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompts(self, messages: Conversation | Sequence[Conversation]) -> list[dict[str, Any]]:
@@ -305,7 +293,7 @@ class LLM:
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
         """Return the conversation as the model reads it: text and token ids, ending where the
-        answer begins.
+        completion begins.
 
         Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
         ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
@@ -316,7 +304,7 @@ class LLM:
         """
         if self.tokenizer is None or not self.has_chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
-        encode = partial(self._reader.encode, "prompt", add_special_tokens=False)
+        encode = partial(self.reader.encode, "prompt", add_special_tokens=False)
         with about("prompt"):
             return conversation(self.tokenizer, messages, tools, template, encode)
 
@@ -329,13 +317,13 @@ class LLM:
         """Return the checkpoint's default sampling parameters, from its ``generation_config.json``:
         what a request takes where it says nothing itself.
         """
-        return self._reader.resolve(SamplingParams())
+        return self.reader.resolve(SamplingParams())
 
     def read_prompt(self, prompt: Prompt, sampling_params: SamplingParams) -> dict[str, Any]:
         """Read a prompt, and return it as `chat_prompt` does: its text, if it is read whole, and
         the token ids that are read. Raises ArgumentError if it is empty or does not fit.
         """
-        text, ids = self._reader.tokens(prompt, sampling_params)
+        text, ids = self.reader.tokens(prompt, sampling_params)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -343,13 +331,7 @@ class LLM:
         the context holds.
         """
         with about("prompt"):
-            return self._reader.encode("prompt", text, add_special_tokens=add_special_tokens)
-
-    def grammar_mark(self, text: str) -> str:
-        """Return how a grammar (`StructuredOutputs.grammar`) names `text` for this model's
-        tokenizer, which may have a special token for it.
-        """
-        return self._reader.grammars.mark(text)
+            return self.reader.encode("prompt", text, add_special_tokens=add_special_tokens)
 
     def submit(
         self,
@@ -373,54 +355,30 @@ class LLM:
             user: of the client; its rows are shared evenly among its users, of whom None is one.
             priority: of the client's requests the lowest goes first.
         """
-        request = self.prepared(
-            self.next_number(), prompt, sampling_params, speculative=speculative, trace=trace, timeout_s=timeout_s
+        request = self.reader.request(
+            next(self.reader.numbers),
+            prompt,
+            sampling_params,
+            speculative=speculative,
+            trace=trace,
+            timeout_s=timeout_s,
         )
         request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
         with self._alone():
             return self.queue(request)
 
-    def next_number(self) -> int:
-        """Return the number of a new request."""
-        return next(self._numbers)
-
-    def prepared(
-        self,
-        number: int,
-        prompt: Prompt,
-        sampling_params: SamplingParams,
-        *,
-        speculative: Speculative = None,
-        trace: bool = False,
-        timeout_s: float | None = None,
-    ) -> Request:
-        """Prepare a request for `queue`: everything that it costs before the model sees it. For any
-        thread, beside a step; raises as `submit` does.
-        """
-        if timeout_s is not None and timeout_s <= 0:
-            raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
-        request = self._reader.request(number, prompt, sampling_params, self._config(speculative), trace)
-        request.timeout_s = timeout_s
-        return request
-
-    def lane(self, prompt: Prompt, sampling_params: SamplingParams) -> Lane:
-        """Return the lane in which `prepared` should run, so that it keeps nothing waiting that
-        costs less.
-        """
-        return self._reader.lane(prompt, sampling_params)
-
     def queue(self, request: Request) -> str:
-        """Queue a request and return its id; raises as `submit` does. For whoever steps the engine."""
+        """Queue a request of `reader` and return its id; raises as `submit` does. For whoever steps the engine."""
         if self.is_sleeping:
             raise ArgumentError("the engine sleeps and takes no requests: call wake_up first")
         drafter = self.engine.drafting.ensure(request.speculative)
-        for answer in request.answers:
-            answer.drafter = drafter
+        for completion in request.answers:
+            completion.drafter = drafter
         self.engine.add(request)
         return request.id
 
     def grow(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Make room for more answers at once and for longer ones, while nothing runs. Nothing is loaded or checked
+        """Make room for more completions at once and for longer ones, while nothing runs. Nothing is loaded or checked
         again, and drafters keep what they have learned.
 
         Args:
@@ -437,12 +395,12 @@ class LLM:
             length = min(max_model_len, self.target.max_length)
             self.engine.grow(max_num_seqs, length + _HEADROOM)
             self.max_model_len = length
-            self._reader = replace(self._reader, context=length)
+            self.reader = replace(self.reader, context=length)
 
     def load_drafter(self, model: str | Path) -> None:
         """Have the requests to come drafted for by another head or draft model: the one in the directory `model`, of
         the configured method, in the place of the one there is. Requests that have been submitted finish with that
-        one, whose memory is free once the last of them has ended. Answers keep the target's distribution, whichever
+        one, whose memory is free once the last of them has ended. Completions keep the target's distribution, whichever
         drafts for them.
 
         Raises:
@@ -460,7 +418,7 @@ class LLM:
         log.info("drafter loaded from %s in %.2f s; it drafts for new requests", folder, time.perf_counter() - began)
 
     def update_weights_from_disk(self, model_path: str | Path) -> None:
-        """Answer the requests to come with the weights of another checkpoint of the same model, as a trainer saves it
+        """Complete the requests to come with the weights of another checkpoint of the same model, as a trainer saves it
         in the directory `model_path`. They are packed as the former ones are, and read back; cached prefixes are
         dropped, and what drafters have learned of texts stays. Heads and draft models keep their own weights, see
         `load_drafter`.
@@ -469,25 +427,14 @@ class LLM:
             ForerunError: requests are waiting or running, there is no such directory, or it holds a model of another
                 shape, another tokenizer, or weights that are not finite. The weights that there are stay.
         """
-        weights = self.open_weights(model_path)
+        opened = self.engine.open_weights(model_path, self.tokenizer)
         with self._alone():
             if self.engine.busy:
                 raise ArgumentError(
-                    f"the weights cannot change to those in {model_path} while {self.engine.running} answers run and "
-                    f"{self.engine.waiting} wait, which would be from two policies: wait for them, or abort them"
+                    f"the weights cannot change to those in {model_path} while {self.engine.running} completions run "
+                    f"and {self.engine.waiting} wait, which would be from two policies: wait for them, or abort them"
                 )
-            self.write_weights(weights)
-
-    def open_weights(self, model_path: str | Path) -> OpenedWeights:
-        """Open a checkpoint for `write_weights`, which takes time and memory; raises as `update_weights_from_disk`."""
-        folder = Path(model_path).expanduser()
-        return OpenedWeights(folder=folder, weights=self.target.open_weights(folder, self.tokenizer))
-
-    def write_weights(self, opened: OpenedWeights) -> None:
-        """Answer with other weights from now on. For whoever steps the engine, with nothing running."""
-        began = time.perf_counter()
-        self.engine.write_weights(opened.weights, opened.folder)
-        log.info("weights taken over from %s in %.2f s", opened.folder, time.perf_counter() - began)
+            self.engine.write_weights(opened)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the cache, the target's and the drafters', and take no requests until `wake_up`. Weights
@@ -561,16 +508,6 @@ class LLM:
             self._turn.release()
             self._end()
 
-    def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
-        if speculative is True and self.speculative is None:
-            raise ArgumentError(
-                "speculative=True, but no drafter is configured: name one, speculative='auto', or make the LLM with "
-                "speculative_config='auto'"
-            )
-        if speculative is None or speculative is True:
-            return self.speculative
-        return None if speculative is False else SpeculativeConfig.parse(speculative)
-
     def _chunks(self, request_id: str) -> Iterator[StreamChunk]:
         """Return the chunks of a queued request. A generator that has not begun does nothing when
         it is closed; this one has begun.
@@ -618,6 +555,6 @@ def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) 
     return SpeculativeConfig.parse(given if old is None else old)
 
 
-def _back_end(asked: str, config: SpeculativeConfig | None) -> str:
-    """Return the back end that is asked for, or that hands out what a drafter reads."""
-    return "transformers" if asked == "auto" and reads_layers(config) else asked
+def _back_end(requested: str, config: SpeculativeConfig | None) -> str:
+    """Return the back end that is requested, or that hands out what a drafter reads."""
+    return "transformers" if requested == "auto" and reads_layers(config) else requested

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import inspect
+import itertools
 import json
 import re
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, partial
 from numbers import Integral
@@ -45,6 +46,11 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 or tensor of one dimension.
 """
 
+Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
+"""The drafter of a request: None as the engine is configured, False off, True as configured where that must not be
+nothing, or a configuration of its own: a method's name, or vLLM's dict.
+"""
+
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prediction")
 
 
@@ -60,6 +66,8 @@ class PromptReader:
     """Seed of the engine: a request that brings none gets one derived from it and its number. None
     draws one.
     """
+    speculative: SpeculativeConfig | None = None  # Of a request that does not say
+    numbers: Iterator[int] = field(default_factory=itertools.count)  # Of the requests, in the order of their arrival
 
     def __post_init__(self) -> None:
         """Try the generation configuration's defaults. Raises CheckpointError if no request could
@@ -93,24 +101,42 @@ class PromptReader:
         return text, self._fitting("prompt", ids, room=min(room, 1))
 
     def request(
-        self, number: int, prompt: Prompt, params: SamplingParams, speculative: SpeculativeConfig | None, trace: bool
+        self,
+        number: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        speculative: Speculative = None,
+        trace: bool = False,
+        timeout_s: float | None = None,
     ) -> Request:
-        """Return request `number` of an engine with its `n` answers: everything that it costs
-        before the model sees it. May be called in any thread.
+        """Return a request with its `n` completions, for `LLM.queue`: everything that it costs before the model sees
+        it. May be called in any thread, beside a step.
+
+        Args:
+            number: the next one of `numbers`; the request's id and, with `default_seed`, its seed follow from it.
+            speculative, trace, timeout_s: as of `LLM.generate`.
+
+        Raises:
+            ArgumentError: the prompt does not fit, or an option is out of range.
         """
+        if timeout_s is not None and timeout_s <= 0:
+            raise ArgumentError(f"timeout_s must be above 0, got {timeout_s}")
+        config = self._config(speculative)
         text, ids = self.tokens(prompt, params)
         with about("prediction"):
             prediction = tuple(self.prediction(prompt))
         params = self.resolve(params)
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
-        rule = speculative.rule if speculative is not None else None
+        rule = config.rule if config is not None else None
         if rule == "argmax_walk" and not params.greedy:
             raise ArgumentError(f"rule {rule!r} is lossless at temperature 0 only; leave the rule out to sample")
         _check_bias(rule, params)
         request = Request(
-            id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=speculative, trace=trace
+            id=f"request-{number}", prompt=text, prompt_tokens=ids, params=params, speculative=config, trace=trace
         )
+        request.timeout_s = timeout_s
         seed = secrets.randbits(63) if params.seed is None else params.seed
         stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else self.end_ids())
         with about("structured_outputs"):
@@ -140,6 +166,17 @@ class PromptReader:
             )
             request.answers.append(answer)
         return request
+
+    def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
+        """Return the drafter's configuration of a request, None for plain decoding."""
+        if speculative is True and self.speculative is None:
+            raise ArgumentError(
+                "speculative=True, but no drafter is configured: name one, speculative='auto', or make the LLM with "
+                "speculative_config='auto'"
+            )
+        if speculative is None or speculative is True:
+            return self.speculative
+        return None if speculative is False else SpeculativeConfig.parse(speculative)
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
         """Return the lane in which `request` should run, so that it keeps nothing waiting that

@@ -64,7 +64,7 @@ class Target:
     @property
     def runs_as(self) -> str:
         """The number format and what computes, in words for people."""
-        return f"{self.dtype_name} on {self.device}"
+        return f"{self.dtype_name} on {str(self.device).replace('cpu', 'CPU')}"
 
     @property
     def records(self) -> bool:

@@ -19,7 +19,7 @@ from forerun.model import compression, layers, masks, positions, updating
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
 from forerun.model.kernels import accelerate, compiling, native
-from forerun.model.kernels.packing import PackedLinear, list_in_blocks, packed_bytes
+from forerun.model.kernels.packing import PackedLinear, name_blocks, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
@@ -287,8 +287,8 @@ class TransformersTarget(Target):
 
     @property
     def runs_as(self) -> str:
-        blocks = ", weights in the GGUF file's blocks" if list_in_blocks(self.model) else ""
-        return super().runs_as + blocks
+        in_blocks = name_blocks(self.model)
+        return f"{in_blocks} on CPU" if in_blocks else super().runs_as
 
     def identity(self) -> dict[str, Any]:
         on_cpu, modules = self.device.type == "cpu", list(self.model.modules())

@@ -62,7 +62,7 @@ class Trial:
 
     @property
     def stats(self) -> SpeculationStats:
-        """Return the counts in the form of an answer's."""
+        """Return the counts in the form of a completion's."""
         stats = SpeculationStats()
         for done in self.steps:
             stats.record(tokens=done.accepted + 1, drafted=done.drafted, depth=done.depth, accepted=done.accepted)
@@ -103,7 +103,7 @@ class Trial:
     def tokens_per_pass(self) -> float:
         """Return the tokens per pass over all steps, those without a draft included.
 
-        It is a forecast for long answers, so the passes over prompts are left out.
+        It is a forecast for long completions, so the passes over prompts are left out.
         """
         return self.stats.tokens_per_pass
 
@@ -132,7 +132,7 @@ def try_drafter(
     rule: str | None = None,
     seconds: float = math.inf,
 ) -> Trial:
-    """Answer the prompts one after the other on a free row, which is free again afterwards.
+    """Complete the prompts one after the other on a free row, which is free again afterwards.
 
     The drafter learns from what it sees, as in use; it must know nothing of the row. ArgumentError:
     no row is free, or a prompt does not fit.
@@ -216,7 +216,7 @@ def measure_draft(
     1 in turns, and fit a line.
 
     The drafter must know nothing of the free rows. ArgumentError: no row is free, or the text does
-    not fit beside the answer.
+    not fit beside the completion.
 
     What it does when it is shown accepted tokens (its share of the commit) counts; the target's
     pass does not, and neither does the first step, in which it may catch up with the whole text.
@@ -262,7 +262,7 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
 log = logging.getLogger(__name__)
 
 UserPrompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A `UserPrompt` is a text, a prompt as the engine takes it, or the messages of a conversation whose last answer is
+"""A `UserPrompt` is a text, a prompt as the engine takes it, or the messages of a conversation whose last turn is
 wanted.
 """
 Tell = Callable[[str], None]
@@ -332,7 +332,7 @@ class MeasuredDrafter:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedPrompts:
     """`EncodedPrompts` are the prompts as the target reads them, with the parameters of their
-    answers.
+    completions.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -344,7 +344,7 @@ class EncodedPrompts:
         cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
     ) -> EncodedPrompts:
         """Return token ids and resolved parameters; ArgumentError if there is no prompt, or one
-        leaves no room for an answer.
+        leaves no room for a completion.
         """
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
@@ -364,7 +364,7 @@ class EncodedPrompts:
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts, tell: Tell) -> MeasuredDrafter:
-    """Measure how one drafter helps with the answers; ForerunError if it cannot be built, or no row
+    """Measure how one drafter helps with the completions; ForerunError if it cannot be built, or no row
     of the target is free.
     """
     target = llm.target
@@ -377,7 +377,7 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts
         target, drafter, prompts, answers.params, depths=(depth,), name=config.method, stop_ids=stops, rule=config.rule
     )
     if not trial.steps:
-        raise ArgumentError("every answer ended with its first token; nothing could be measured")
+        raise ArgumentError("every completion ended with its first token; nothing could be measured")
     tell(f"what {config.method} costs")
     draft = measure_draft(target, drafter, prompts[0], depth=max(1, round(trial.depth) or depth))
     return MeasuredDrafter(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)

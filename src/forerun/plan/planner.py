@@ -18,7 +18,7 @@ from forerun.plan import theory
 from forerun.plan.assumptions import TEXTS
 from forerun.plots import COLOURS, pyplot, save
 
-MOST_K = 16  # Draft lengths that are looked at; more where the user asks for more
+MOST_K = 16  # Draft lengths that are looked at; more where the user wants more
 MOST_BATCH = 1024
 WORTH_IT, A_LITTLE = 1.3, 1.05
 """These predicted speed-ups separate worth it, and a small gain within the error of predictions,
@@ -76,9 +76,9 @@ class Plan:
     """A `Plan` holds the predictions by draft length and by batch, and the best of them."""
 
     lines: tuple[PlanLine, ...]  # By draft length, from 0
-    asked: PlanLine  # The length that was asked for, else the best
+    requested: PlanLine  # The length that was requested, else the best
     best: PlanLine
-    break_even_batch: int | None  # Largest batch at which `asked` (or K = 1) still gains 2 %; None: beyond `MOST_BATCH`
+    break_even_batch: int | None  # Largest batch where `requested` (or K = 1) gains 2 %; None: beyond `MOST_BATCH`
     batches: tuple[tuple[int, float], ...]  # (batch, speed-up of the best length there)
     unbounded: bool  # Neither drafting nor verifying costs anything on paper, so more is always better
 
@@ -89,13 +89,13 @@ def plan(load: PlanLoad, *, k: int | None = None) -> Plan:
         raise ArgumentError(f"at least one token must be drafted: -k must be 1 or more, got {k}")
     lines = [_line(load, length) for length in range(max(MOST_K, k or 0) + 1)]
     best = max(lines, key=lambda line: line.speedup)
-    asked = best if k is None else lines[k]
+    requested = best if k is None else lines[k]
     powers = [1 << power for power in range(MOST_BATCH.bit_length())]
     gains = [max(load.predict(length, rows).speedup for length in range(MOST_K + 1)) for rows in powers]
-    last = theory.break_even_batch(lambda rows: load.predict(asked.k or 1, rows).speedup, most=MOST_BATCH)
+    last = theory.break_even_batch(lambda rows: load.predict(requested.k or 1, rows).speedup, most=MOST_BATCH)
     return Plan(
         lines=tuple(lines),
-        asked=asked,
+        requested=requested,
         best=best,
         break_even_batch=last,
         batches=tuple(zip(powers, gains, strict=True)),
@@ -148,8 +148,8 @@ def decide(
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
     free = "the longest draft considered, because a longer one costs nothing more here"
     gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
-    if found.asked.k != best.k:
-        gain += f" (K = {found.asked.k}: {found.asked.speedup:.2f} x)"
+    if found.requested.k != best.k:
+        gain += f" (K = {found.requested.k}: {found.requested.speedup:.2f} x)"
     if best.k == 0:
         gain = f"no draft of up to {found.lines[-1].k} tokens is faster than plain decoding at batch {load.rows}"
     if best.speedup < A_LITTLE:
@@ -180,7 +180,7 @@ def _method(text: str | None, rows: int) -> tuple[str | None, list[str]]:
     kind = TEXTS.get(text.lower()) if text is not None else None
     if kind is None or kind.trained is None or kind.untrained is None:
         return None, [
-            "a head trained for the target (eagle3) where there is one; ngram or suffix where answers repeat their "
+            "a head trained for the target (eagle3) where there is one; ngram or suffix where completions repeat their "
             "prompt (edits, summaries)"
         ]
     options = [option for option in (kind.trained, kind.untrained) if option[0] in DRAFTERS]

@@ -112,7 +112,7 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
             if error.status == 405:
                 routes = (one for one in app.routes if one.matches(http.scope)[0] is Match.PARTIAL)
                 allowed = ", ".join(sorted({method for one in routes for method in getattr(one, "methods", ())}))
-                error = ApiError(405, f"only {allowed} is answered here", headers={"Allow": allowed})
+                error = ApiError(405, f"only {allowed} is served here", headers={"Allow": allowed})
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
@@ -149,7 +149,7 @@ def _add_completions(app: FastAPI, session: Session) -> None:
 
 
 async def _respond(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> Response:
-    """Return the whole answer, or a stream that has begun, so that what the engine refuses is still
+    """Return the whole response, or a stream that has begun, so that what the engine refuses is still
     a 400.
     """
     if (record := logs.RECORD.get()) is not None:
@@ -185,7 +185,7 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
 
 
 async def _events(session: Session, http: Request, jobs: list[Job], writer: Writer | ItemWriter) -> AsyncGenerator[str]:
-    """Yield the answer as server-sent events."""
+    """Yield the completions as server-sent events."""
     with session.admitted(sum(job.params.n for job in jobs)):
         async with aclosing(merge_streams([session.answer(job) for job in jobs])) as chunks:
             async for tagged in chunks:
@@ -336,11 +336,11 @@ async def _prepare(session: Session, http: Request, body: Any, make: Callable[[]
     return await run_aside(http, len(await http.body()), checked)
 
 
-# The OpenAPI description, made honest: every status that a route can answer with, and the key that it needs. FastAPI
+# The OpenAPI description, made honest: every status that a route can have, and the key that it needs. FastAPI
 # documents a 422 that this server never sends, and none of the errors that it does send.
 
 _ERRORS = {
-    400: "The request cannot be answered; `param` names the parameter.",
+    400: "The request cannot be served; `param` names the parameter.",
     401: "No valid API key.",
     404: "No such model.",
     408: "The request did not arrive in time.",
@@ -398,7 +398,7 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
 
 
 def _errors(path: str, *, posts: bool) -> dict[str, Any]:
-    """Return the error answers of a route, by status."""
+    """Return the error responses of a route, by status."""
     envelope = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     headers = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds."}}
@@ -425,7 +425,7 @@ def _add_trainer(app: FastAPI, session: Session) -> None:
         engine = session.engine
         await _told(engine.update_weights_from_disk(body.model_path, mode=mode), body.model_path)
         version = body.weight_version or body.model_path
-        message = "new requests are answered with the new weights"
+        message = "new requests get the new weights"
         return {"success": True, "message": message, "weight_version": version, "num_paused_requests": 0}
 
     async def weight_version() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""This module writes the answers of the two completion endpoints, whole or in chunks, and the
+"""This module writes the responses of the two completion endpoints, whole or in chunks, and the
 counts of all endpoints.
 
 Shapes are OpenAI's; ``metrics.speculative_decoding`` is vLLM's and experimental there, so it is built in one place.
@@ -50,7 +50,7 @@ class Writer(ABC):
     prefix: str
     kind: str
     chunk_kind: str
-    one_prompt: bool  # All choices answer the same prompt, so what is said of it stands beside them; else in each
+    one_prompt: bool  # All choices complete the same prompt, so what is said of it stands beside them; else in each
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Writer(ABC):
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Text of one token
         self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
-        self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its answer so far
+        self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its completion so far
         self._outputs: dict[int, RequestOutput] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed."""
+        """Return the response to a request that is not streamed."""
         choices = [
             self.choice(job * self.body.n + answer.index, output, answer)
             for job, output in enumerate(outputs)
@@ -95,7 +95,7 @@ class Writer(ABC):
             yield from self._event(self.delta(index, chunk), index)
 
     def closing_events(self) -> Iterator[Event]:
-        """Yield a chunk without choices but with counts behind the last, if asked for, because not
+        """Yield a chunk without choices but with counts behind the last, if requested, because not
         every client expects one.
         """
         wanted = self.body.stream_options is not None and self.body.stream_options.include_usage
@@ -117,7 +117,7 @@ class Writer(ABC):
 
     def about_prompt(self, ids: Sequence[int], logprobs: PromptLogprobs | None) -> dict[str, Any]:
         """Return ``prompt_token_ids``, and vLLM's ``prompt_logprobs`` with the likeliest, where
-        they are asked for.
+        they are requested.
         """
         found: dict[str, Any] = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
         top = self.body.prompt_logprobs
@@ -134,17 +134,17 @@ class Writer(ABC):
         return found
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
-        """Return ``token_ids``, where they were asked for."""
+        """Return ``token_ids``, where they were requested."""
         return {"token_ids": [token.id for token in tokens]} if self.body.return_token_ids else {}
 
     def part_of_trace(self, chunk: StreamChunk) -> dict[str, Any]:
-        """Return what one step adds to ``speculation_trace``, where that was asked for."""
+        """Return what one step adds to ``speculation_trace``, where that was requested."""
         if not self.body.return_speculation_trace:
             return {}
         return {"speculation_trace": self._trace(chunk.tokens, [] if chunk.trace is None else [chunk.trace])}
 
     def stop_reason(self, ended: CompletionOutput | StreamChunk) -> int | str | None:
-        """Return the stop string or id that ended an answer; None for the model's own end, whether
+        """Return the stop string or id that ended a completion; None for the model's own end, whether
         or not it was named.
         """
         own = not self.body.ignore_eos and ended.stop_reason == self.tokenizer.eos_token_id
@@ -176,7 +176,7 @@ class Writer(ABC):
 
     def _closing(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the counts, those of the client's prediction and of reasoning where there is any,
-        and what else was asked for.
+        and what else was requested.
         """
         prompt = sum(len(output.prompt_token_ids) for output in outputs)
         usage = _usage(prompt, sum(len(answer.token_ids) for answer in _answers(outputs)))
@@ -301,7 +301,7 @@ class ChatWriter(Writer):
 
         content = []
         for token in tokens:
-            assert token.logprob is not None, "asked for"
+            assert token.logprob is not None, "requested"
             best = [named(other, value) for other, value in (token.top_logprobs or {}).items()]
             content.append({**named(token.id, token.logprob), "top_logprobs": best})
         return {"content": content}
@@ -351,7 +351,7 @@ class CompletionWriter(Writer):
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
 
     def _echo(self, index: int, ids: Sequence[int]) -> str:
-        """Return the prompt in front of its answer: as it was sent, or what was read of it."""
+        """Return the prompt in front of its completion: as it was sent, or what was read of it."""
         if not self.body.echo:
             return ""
         prompt = self.body.prompts[index // self.body.n]
@@ -364,7 +364,7 @@ class CompletionWriter(Writer):
     ) -> dict[str, Any] | None:
         """Return the prompt's log-probabilities, with the likeliest tokens in each place.
 
-        They are without numbers where the answer ended before its prompt was read.
+        They are without numbers where the completion ended before its prompt was read.
         """
         texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
@@ -379,7 +379,7 @@ class CompletionWriter(Writer):
         return self._logprobs(tokens, -max(0, before))
 
     def _logprobs(self, tokens: Sequence[OutputToken], offset: int) -> dict[str, Any] | None:
-        """Return ``logprobs`` where they were asked for; `offset` counts the characters of the text
+        """Return ``logprobs`` where they were requested; `offset` counts the characters of the text
         before the first token.
 
         Of the likeliest tokens with the same text, such as parts of characters, the likeliest is

@@ -40,13 +40,13 @@ from forerun.serve.traffic import UNNAMED, owner_of
 
 T = TypeVar("T")
 _SECRET = secrets.token_bytes(32)
-CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task answers; without a default, which could leak text
+CLIENT: ContextVar[Client] = ContextVar("client")  # Whom this task serves; without a default, which could leak text
 LOAD_DRAFTER = "/v1/load_drafter"
 UPDATE_WEIGHTS = ("/update_weights_from_disk", "/update_weights_from_path")  # SGLang's name, and NVIDIA Dynamo's
 TRAINER_PATHS = (*UPDATE_WEIGHTS, "/get_weight_version", "/sleep", "/wake_up", "/is_sleeping")
 OPERATOR_PATHS = (LOAD_DRAFTER, *TRAINER_PATHS)  # Need the operator's key, and no client's will do
 OPEN_PATHS = ("/health", "/ping", "/metrics", "/version", "/", "/playground.css", "/playground.js")  # Need no key
-CLIENT_GONE = 499  # nginx's status for a request whose client left before its answer began
+CLIENT_GONE = 499  # nginx's status for a request whose client left before its response began
 _JSON = re.compile(r"application/([\w.-]+\+)?json", re.ASCII)
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
@@ -75,7 +75,7 @@ class RequestRecorder:
             client=scope["client"][0] if self._settings.log_clients and scope.get("client") else None,
         )
         logs.RECORD.set(record)
-        # HEAD is answered as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
+        # HEAD is served as GET is: the HTTP protocol has a scope of its own, and leaves the body out.
         scope = {
             **scope,
             "method": "GET" if scope["method"] == "HEAD" else scope["method"],
@@ -110,7 +110,7 @@ def _route(scope: Scope) -> BaseRoute | None:
 
 
 class Guard:
-    """A `Guard` answers 401 without one of the keys, 413 for a body above the operator's limit, and
+    """A `Guard` responds with 401 without one of the keys, 413 for a body above the operator's limit, and
     415 for other bodies.
 
     Other bodies are compressed, or say that they are something else than JSON.
@@ -168,7 +168,7 @@ class Guard:
 
 
 def answer_refusal(scope: Scope, error: ApiError) -> JSONResponse:
-    """Return the answer that is an error and nothing else, in the envelope that clients of the path
+    """Return the response that is an error and nothing else, in the envelope that clients of the path
     know.
     """
     if (record := logs.RECORD.get()) is not None:

@@ -37,15 +37,15 @@ _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """A `ChatFormat` says how the answers to one request are written."""
+    """A `ChatFormat` says how the completions of one request are written."""
 
     prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
     format: ToolFormat | None = None  # Format of tool calls; None where the model may not make any
     marks: Marks | None = None  # Marks of reasoning; None where there is none, or the template has already ended it
-    inside: bool = False  # The answer begins within the reasoning
+    inside: bool = False  # The completion begins within the reasoning
 
     def reader(self) -> PieceReader:
-        """Return a reader for one answer: reasoning first, then text and calls."""
+        """Return a reader for one completion: reasoning first, then text and calls."""
         return PieceReader(self._read)
 
     def _read(self, text: Incoming) -> Steps[None]:
@@ -73,14 +73,16 @@ class ChatFormat:
     def constrained(
         self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
     ) -> StructuredOutputs | None:
-        """Return what the answer must look like, reasoning and calls included; None where it may be
+        """Return what the completion must look like, reasoning and calls included; None where it may be
         anything.
 
-        `own` is what the request wants its text to look like; `mark` is `LLM.grammar_mark`, only
+        `own` is what the request wants its text to look like; `mark` is `GrammarCompiler.mark`, only
         called if there is a grammar.
         """
         if own is not None and body.must_call:
-            raise bad_request("an answer that must be a call has no other form; leave one of both out", "tool_choice")
+            raise bad_request(
+                "a completion that must be a call has no other format; leave one of both out", "tool_choice"
+            )
         bound = False
         if self.format is not None:
             strict = any(function.strict for function in self.format.functions)
@@ -104,7 +106,7 @@ class ChatFormat:
 
 
 def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> ChatFormat:
-    """Return the prompt of a chat request and how its answers are written; refuse tools and choices
+    """Return the prompt of a chat request and how its completions are written; refuse tools and choices
     that cannot be.
     """
     _check_choice(body)
@@ -143,7 +145,7 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
 
 
 def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:
-    """Count the tokens of an answer, which `reader` has read, that are reasoning, marks included."""
+    """Count the tokens of a completion, which `reader` has read, that are reasoning, marks included."""
     starts = accumulate((len(token.text) for token in answer.tokens[:-1]), initial=0)
     return sum(start < reader.incoming.reasoned for start in starts) if answer.tokens else 0
 
@@ -209,7 +211,7 @@ def _check_choice(body: ChatRequest) -> None:
 
 MAX_SCORED = 500_000  # Log-probabilities of prompts in one request: about 100 bytes each until they are written
 _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
-"""These parameters say what the answer must look like."""
+"""These parameters say what the completion must look like."""
 
 
 class Tagged(NamedTuple):
@@ -222,7 +224,7 @@ class Tagged(NamedTuple):
 def chat_jobs(
     session: Session, body: ChatRequest, names: Mapping[str, str] | None = None
 ) -> tuple[list[Job], ChatFormat]:
-    """Return the one job of a chat request, and how its answers are to be read.
+    """Return the one job of a chat request, and how its completions are to be read.
 
     `names` are those of `names_of`, where the request was another one.
     """
@@ -230,7 +232,7 @@ def chat_jobs(
     chat_format = chat_format_of(llm, session.settings, body)
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     params = _params(session, body, limit, (body.top_logprobs or 0) if body.logprobs else None)
-    form = chat_format.constrained(body, params.structured_outputs, llm.grammar_mark)
+    form = chat_format.constrained(body, params.structured_outputs, llm.reader.grammars.mark)
     skips = params.skip_special_tokens and not chat_format.hides_marks(session.tokenizer)
     params = replace(params, structured_outputs=form, skip_special_tokens=skips)
     _check_scored(params, len(chat_format.prompt["prompt_token_ids"]))
@@ -242,7 +244,7 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     prompts, answers = body.prompts, session.settings.most_answers
     if len(prompts) * body.n > answers:
         raise bad_request(
-            f"{len(prompts)} prompts with n = {body.n} are more than the {answers} answers that this server takes; "
+            f"{len(prompts)} prompts with n = {body.n} are more than the {answers} completions that this server takes; "
             "send fewer",
             "prompt",
         )
@@ -254,22 +256,22 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     named: list[dict[str, Any]]
     named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
-    if params.prompt_logprobs is not None:  # so many for each token
+    if params.prompt_logprobs is not None:  # This many for each token
         named = [session.engine.llm.read_prompt(one, params) for one in named]
         _check_scored(params, sum(len(one["prompt_token_ids"]) for one in named))
     return [_job(session, body, prompt, params) for prompt in named]
 
 
-def check_model(session: Session, asked: str | None) -> None:
+def check_model(session: Session, requested: str | None) -> None:
     """Refuse a model that is not served here."""
     names = session.settings.model_names
-    if asked is not None and asked not in names:
+    if requested is not None and requested not in names:
         raise ApiError(
             404,
             "there is no such model here; this server has",
             param="model",
             code="model_not_found",
-            quoted=asked,
+            quoted=requested,
             listed=names,
         )
 
@@ -372,8 +374,8 @@ def _check_scored(params: SamplingParams, length: int) -> None:
     """
     numbers = 0 if params.prompt_logprobs is None else length * (params.prompt_logprobs + 1)
     if numbers > MAX_SCORED:
-        message = f"{numbers} log-probabilities of prompts are asked for, at most {MAX_SCORED} in one request: "
-        message += "ask for fewer of the likeliest, or send fewer or shorter prompts"
+        message = f"{numbers} log-probabilities of prompts are requested, at most {MAX_SCORED} in one request: "
+        message += "request fewer of the likeliest, or send fewer or shorter prompts"
         raise bad_request(message, "prompt_logprobs")
 
 

@@ -21,9 +21,9 @@ from forerun.types import RequestOutput, StreamChunk
 
 
 class ItemWriter(ABC):
-    """An `ItemWriter` puts the pieces of one answer together to items."""
+    """An `ItemWriter` puts the pieces of one completion together to items."""
 
-    prefix: ClassVar[str]  # Prefix of the answer's id
+    prefix: ClassVar[str]  # Prefix of the response's id
 
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
@@ -37,7 +37,7 @@ class ItemWriter(ABC):
         self._output: RequestOutput | None = None
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """Return the answer of a request that is not streamed."""
+        """Return the response to a request that is not streamed."""
         [output] = outputs
         list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close(output)))  # makes the items
         return self._finish(output)
@@ -71,7 +71,7 @@ class ItemWriter(ABC):
     def _close(self, output: RequestOutput | None = None) -> Iterator[Event]:
         """Close the open item.
 
-        `output` is that of the answer, where it has ended; it may have been cut off within the
+        `output` is that of the completion, where it has ended; it may have been cut off within the
         item.
         """
         if self._kind is not None:
@@ -105,7 +105,7 @@ class ItemWriter(ABC):
 
     @abstractmethod
     def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
-        """Fill the `_item`, and yield the events that close it; not `complete`: the answer was cut
+        """Fill the `_item`, and yield the events that close it; not `complete`: the completion was cut
         off within it.
         """
 

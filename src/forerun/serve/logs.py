@@ -1,7 +1,7 @@
 """The server's log has one line for each finished request and each unexpected error, as text or as
 JSON.
 
-No prompt, no answer, no key and no path that a client made up, unless the operator asks for prompts.
+No prompt, no completion, no key and no path that a client made up, unless the operator wants prompts.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class RequestRecord:
     ttft_s: float | None = None  # Time to the first token, seconds; the longest of several prompts'
     tokens_per_pass: float | None = None  # All tokens over all passes of the target
     finish_reasons: list[str] = field(default_factory=list)
-    prompts: list[Any] = field(default_factory=list)  # Only where the operator asked for them
+    prompts: list[Any] = field(default_factory=list)  # Only where the operator wants them
     _stats: SpeculationStats = field(default_factory=SpeculationStats, init=False)
 
     def finished(self, output: RequestOutput) -> None:
-        """Count one prompt's answers."""
+        """Count one prompt's completions."""
         answers = output.outputs
         self.prompt_tokens = (self.prompt_tokens or 0) + len(output.prompt_token_ids)
         self.completion_tokens = (self.completion_tokens or 0) + sum(len(answer.token_ids) for answer in answers)
@@ -108,7 +108,7 @@ def shorten(text: str) -> str:
 
 
 def configure_logging(settings: ServeSettings) -> None:
-    """Send everything to stderr in the format that was asked for."""
+    """Send everything to stderr in the requested format."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(settings.log_format))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)

@@ -1,4 +1,4 @@
-"""This module reads the reasoning that a model writes before its answer, between marks."""
+"""This module reads the reasoning that a model writes before its final text, between marks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Marks:
 
     open: str
     close: str
-    inside: bool = False  # Every answer begins within the reasoning, whether or not anything opened it
+    inside: bool = False  # Every completion begins within the reasoning, whether or not anything opened it
 
 
 PARSERS: dict[str, Marks] = {
@@ -46,14 +46,14 @@ def find_marks(parser: str, template: str) -> Marks | None:
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:
-    """Return whether an answer to this prompt begins within the reasoning, which the template has
+    """Return whether a completion of this prompt begins within the reasoning, which the template has
     opened at its end.
     """
     return marks.inside or prompt.rstrip().endswith(marks.open)
 
 
 def read_reasoning(text: Incoming, marks: Marks, calls: ToolFormat | None, *, inside: bool) -> Steps[bool]:
-    """Read the reasoning at the beginning of an answer, without its marks and the blanks around
+    """Read the reasoning at the beginning of a completion, without its marks and the blanks around
     them.
 
     Nothing is read where there is none. Reasoning that is never closed goes on to the end of the

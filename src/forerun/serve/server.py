@@ -1,7 +1,7 @@
 """This module runs the application under uvicorn, and adds three limits to its HTTP/1.1
 connections.
 
-The limits are how many there may be, how long a request may take to arrive, and how long an answer
+The limits are how many there may be, how long a request may take to arrive, and how long a response
 may lie unread. SIGTERM and Ctrl-C drain first, a second signal ends at once, and so does the end of
 the drain time.
 """
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 CROWDED_S = 1.0  # How long a request may take to arrive where its address has too many that are arriving
 CUT_EVERY_S = 0.005  # Between two of those: what is cut all at once keeps the others waiting
 MAX_PIECES = 2_000  # Chunks of one body that came with others, some 20 us each: 4 MB byte by byte would take minutes
-LINGER_S = 1.0  # How long a refused connection stays half open: or the answer could go before it is read
-WRITING_S = 0.2  # How long clients may take to read that their answers were cut off
+LINGER_S = 1.0  # How long a refused connection stays half open: or the response could go before it is read
+WRITING_S = 0.2  # How long clients may take to read that their completions were cut off
 LAST_S = 0.75  # After the drain time: when the process ends even if Python has not come to it
 OTHER_FILES = 256  # File descriptors besides one a connection: weights, libraries, refused connections
 
@@ -48,7 +48,7 @@ OTHER_FILES = 256  # File descriptors besides one a connection: weights, librari
 def run(session: Session, *, host: str, port: int) -> int:
     """Serve until told to stop or until the model turns out to be unusable.
 
-    Returns the exit code: 0 where all that was taken on has been answered, 1 where answers were cut
+    Returns the exit code: 0 where all that was admitted was completed, 1 where completions were cut
     off at the end of the drain time or something unexpected failed, 2 where the model cannot be
     loaded.
     """
@@ -126,7 +126,7 @@ def allow_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """`_Server` keeps answering while it drains, so that ``/health`` can say 503, and is gone when
+    """`_Server` keeps responding while it drains, so that ``/health`` can say 503, and is gone when
     the drain time is over.
     """
 
@@ -180,7 +180,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if (stream := transport.get_extra_info("socket")) is not None:
             # asyncio does so for sockets of its own making alone: without it a client's delayed acknowledgement keeps
-            # the first bytes of an answer back for 40 ms.
+            # the first bytes of a response back for 40 ms.
             stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=1)  # bytes; with 0 a TLS transport is always full
         if len(self.connections) > self._limits.max_connections:
@@ -276,7 +276,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer without the application, unless an answer has begun, and close."""
+        """Respond without the application, unless a response has begun, and close."""
         self._note_arrival()
         self.connections.discard(self)
         self._refused = True

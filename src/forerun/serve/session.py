@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun import AsyncLLM, errors
 from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.drafters import AUTO, default_length
-from forerun.engine.llm import Speculative
+from forerun.engine.prompts import Speculative
 from forerun.serve import logs
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request, refusal
@@ -51,8 +51,8 @@ class Session:
         self.settings, self._load = settings, load
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded
-        self._held = Counter[str]()  # Answers of each client that wait or run
-        self.cut_off = 0  # Answers that were still running when the drain time was over
+        self._held = Counter[str]()  # Completions of each client that wait or run
+        self.cut_off = 0  # Completions that were still running when the drain time was over
         self.metrics = Metrics(settings.model_name, {"vllm:": (ENGINE, self._engine_figures)})
         self._engine: AsyncLLM | None = None
         self._traffic: Traffic | None = None
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def in_flight(self) -> int:
-        """Return the number of answers that wait or run."""
+        """Return the number of completions that wait or run."""
         return self._held.total()
 
     @property
@@ -139,7 +139,7 @@ class Session:
             folder, vocabulary = self.settings.record_traffic, TokenizerIdentity.of(engine.llm.tokenizer).vocabulary
             self._traffic = Traffic(folder, most_bytes=self.settings.record_traffic_bytes, vocabulary=vocabulary)
             log.info("traffic is recorded in %s", folder)
-        # Every drafter that a request may choose is built once, for the longest drafts that it may be asked for.
+        # Every drafter that a request may choose is built once, for the longest drafts that a request may have.
         own = engine.llm.speculative
         for name in (*self.settings.client_drafters, PREDICTION):
             if own is None or name != own.method:
@@ -157,7 +157,7 @@ class Session:
             self._drained_by = time.monotonic() + self.settings.drain_s
 
     async def drain(self) -> None:
-        """Wait for the running answers until the drain time is over, cut off the others and close the engine, once."""
+        """Wait for running completions until the drain time is over, cut off the others and close the engine, once."""
         self.begin_drain()
         while self.in_flight and self.drain_left_s:
             await asyncio.sleep(0.02)
@@ -165,7 +165,7 @@ class Session:
             return
         if self.in_flight:
             self.cut_off = self.in_flight
-            log.warning("%d answers were cut off at the end of the drain time", self.cut_off)
+            log.warning("%d completions were cut off at the end of the drain time", self.cut_off)
         if self._traffic is not None:
             self._traffic.close()
         self._closing = asyncio.ensure_future(self._engine.close())
@@ -173,10 +173,10 @@ class Session:
 
     @contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
-        """Hold room for so many answers while the block runs; an ApiError (429) where the queue is
+        """Hold room for so many completions while the block runs; an ApiError (429) where the queue is
         full, or (503) where the server sleeps.
 
-        Where there are several API keys, one may hold no more answers than stay free: whoever comes
+        Where there are several API keys, one may hold no more completions than stay free: whoever comes
         next finds room.
         """
         if self.health is State.SLEEPING:
@@ -187,7 +187,7 @@ class Session:
             own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
             raise ApiError(
                 429,
-                f"{self.in_flight} answers wait or run{own}; the server takes {most}; try again later",
+                f"{self.in_flight} completions wait or run{own}; the server takes {most}; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -241,7 +241,7 @@ class Session:
             raise bad_request(str(error), "model") from error
 
     def _take_on(self, job: Job) -> logs.RequestRecord | None:
-        """Count the job's answers, and note in the request's record, which is returned, what drafts
+        """Count the job's completions, and note in the request's record, which is returned, what drafts
         for them.
         """
         self.metrics.count("forerun:answers_admitted", job.params.n)
@@ -253,7 +253,7 @@ class Session:
         return record
 
     def _finish(self, job: Job, output: RequestOutput) -> None:
-        """Count the answers of a job that came to an end of their own, and record them where that is wanted."""
+        """Count the completions of a job that came to an end of their own, and record them where that is wanted."""
         self.metrics.finished(output)
         if (record := logs.RECORD.get()) is not None:
             record.finished(output)
@@ -267,7 +267,7 @@ class Session:
         return replace(chunk, output=replace(chunk.output, num_cached_tokens=None))
 
     def speculation(self, request: Speculation | None, *, predicted: bool) -> Speculative:
-        """Return what drafts for a request: the server's drafter unless the client asks for another
+        """Return what drafts for a request: the server's drafter unless the client names another
         one that it may have.
 
         `predicted` says that it brings a prediction, which `prediction` copies unless the server's
@@ -385,16 +385,18 @@ _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "vllm:prompt_tokens": ("Prompt tokens of finished requests.",),
     "vllm:generation_tokens": ("Tokens of finished requests.",),
-    "vllm:request_success": ("Answers that ended, by reason.", "finished_reason"),
-    "forerun:answers_admitted": ("Answers that were taken on; each ends in a reason, or is refused.",),
-    "forerun:answers_refused": ("Answers that the engine refused after they were taken on.",),
+    "vllm:request_success": ("Completions that ended, by reason.", "finished_reason"),
+    "forerun:answers_admitted": ("Completions that were admitted; each ends in a reason, or is refused.",),
+    "forerun:answers_refused": ("Completions that the engine refused after they were admitted.",),
     "forerun:connections_refused": ("Connections cut, by reason.", "code"),
     "forerun:http_requests": ("Requests by path and status.", "route", "status"),
-    "forerun:passes": ("Target passes that gave tokens, by answer: generation tokens over these are tokens per pass.",),
+    "forerun:passes": (
+        "Target passes that gave tokens, by completion: generation tokens over these are tokens per pass.",
+    ),
     "vllm:spec_decode_num_drafts": ("Target passes in which something was drafted.",),
     "vllm:spec_decode_num_draft_tokens": ("Drafted tokens.",),
     "vllm:spec_decode_num_accepted_tokens": ("Drafted tokens that were accepted.",),
-    "forerun:drafter_errors": ("Times that a drafter failed; the answer went on without it.",),
+    "forerun:drafter_errors": ("Times that a drafter failed; decoding went on without it.",),
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
 }
 """Each counter's name maps to its text and its labels besides the model's."""
@@ -406,12 +408,12 @@ _HISTOGRAMS = {
 Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
 ENGINE: Texts = {
     GaugeMetricFamily: {
-        "num_requests_running": "Answers that hold a row.",
-        "num_requests_waiting": "Answers that wait.",
+        "num_requests_running": "Completions that hold a row.",
+        "num_requests_waiting": "Completions that wait.",
         "kv_cache_usage_perc": "Share of the cache's slots in use.",
     },
     CounterMetricFamily: {
-        "num_preemptions": "Times an answer was preempted.",
+        "num_preemptions": "Times a completion was preempted.",
         "prefix_cache_queries": "Prompt tokens looked up.",
         "prefix_cache_hits": "Prompt tokens found in the cache.",
     },
@@ -420,7 +422,7 @@ ENGINE: Texts = {
 
 class Metrics(Collector):
     """`Metrics` are those of one server: its own counters, and by prefix figures that are read from
-    elsewhere when asked.
+    elsewhere when scraped.
     """
 
     def __init__(self, model_name: str, read: Mapping[str, tuple[Texts, Callable[[], Mapping[str, float]]]]) -> None:

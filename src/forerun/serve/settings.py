@@ -24,7 +24,7 @@ class ServeSettings:
     """`ServeSettings` are those of one server."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", negative="")] = ()
-    """Name that clients call the model; may be repeated, and answers bear the first. It is always
+    """Name that clients call the model; may be repeated, and responses have the first. It is always
     called by its path or hub id as given, and by the name of its directory or GGUF file, too.
     """
     api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
@@ -34,7 +34,7 @@ class ServeSettings:
     can find out each other's text by that. Without it each of them is on its own."""
     admin_api_key: Annotated[str | None, Parameter(env_var="FORERUN_ADMIN_API_KEY")] = None
     """Key of the operator, who may load another head or draft model by it (``POST /v1/load_drafter``); nobody may
-    without. It answers no other request."""
+    without. It is accepted for no other request."""
     allow_weight_updates: Annotated[bool, Parameter(negative="")] = False
     """Let the operator's key change the model's weights (``POST /update_weights_from_disk``), and put the server to
     sleep and wake it up, as a trainer does that takes its rollouts from here."""
@@ -43,7 +43,7 @@ class ServeSettings:
     record_traffic_bytes: int = 256_000_000
     """Largest file of a key; the oldest conversations make room for new ones."""
     allow_traces: Annotated[bool, Parameter(negative="")] = False
-    """Give ``return_speculation_trace`` to who asks for it, as the playground does: what was drafted and rejected."""
+    """Let requests use ``return_speculation_trace``, as the playground's do: what was drafted and rejected."""
     enable_prompt_tokens_details: Annotated[bool, Parameter(negative="")] = False
     """Report in ``usage`` how many prompt tokens were cached."""
     allowed_origins: Annotated[tuple[str, ...], Parameter(negative="")] = ()
@@ -57,15 +57,15 @@ class ServeSettings:
     auto or none.
     """
     max_speculative_tokens: int = 16
-    """Tokens to draft per step that a request may ask for at most; of the server's own drafter no more than it has."""
+    """Tokens to draft per step that a request may have at most; of the server's own drafter no more than it has."""
     max_queue: int = 256
-    """Answers that wait or run at once; more are told to come back (429). A quarter is kept for requests of one."""
+    """Completions that wait or run at once; more are told to come back (429). A quarter is kept for requests of one."""
     logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs"
-    """Log-probabilities of answers, unless a request says which: the model's own, or those that were sampled from."""
+    """Log-probabilities of completions, unless a request says which: the model's own, or those sampled from."""
     max_n: int = 16
-    """Most answers to one prompt."""
+    """Most completions of one prompt."""
     max_tokens: int | None = None
-    """Most tokens of one answer; as many as the context holds if not given."""
+    """Most tokens of one completion; as many as the context holds if not given."""
     max_body_bytes: int = 4_000_000
     """Largest request body, bytes."""
     max_connections: int = 1024
@@ -78,9 +78,9 @@ class ServeSettings:
     send_timeout_s: float = 30.0
     """Seconds that a client may leave what it was sent unread; then the connection is cut."""
     request_timeout_s: Annotated[float | None, Parameter(name="--request-timeout")] = None
-    """Seconds from queueing to the end of an answer, unless a request asks for less; none if not given."""
+    """Seconds from queueing to the end of a completion, unless a request sets less; none if not given."""
     stream_buffer: int = 256
-    """Chunks of an answer kept for a client that does not read; one more, and its request is dropped."""
+    """Chunks of a completion kept for a client that does not read; one more, and its request is dropped."""
     ssl_certfile: str | None = None
     """PEM file with the server's certificate; with it the server speaks HTTPS alone."""
     ssl_keyfile: str | None = None
@@ -104,18 +104,18 @@ class ServeSettings:
 
     @property
     def model_name(self) -> str:
-        """Return the model's name in answers."""
+        """Return the model's name in responses."""
         return self.model_names[0] if self.model_names else ""
 
     def queue_for(self, answers: int) -> int:
-        """Return how many answers may wait or run where a request asks for so many: a part is left
+        """Return how many completions may wait or run where a request has this many: a part is left
         to single ones.
         """
         return self.max_queue if answers == 1 else self.max_queue - self.max_queue // 4
 
     @property
     def most_answers(self) -> int:
-        """Return the most answers of one request.
+        """Return the most completions of one request.
 
         With several keys none may hold more of the queue than it leaves free.
         """

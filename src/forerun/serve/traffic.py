@@ -1,6 +1,6 @@
 """The server records its traffic, to train on: conversations in JSONL files, apart for each API key.
 
-A line is one conversation in token ids: the prompt as the model read it, and one answer to it. ``forerun data prepare``
+A line is one conversation in token ids: the prompt as the model read it, and one completion. ``forerun data prepare``
 reads such files like any others, and needs nothing else. ``KEY.jsonl`` is written to, where KEY is the beginning of the
 sha256 of the API key; when it has half of the bytes that a key may take, it becomes ``KEY.1.jsonl``, in the place of
 the older one. Only the operator's account may read them.
@@ -24,7 +24,7 @@ from forerun.writing import alone
 
 log = logging.getLogger(__name__)
 
-UNNAMED = "unnamed"  # Whose files hold what was asked without a key
+UNNAMED = "unnamed"  # Whose files hold requests without a key
 
 
 def owner_of(api_key: str | None) -> str:
@@ -66,7 +66,7 @@ class Traffic:
         self._thread = OneThread("forerun-traffic")
 
     def record(self, owner: str, output: RequestOutput) -> None:
-        """Have the answers to one prompt written, except for those that were cut off by an abort."""
+        """Have the completions of one prompt written, except for those that were cut off by an abort."""
         if any(answer.finish_reason in ("stop", "length") for answer in output.outputs):
             with suppress(EngineError):  # closed: the server ends
                 self._thread.submit(self._record, owner, output)

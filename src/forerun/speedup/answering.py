@@ -44,7 +44,7 @@ def answer_prompts(
     llm: LLM,
     parts: Mapping[str, Sequence[SpeedupPrompt]],
     folder: Path,
-    asked: SpeedupRequest,
+    request: SpeedupRequest,
     *,
     seconds: float,
     tell: Callable[[str], None],
@@ -70,7 +70,7 @@ def answer_prompts(
             write_file(questions, "".join(prompt.line for prompt in chosen))
             # The time is shared out evenly; the trial's prompts, which come first, are few.
             until = time.monotonic() + (deadline - time.monotonic()) / (len(temperatures) - index)
-            run = _ask(llm, questions, folder / f"{name}-{temperature:g}.jsonl", asked, temperature)
+            run = _ask(llm, questions, folder / f"{name}-{temperature:g}.jsonl", request, temperature)
             run.records = _UntilDeadline(run.records)
             run.records.deadline = until
             run.tell = _progress(tell, total, until)
@@ -80,9 +80,9 @@ def answer_prompts(
     return {"answered": total}
 
 
-def _ask(llm: LLM, questions: Path, output: Path, asked: SpeedupRequest, temperature: float) -> AnswerRun:
-    params = SamplingParams(max_tokens=asked.max_tokens, temperature=temperature, seed=1)
-    name = Path(asked.model).name
+def _ask(llm: LLM, questions: Path, output: Path, request: SpeedupRequest, temperature: float) -> AnswerRun:
+    params = SamplingParams(max_tokens=request.max_tokens, temperature=temperature, seed=1)
+    name = Path(request.model).name
     director = Director(tokenizer=llm.tokenizer, prompt_tokens=PROMPT_TOKENS, params=params, by=name)
     return AnswerRun(questions, output, director, skip_bad=True)
 

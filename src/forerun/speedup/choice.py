@@ -179,7 +179,7 @@ def choose_head(
         )
         return HeadChoice(best=best, train=False, reason=reason)
     if forced:
-        return HeadChoice(best=best, train=True, reason=f"asked for. {expected}; {together}")
+        return HeadChoice(best=best, train=True, reason=f"requested. {expected}; {together}")
     if best.speedup < settings.worth * without:
         reason = f"no head is worth its training. The best is {expected}; {together}"
         if best.tokens >= settings.most_epochs * budget.tokens:

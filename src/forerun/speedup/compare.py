@@ -28,7 +28,7 @@ CONFIDENCE = 0.95
 WARM_UP_TOKENS = 24
 STANDSTILL_S = 2.0  # A process that has not run for so long was stopped, or its machine slept
 ATTEMPTS = 3  # For a prompt while which the process stood still; then it is left out
-FEWEST = 5  # Prompts that are asked however long that takes, and below which there is no interval
+FEWEST = 5  # Prompts that are run however long that takes, and below which there is no interval
 
 
 _NUMBERS = itertools.count()
@@ -121,7 +121,7 @@ class SideBySide:
     ) -> list[AnswerTiming]:
         """Ask the prompts in order, at least the fewest, until the time is spent, and return all answers.
 
-        `done` are those of an earlier call, which are not asked again. `tell` is called after each prompt.
+        `done` are those of an earlier call, which are not run again. `tell` is called after each prompt.
         """
         found = list(done)
         known = {one.digest for one in found}

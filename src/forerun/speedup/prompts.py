@@ -29,7 +29,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupPrompt:
-    """A `SpeedupPrompt` is one thing that the model is asked, in the form that ``forerun data`` reads."""
+    """A `SpeedupPrompt` is one prompt of the model, in the form that ``forerun data`` reads."""
 
     digest: str
     category: str
@@ -95,20 +95,20 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
 
 
 def _entry(record: Record, *, template: bool) -> dict[str, Any] | None:
-    """Return what is asked of a record, its answers left out, unless a server wrote them down; None if nothing is."""
+    """Return the prompt of a record, its completions left out unless a server wrote them down; None if it has none."""
     if record.tokens:
         given = record.prompt_tokens
         ids = {"prompt_token_ids": list(record.tokens[:given]), "token_ids": list(record.tokens[given:])}
         return {**ids, "vocabulary": record.vocabulary}
     if not record.messages:
         return {"text": record.text}
-    asked = [message for message in record.messages if message["role"] in ("system", "user")]
-    if not any(message["role"] == "user" for message in asked):
+    prompt = [message for message in record.messages if message["role"] in ("system", "user")]
+    if not any(message["role"] == "user" for message in prompt):
         return None
     if not template:
-        return {"text": "\n\n".join(str(message["content"]) for message in asked[:2])}
+        return {"text": "\n\n".join(str(message["content"]) for message in prompt[:2])}
     tools = {"tools": [dict(tool) for tool in record.tools]} if record.tools else {}
-    return {"messages": asked, **tools}
+    return {"messages": prompt, **tools}
 
 
 def _with_few_categories(prompts: list[SpeedupPrompt]) -> list[SpeedupPrompt]:

@@ -104,7 +104,7 @@ STAGES = (
     SpeedupStage(name=RESULT, words="write the page and the lines that serve it", share=0.0),
 )
 FROM_KIND = ("choice", "training", "comparison", RESULT)
-"""These stages are made again where another kind of head is asked for."""
+"""These stages are made again where another kind of head is requested."""
 FROM_BUDGET = ("answers", "free", *FROM_KIND)
 """These stages are made again for another budget."""
 
@@ -112,13 +112,13 @@ FROM_BUDGET = ("answers", "free", *FROM_KIND)
 class SpeedupRun:
     """A `SpeedupRun` goes through the stages in one folder."""
 
-    def __init__(self, asked: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
+    def __init__(self, request: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
         """Open the folder; ArgumentError where it holds a run for another model or other prompts.
 
         `load` loads the model, with rows for `SpeedupSettings.rows` answers and no prefix cache.
         """
-        self.asked, self.console, self._load = asked, console, load
-        self.folder = asked.output
+        self.request, self.console, self._load = request, console, load
+        self.folder = request.output
         self._llm: LLM | None = None
         self._open()
 
@@ -163,7 +163,7 @@ class SpeedupRun:
 
     def plan(self) -> list[dict[str, Any]]:
         """Return the stages with the minutes that each is expected to take, or took."""
-        budget, found = self.asked.budget_s, list[dict[str, Any]]()
+        budget, found = self.request.budget_s, list[dict[str, Any]]()
         spent = sum(self.read(one.name)["seconds"] for one in STAGES if self.done(one.name) and one.name != "training")
         shares = {stage.name: 0.0 if self.done(stage.name) else self._share(stage) for stage in STAGES}
         left = budget - spent - sum(shares.values()) * budget
@@ -184,7 +184,7 @@ class SpeedupRun:
 
     def _draws(self) -> bool:
         """Return whether prompts are to be drawn from the model: none are given, and it knows users."""
-        return not self.asked.prompts and (not self.done("machine") or self.read("machine")["template"])
+        return not self.request.prompts and (not self.done("machine") or self.read("machine")["template"])
 
     def _training_seconds(self, expected: float) -> float:
         """Return the seconds of the training, as they are chosen or else `expected`."""
@@ -208,31 +208,31 @@ class SpeedupRun:
         return read_sealed(self.path(name), f"delete {self.path(name)}, and the same command makes it again")
 
     def _open(self) -> None:
-        """Compare the folder with what is asked now."""
-        asked = {
-            "model": Path(self.asked.model).name,
-            "weights": target_hash(find_loaded(self.asked.model))[:16],
-            "prompts": sorted(hash_file(path)[:16] for path in self.asked.files),
-            "max_tokens": self.asked.max_tokens,
-            "dtype": self.asked.dtype,
+        """Compare the folder with the present request."""
+        wanted = {
+            "model": Path(self.request.model).name,
+            "weights": target_hash(find_loaded(self.request.model))[:16],
+            "prompts": sorted(hash_file(path)[:16] for path in self.request.files),
+            "max_tokens": self.request.max_tokens,
+            "dtype": self.request.dtype,
         }
-        self._settings = {**asked, "budget_s": self.asked.budget_s, "kind": self.asked.kind}
+        self._settings = {**wanted, "budget_s": self.request.budget_s, "kind": self.request.kind}
         self._again: tuple[str, ...] = ()  # Stages that another budget or kind of head makes anew
         if self.path("run").is_file():
             former = read_sealed(self.path("run"), f"choose another --output, or delete {self.folder}")
-            other = [name for name, value in asked.items() if former.get(name) != value]
+            other = [name for name, value in wanted.items() if former.get(name) != value]
             if other:
-                shown = "; ".join(f"{name} was {former.get(name)!r}, is {asked[name]!r}" for name in other)
+                shown = "; ".join(f"{name} was {former.get(name)!r}, is {wanted[name]!r}" for name in other)
                 raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
-            if former["budget_s"] != self.asked.budget_s:
+            if former["budget_s"] != self.request.budget_s:
                 self._again = FROM_BUDGET
-            elif former["kind"] != self.asked.kind:
+            elif former["kind"] != self.request.kind:
                 self._again = FROM_KIND
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise ArgumentError(f"{self.folder} exists and is no run of forerun speedup; choose another --output")
 
     def _begin(self) -> None:
-        """Write down what is asked, and forget the stages that another budget changes."""
+        """Write down the request, and forget the stages that another budget changes."""
         if self._again:
             kept = "measurements, prompts and answers that are written stay"
             self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
@@ -296,7 +296,7 @@ class SpeedupRun:
             "processor": processor_name(),
             "device": str(target.device),
             "dtype": target.dtype_name,
-            "parameters": count_weights(find_loaded(self.asked.model)),
+            "parameters": count_weights(find_loaded(self.request.model)),
             "layers": text.num_hidden_layers,
             "hidden_size": text.hidden_size,
             "vocab_size": text.vocab_size,
@@ -308,13 +308,13 @@ class SpeedupRun:
 
     def _prompts(self) -> dict[str, Any]:
         template, notes = self.read("machine")["template"], list[str]()
-        prompts, skipped = read_prompts(self.asked.files, template=template)
+        prompts, skipped = read_prompts(self.request.files, template=template)
         drawn = self._drawn(notes) if self._draws() else []
         split = split_drawn(drawn, prompts) if drawn else split_prompts(prompts, skipped=skipped)
         parts = {"train": split.train, "trial": split.trial, "held_out": split.held_out}
         for name, part in parts.items():
             write_file(self.folder / "prompts" / f"{name}.jsonl", "".join(prompt.line for prompt in part))
-        if not self.asked.prompts and not drawn:
+        if not self.request.prompts and not drawn:
             notes.append(
                 "the prompts are the built-in mix: yours say more about your use, and train a head (--prompts)"
             )
@@ -330,7 +330,7 @@ class SpeedupRun:
         for note in notes:
             self.console.say(f"  {note}")
         categories = sorted({prompt.category for prompt in (*prompts, *drawn)})
-        files = [path.name for path in self.asked.prompts] or [
+        files = [path.name for path in self.request.prompts] or [
             *(["prompts that the model itself wrote"] if drawn else []),
             "the built-in mix",
         ]
@@ -338,10 +338,10 @@ class SpeedupRun:
 
     def _drawn(self, notes: list[str]) -> list[SpeedupPrompt]:
         """Return prompts that the model itself wrote, as many as the time allows, and note what they are; none where
-        it writes nothing that can be asked.
+        it writes no usable prompt.
         """
         path = self.folder / "prompts" / "drawn.jsonl"
-        deadline = time.monotonic() + SETTINGS.drawing_share * self.asked.budget_s
+        deadline = time.monotonic() + SETTINGS.drawing_share * self.request.budget_s
         with self.console.busy("drawing prompts from the model") as tell:
             draw = PromptDraw(
                 output=path,
@@ -369,12 +369,12 @@ class SpeedupRun:
         return [SpeedupPrompt.parse(line) for line in lines]
 
     def _answers(self) -> dict[str, Any]:
-        seconds = SETTINGS.answers_share * self.asked.budget_s
+        seconds = SETTINGS.answers_share * self.request.budget_s
         parts = {"trial": self.part("trial"), "train": self.part("train")}
         folder = self.folder / "answers"
         with self.console.busy("answering") as tell:
-            found = answer_prompts(self.llm, parts, folder, self.asked, seconds=seconds, tell=tell)
-        found |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.asked.model)
+            found = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, tell=tell)
+        found |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.request.model)
         tokens = found["tokens"]
         self.console.say(f"  {found['answered']:,} answers, {tokens:,} tokens to learn")
         for note in found["notes"]:
@@ -382,14 +382,14 @@ class SpeedupRun:
         return found
 
     def _free(self) -> dict[str, Any]:
-        seconds, prompts = SETTINGS.free_share * self.asked.budget_s, self.asked_prompts("trial")
+        seconds, prompts = SETTINGS.free_share * self.request.budget_s, self.asked_prompts("trial")
         deadline = time.monotonic() + seconds
         arms, cost, forecasts = (SpeedupArm(name=PLAIN), *FREE), self.cost(), dict[str, Any]()
         with self.console.busy("trying") as tell:
             for arm in FREE:
                 if arm.name != "auto":
                     forecasts[arm.name] = self._forecast(arm, prompts, cost, tell, seconds=seconds)
-            tokens = min(SETTINGS.trial_tokens, self.asked.max_tokens)
+            tokens = min(SETTINGS.trial_tokens, self.request.max_tokens)
             compared, left = SideBySide(self.llm, arms, max_tokens=tokens, fewest=2), deadline - time.monotonic()
             timings = compared.ask(prompts, seconds=left, tell=lambda found: tell(_count(found, arms)))
         figures = summarise(timings, arms)
@@ -415,9 +415,9 @@ class SpeedupRun:
         """
         config = SpeculativeConfig.parse(arm.speculative or None)
         assert config is not None
-        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.asked.compared_tokens}
+        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.request.compared_tokens}
         chosen = [prompt.prompt for prompt in prompts]
-        each_s = self.asked.compared_tokens * cost.pass_ms(1) / 1000
+        each_s = self.request.compared_tokens * cost.pass_ms(1) / 1000
         most = max(1, min(SETTINGS.forecast_prompts, int(SETTINGS.forecast_share * seconds / each_s)))
         answers = EncodedPrompts.of(self.llm, chosen, limit=most, **how)
         try:
@@ -436,7 +436,7 @@ class SpeedupRun:
 
     def asked_prompts(self, name: str) -> list[AskedPrompt]:
         """Return the prompts of a part as the engine takes them; those that are too long are left out."""
-        found, room = list[AskedPrompt](), self.llm.max_model_len - self.asked.compared_tokens
+        found, room = list[AskedPrompt](), self.llm.max_model_len - self.request.compared_tokens
         for prompt in take_turns(self.part(name)):
             try:
                 ids = self._ids(prompt)
@@ -458,7 +458,7 @@ class SpeedupRun:
 
     def _choice(self) -> dict[str, Any]:
         answers, free = self.read("answers"), self.read("free")
-        left = self.asked.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
+        left = self.request.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
         left *= SETTINGS.steps_share
         if answers["reason"]:
             found = HeadChoice(best=None, train=False, reason=answers["reason"])
@@ -468,7 +468,7 @@ class SpeedupRun:
             with self.console.busy("measuring an untrained head") as tell:
                 found, considered = choose_for(
                     self.llm,
-                    self.asked,
+                    self.request,
                     self.cost(),
                     self.folder,
                     parameters=self.read("machine")["parameters"],
@@ -485,7 +485,7 @@ class SpeedupRun:
         if not choice["train"]:
             return {"head": None}
         self.release()
-        training = HeadTraining.of(self.asked, choice, self.folder)
+        training = HeadTraining.of(self.request, choice, self.folder)
         outcome = training.run()
         if outcome["interrupted"]:
             raise KeyboardInterrupt
@@ -501,7 +501,7 @@ class SpeedupRun:
             head = str((self.folder / trained["head"]).resolve())
             alone_ = SpeedupArm(name=trained["kind"], speculative={"method": trained["kind"], "model": head})
             arms += [alone_, SpeedupArm(name=f"auto + {alone_.name}", speculative={"method": "auto", "model": head})]
-        path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.asked.budget_s
+        path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.request.budget_s
         with self.console.busy("measuring") as tell:
             if trained["head"] is not None:
                 forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell, seconds=seconds)
@@ -510,7 +510,7 @@ class SpeedupRun:
                 write_file(path, json.dumps([asdict(one) for one in found]))
                 tell(_count(found, arms))
 
-            compared = SideBySide(self.llm, arms, max_tokens=self.asked.compared_tokens)
+            compared = SideBySide(self.llm, arms, max_tokens=self.request.compared_tokens)
             timings = compared.ask(prompts, seconds=seconds, done=_kept(path, arms), tell=keep)
         plain = [one for one in timings if one.arm == PLAIN and one.temperature == 0]
         return {
@@ -530,11 +530,11 @@ class SpeedupRun:
     def _result(self) -> dict[str, Any]:
         found = {stage.name: self.read(stage.name) for stage in STAGES if stage.name != RESULT}
         verdict = verdict_of(found)
-        lines = serving_lines(self.asked.model, self.folder.resolve(), verdict, found["comparison"]["forecasts"])
+        lines = serving_lines(self.request.model, self.folder.resolve(), verdict, found["comparison"]["forecasts"])
         result = {
-            "model": self.asked.model,
+            "model": self.request.model,
             "output": str(self.folder),
-            "budget_s": self.asked.budget_s,
+            "budget_s": self.request.budget_s,
             "seconds_spent": round(self.spent(), 1),
             **verdict,
             "serve": lines,

@@ -1,4 +1,4 @@
-"""This module has what is asked of ``forerun speedup``, and the figures that it decides by, each with its unit and
+"""This module has the request of ``forerun speedup``, and the figures that it decides by, each with its unit and
 where it comes from.
 """
 
@@ -39,7 +39,7 @@ class HeadSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupSettings:
-    """`SpeedupSettings` say how a budget is spent, and how much is asked."""
+    """`SpeedupSettings` say how a budget is spent, and on how much."""
 
     drawing_share: float = 0.04  # Of the budget: prompts are drawn, where none are given
     answers_share: float = 0.25  # The model answers the training prompts

@@ -44,7 +44,7 @@ PROBED = 8192  # Draft vocabulary of the head that is measured
 
 def choose_for(
     llm: LLM,
-    asked: SpeedupRequest,
+    request: SpeedupRequest,
     cost: CostModel,
     folder: Path,
     *,
@@ -71,19 +71,19 @@ def choose_for(
         if wanted < size
     }
     forecasts = list[HeadForecast]()
-    for kind in SETTINGS.head.kinds if asked.kind is None else (asked.kind,):
+    for kind in SETTINGS.head.kinds if request.kind is None else (request.kind,):
         shapes = [_shape(llm, kind, None, 1.0)]
         shapes += [_shape(llm, kind, wanted, share) for wanted, share in vocabularies.items()]
         probed = min(shapes, key=lambda one: abs((one.vocab_size or size) - PROBED))
         tell(f"an untrained {kind} head")
         # TrainingRun loads the target once more, and measures what a step takes.
-        probe = _probe(llm, asked, folder, data, probed)
+        probe = _probe(llm, request, folder, data, probed)
         forecasts += [
             forecast_head(dataclasses.replace(shape, steps=steps), probe, budget, cost, free)
             for shape in shapes
             for steps in (SETTINGS.head.steps if "steps" in _settings_of(kind) else (1,))
         ]
-    choice = choose_head(forecasts, free, budget, forced=asked.kind is not None)
+    choice = choose_head(forecasts, free, budget, forced=request.kind is not None)
     return choice, [HeadChoice(best=one, train=False, reason="").record() for one in forecasts]
 
 
@@ -110,10 +110,10 @@ def _shape(llm: LLM, kind: str, vocab_size: int | None, share: float) -> HeadSha
     return HeadShape(kind=kind, vocab_size=vocab_size, steps=7, parameters=parameters, coverage=share)
 
 
-def _probe(llm: LLM, asked: SpeedupRequest, folder: Path, data: PreparedData, shape: HeadShape) -> TrainingProbe:
+def _probe(llm: LLM, request: SpeedupRequest, folder: Path, data: PreparedData, shape: HeadShape) -> TrainingProbe:
     """Measure a draft and a training step of an untrained head."""
     draft = _time_drafts(llm, shape, data)
-    recipe = make_training(asked, folder, shape, seconds=1.0, output=folder / "probe")
+    recipe = make_training(request, folder, shape, seconds=1.0, output=folder / "probe")
     run = TrainingRun(recipe, Parallel.from_environment("ddp"))
     steps = [float(run.measure()["seconds_per_step"]) for _ in range(2)]
     windows = PackedWindows(data, length=recipe.windows.length, rows=1, seed=0)
@@ -134,7 +134,7 @@ def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
 
 
 def make_training(
-    asked: SpeedupRequest, folder: Path, shape: HeadShape, *, seconds: float, output: Path
+    request: SpeedupRequest, folder: Path, shape: HeadShape, *, seconds: float, output: Path
 ) -> TrainRecipe[Any]:
     """Return the recipe that trains a head of `shape` for so many seconds on the answers in `folder`, and evaluates it
     on the trial prompts.
@@ -142,8 +142,8 @@ def make_training(
     settings = SETTINGS.head
     objective = {"steps": shape.steps} if "steps" in _settings_of(shape.kind) else {}
     values: dict[str, Any] = {
-        "target": asked.model,
-        "target_dtype": asked.dtype,
+        "target": request.model,
+        "target_dtype": request.dtype,
         "data": str(folder / "prepared" / "train"),
         "output": str(output),
         "draft": {"vocab_size": shape.vocab_size, "options": dict(settings.options.get(shape.kind, {}))},
@@ -167,7 +167,7 @@ class HeadTraining:
     recipe: TrainRecipe[Any]
 
     @classmethod
-    def of(cls, asked: SpeedupRequest, choice: Mapping[str, Any], folder: Path) -> HeadTraining:
+    def of(cls, request: SpeedupRequest, choice: Mapping[str, Any], folder: Path) -> HeadTraining:
         """Return the training of a choice's record, in a folder of its own: another budget begins anew."""
         shape = HeadShape(
             kind=choice["kind"],
@@ -178,7 +178,7 @@ class HeadTraining:
         )
         seconds = choice["training_seconds"]
         output = folder / "training" / f"{shape.kind}-{seconds:.0f}s"
-        return cls(recipe=make_training(asked, folder, shape, seconds=seconds, output=output))
+        return cls(recipe=make_training(request, folder, shape, seconds=seconds, output=output))
 
     def run(self) -> dict[str, Any]:
         """Train, on from where an earlier run stopped, and return the outcome of `TrainingRun.train`."""

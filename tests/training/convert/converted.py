@@ -1,4 +1,4 @@
-"""What the tests of `forerun.convert` share: a tiny model of one's own, a small configuration, a text."""
+"""What the tests of `forerun.modelopt.convert` share: a tiny model of one's own, a small configuration, a text."""
 
 import copy
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import forerun
-from forerun import EAGLE3_DEFAULT_CFG
+from forerun import modelopt
+from forerun.modelopt import EAGLE3_DEFAULT_CFG
 from training.ttt import model
 
 SMALL = {
@@ -41,7 +41,7 @@ def text(rows: int = 2, length: int = 12, seed: int = 5) -> Tensor:
 def eagle(architecture: dict[str, Any] | None = None, **options: Any) -> Any:
     """The tiny Llama with such a head."""
     made = base()
-    forerun.convert(made, [("eagle", config(architecture, **options))])
+    modelopt.convert(made, [("eagle", config(architecture, **options))])
     return made
 
 

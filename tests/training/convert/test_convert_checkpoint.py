@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
-import forerun
-from forerun.errors import ArgumentError, CheckpointError
+from forerun import modelopt
+from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.heads.files import read_head
 from forerun.model.fingerprint import fingerprint
 from forerun.training.convert.model import ConvertedModel
@@ -22,7 +22,7 @@ def enabled(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The hook, until the test ends; what was there before."""
     before = PreTrainedModel.__dict__["from_pretrained"]
     monkeypatch.setattr(PreTrainedModel, "from_pretrained", before)
-    forerun.enable_huggingface_checkpointing()
+    modelopt.enable_huggingface_checkpointing()
     return before
 
 
@@ -77,7 +77,7 @@ def test_with_the_hook_the_converted_model_comes_back(tmp_path: Path) -> None:
 
 def test_the_hook_can_be_set_twice(enabled: Any) -> None:
     once = PreTrainedModel.__dict__["from_pretrained"]
-    forerun.enable_huggingface_checkpointing()
+    modelopt.enable_huggingface_checkpointing()
     assert PreTrainedModel.__dict__["from_pretrained"] is once is not enabled
 
 
@@ -207,7 +207,7 @@ def test_trainer_resumes_after_load_head_as_if_it_had_not_stopped(tmp_path: Path
     trainer(cut, tmp_path / "cut", max_steps=2, save_strategy="steps", save_steps=2).train()
     checkpoint = tmp_path / "cut" / "checkpoint-2"
     again = trainer(resumed, tmp_path / "resumed", max_steps=3)
-    with pytest.raises(forerun.ForerunError, match="load_head"):
+    with pytest.raises(ForerunError, match="load_head"):
         again.train(resume_from_checkpoint=str(checkpoint))
     resumed.load_head(checkpoint)
     again.train(resume_from_checkpoint=str(checkpoint))

@@ -8,11 +8,11 @@ import torch
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-import forerun
-from forerun import EAGLE3_DEFAULT_CFG
+from forerun import modelopt
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
 from forerun.losses.objective import FrozenTarget
+from forerun.modelopt import EAGLE3_DEFAULT_CFG
 from forerun.training.convert.model import token_batch
 from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG
 from training.convert.converted import SMALL, base, config, eagle, learned, text
@@ -29,7 +29,7 @@ def test_modelopts_tutorial_runs_with_its_imports_changed(tmp_path: Any) -> None
     preset = copy.deepcopy(EAGLE3_DEFAULT_CFG)
 
     # --- the tutorial; `mtsp` was modelopt.torch.speculative
-    mtsp = forerun
+    mtsp = modelopt
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     cfg = EAGLE3_DEFAULT_CFG["config"].copy()
     cfg["eagle_architecture_config"].update(
@@ -50,7 +50,7 @@ def test_modelopts_tutorial_runs_with_its_imports_changed(tmp_path: Any) -> None
 
 def test_it_is_the_same_object_and_still_a_llama(converted: Any) -> None:
     model = base()
-    assert forerun.convert(model, {"algorithm": "eagle", "config": config()}) is model
+    assert modelopt.convert(model, {"algorithm": "eagle", "config": config()}) is model
     assert isinstance(converted, LlamaForCausalLM)
     assert type(converted).__name__ == "LlamaForCausalLM"
     assert type(model) is type(converted)
@@ -134,7 +134,7 @@ def test_gradient_checkpointing_reaches_the_head(converted: Any, monkeypatch: py
 
 def test_a_half_precision_base_trains_a_float32_head() -> None:
     model = base().bfloat16()
-    forerun.convert(model, [("eagle", config())])
+    modelopt.convert(model, [("eagle", config())])
     model.train()
     found = model(text())
     found.loss.backward()
@@ -167,9 +167,9 @@ def test_a_reduced_vocabulary_must_be_known_first() -> None:
 
 def test_what_cannot_be_converted_stays_as_it_was(converted: Any) -> None:
     with pytest.raises(ArgumentError, match="already"):
-        forerun.convert(converted, [("eagle", config())])
+        modelopt.convert(converted, [("eagle", config())])
     with pytest.raises(ArgumentError, match="causal LM"):
-        forerun.convert(torch.nn.Linear(1, 1), [("eagle", config())])
+        modelopt.convert(torch.nn.Linear(1, 1), [("eagle", config())])
     for wrong in (
         config({"eagle_aux_hidden_state_layer_ids": [1, 4]}),
         config({"draft_vocab_size": 20}, eagle_draft_vocab_ids=[1]),
@@ -177,13 +177,13 @@ def test_what_cannot_be_converted_stays_as_it_was(converted: Any) -> None:
     ):
         model = base()
         with pytest.raises(ArgumentError):
-            forerun.convert(model, [("eagle", wrong)])
+            modelopt.convert(model, [("eagle", wrong)])
         assert type(model) is LlamaForCausalLM
         assert all(weight.requires_grad for weight in model.parameters())
     model = base()
     model.forward = model.forward
     with pytest.raises(ArgumentError, match="before"):
-        forerun.convert(model, [("eagle", config())])
+        modelopt.convert(model, [("eagle", config())])
 
 
 def test_inputs_of_another_shape_are_refused(converted: Any) -> None:
@@ -210,7 +210,7 @@ def first_eagle(regression: bool, **more: Any) -> Any:
     cfg = {"eagle_architecture_config": shape, "eagle_hidden_state_distillation": regression, **more}
     model = base()
     torch.manual_seed(3)
-    forerun.convert(model, [("eagle", cfg)])
+    modelopt.convert(model, [("eagle", cfg)])
     return model
 
 

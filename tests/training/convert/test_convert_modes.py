@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-import forerun
+from forerun import modelopt
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.dflash import DFlashObjective, DFlashSettings
 from forerun.heads.files import read_head
@@ -40,7 +40,7 @@ def converted(name: str, folder: Path) -> Any:
         model: Any = AutoModelForCausalLM.from_pretrained(folder / "target")
     else:
         model = base()
-    assert forerun.convert(model, [(name, CONFIGS[name])]) is model
+    assert modelopt.convert(model, [(name, CONFIGS[name])]) is model
     torch.manual_seed(11)
     with torch.no_grad():
         for weight in head_of(model).parameters():
@@ -117,7 +117,7 @@ def test_an_engine_that_reads_no_such_head_is_refused_by_name(tmp_path: Path) ->
 def test_mtp_begins_with_the_checkpoints_layers(tmp_path: Path) -> None:
     Checkpoint("glm", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    forerun.convert(model, [("mtp", {})])
+    modelopt.convert(model, [("mtp", {})])
     stored = read_target(str(tmp_path)).tensors
     assert all(
         torch.equal(tensor, stored[key].float()) for key, tensor in head_of(model).state_dict().items() if key != "d2t"
@@ -127,7 +127,7 @@ def test_mtp_begins_with_the_checkpoints_layers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="brings no MTP layers"):
         plain = base()
         plain.save_pretrained(tmp_path / "plain")
-        forerun.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), [("mtp", {})])
+        modelopt.convert(AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), [("mtp", {})])
 
 
 def test_what_a_dflash_configuration_means() -> None:
@@ -170,5 +170,5 @@ def test_a_mode_that_does_not_fit_leaves_the_model_as_it_was() -> None:
     for mode in (("medusa", {"medusa_num_heads": 0}), ("dflash", {"dflash_block_size": 1}), ("mtp", {})):
         model = base()
         with pytest.raises(ArgumentError):
-            forerun.convert(model, [mode])
+            modelopt.convert(model, [mode])
         assert type(model).__name__ == "LlamaForCausalLM" and all(p.requires_grad for p in model.parameters())

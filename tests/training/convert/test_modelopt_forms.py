@@ -12,8 +12,11 @@ import torch.distributed.tensor.experimental
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-import forerun
-from forerun import (
+from forerun import modelopt
+from forerun.errors import ArgumentError, CheckpointError, DataError
+from forerun.heads.files import read_head
+from forerun.heads.peagle import PEagleObjective
+from forerun.modelopt import (
     DFLASH_DEFAULT_CFG,
     EAGLE1_DEFAULT_CFG,
     EAGLE3_DEFAULT_CFG,
@@ -22,9 +25,6 @@ from forerun import (
     EagleConfig,
     MedusaConfig,
 )
-from forerun.errors import ArgumentError, CheckpointError, DataError
-from forerun.heads.files import read_head
-from forerun.heads.peagle import PEagleObjective
 from forerun.training.recipe import read_recipe
 from training.convert.converted import SMALL, base, config, eagle, learned, text
 
@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 def converted(mode: Any) -> Any:
     torch.manual_seed(3)
-    return forerun.convert(base(), mode)
+    return modelopt.convert(base(), mode)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -111,13 +111,13 @@ def test_a_form_trains_and_comes_back(form: str, tmp_path: Path) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     learning = {name for name, weight in model.named_parameters() if weight.grad is not None}
     assert learning == {name for name, weight in model.named_parameters() if weight.requires_grad}
-    forerun.save(model.eval(), tmp_path / "saved")
-    back = forerun.restore(base(), tmp_path / "saved")
+    modelopt.save(model.eval(), tmp_path / "saved")
+    back = modelopt.restore(base(), tmp_path / "saved")
     torch.manual_seed(1)
     expected = model(input_ids=ids, labels=ids).loss
     torch.manual_seed(1)
     assert back(input_ids=ids, labels=ids).loss == expected
-    exported = forerun.export_speculative_decoding(model, export_dir=tmp_path / "out", dtype=torch.float16)
+    exported = modelopt.export_speculative_decoding(model, export_dir=tmp_path / "out", dtype=torch.float16)
     found = read_head(tmp_path / "out")
     assert found.config.kind == kind
     assert {tensor.dtype for tensor in found.tensors.values() if tensor.is_floating_point()} == {torch.float16}
@@ -129,7 +129,7 @@ def test_a_form_is_refused_by_name_and_the_model_stays(form: str) -> None:
     mode, message = REFUSED[form]
     model = base()
     with pytest.raises(ArgumentError, match=message):
-        forerun.convert(model, mode())
+        modelopt.convert(model, mode())
     assert type(model) is LlamaForCausalLM and "eagle_module" not in dict(model.named_children())
 
 
@@ -197,15 +197,15 @@ def test_adapters_learn_with_the_head_and_keep_the_answers(tmp_path: Path) -> No
     found = model(input_ids=ids, labels=ids)
     entropy = -(base()(ids).logits.log_softmax(-1) * base()(ids).logits.softmax(-1)).sum(-1)[:, :-1].mean()
     assert 0.1 * entropy < found.base_loss < 0.1 * (entropy + 1)
-    forerun.save(model.eval(), tmp_path / "saved")
+    modelopt.save(model.eval(), tmp_path / "saved")
     assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "saved")(ids).logits, base()(ids).logits)
     expected = model(ids).logits
     assert not torch.equal(expected, base()(ids).logits)
     prompt = ids[:1, :6]
-    answer, _ = forerun.HFARValidation(model, Words()).validate(8, input_ids=prompt)
+    answer, _ = modelopt.HFARValidation(model, Words()).validate(8, input_ids=prompt)
     assert torch.equal(answer, model.generate(prompt, max_new_tokens=8, do_sample=False))
-    torch.testing.assert_close(forerun.restore(base(), tmp_path / "saved")(ids).logits, expected)
-    forerun.export_speculative_decoding(model, export_dir=tmp_path / "out")
+    torch.testing.assert_close(modelopt.restore(base(), tmp_path / "saved")(ids).logits, expected)
+    modelopt.export_speculative_decoding(model, export_dir=tmp_path / "out")
     adapted: Any = PeftModel.from_pretrained(base(), tmp_path / "out" / "base_lora")
     torch.testing.assert_close(adapted(ids).logits, expected)
 
@@ -225,7 +225,7 @@ def test_stored_states_train_the_same_head(tmp_path: Path) -> None:
         row = text(1, length, seed=number)
         states = {name: values[0] for name, values in stored(online, row).items()}
         torch.save({"input_ids": row[0], **states}, tmp_path / f"{number}.pt")
-    dataset = forerun.OfflineStates(tmp_path)
+    dataset = modelopt.OfflineStates(tmp_path)
     batch = dataset.collate([dataset[index] for index in range(len(dataset))])
     found = offline.train()(**batch)
     plain = {name: values for name, values in batch.items() if name != "base_model_outputs"}
@@ -236,7 +236,7 @@ def test_stored_states_train_the_same_head(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="converted with eagle_offline"):
         online(**batch)
     with pytest.raises(DataError, match="forerun features"):
-        forerun.OfflineStates(tmp_path / "none")
+        modelopt.OfflineStates(tmp_path / "none")
 
 
 def test_stored_states_may_be_padded_anywhere_and_lack_the_final_norm() -> None:
@@ -269,45 +269,45 @@ class Words:
 
 def test_a_draft_vocabulary_is_calibrated_kept_and_set(tmp_path: Path) -> None:
     talk = [[{"role": "user", "content": "7 7 7 3 3"}], [{"role": "assistant", "content": "9 9 3 11"}]]
-    offsets = forerun.calibrate_frequent_vocab(Words(), talk, 3, tmp_path / "d2t.pt")
+    offsets = modelopt.calibrate_frequent_vocab(Words(), talk, 3, tmp_path / "d2t.pt")
     assert offsets.tolist() == [3, 6, 7]
-    assert torch.equal(forerun.calibrate_frequent_vocab(Words(), ["7 7 7 3 3 3", "9 9 11"], 3), offsets)
-    ids = forerun.read_draft_vocabulary(tmp_path / "d2t.pt")
+    assert torch.equal(modelopt.calibrate_frequent_vocab(Words(), ["7 7 7 3 3 3", "9 9 11"], 3), offsets)
+    ids = modelopt.read_draft_vocabulary(tmp_path / "d2t.pt")
     assert ids.tolist() == [3, 7, 9]
     model = eagle({"draft_vocab_size": 3})
     model.set_draft_vocabulary(ids)
     assert model.eagle_module.token_ids.tolist() == [3, 7, 9]
     with pytest.raises(ArgumentError, match="4 different tokens"):
-        forerun.calibrate_frequent_vocab(Words(), talk, 5)
+        modelopt.calibrate_frequent_vocab(Words(), talk, 5)
     torch.save({"d2t": offsets}, tmp_path / "other.pt")
     (tmp_path / "text.pt").write_text("no tensors")
     for name in ("other.pt", "text.pt", "missing.pt"):
         with pytest.raises(CheckpointError, match=name):
-            forerun.read_draft_vocabulary(tmp_path / name)
+            modelopt.read_draft_vocabulary(tmp_path / name)
 
 
 def test_acceptance_is_measured_by_decoding() -> None:
     model = eagle()
     plain = base().generate(text(1, 6), max_new_tokens=12, do_sample=False)
-    ids, rate = forerun.HFARValidation(model, Words()).validate(12, input_ids=text(1, 6), steps=2)
+    ids, rate = modelopt.HFARValidation(model, Words()).validate(12, input_ids=text(1, 6), steps=2)
     assert torch.equal(ids, plain) and 1.0 <= rate <= 3.0
     words = [{"role": "user", "content": " ".join(map(str, text(1, 6)[0].tolist()))}]
-    assert torch.equal(forerun.HFARValidation(model, Words()).validate(12, words)[0], plain)
+    assert torch.equal(modelopt.HFARValidation(model, Words()).validate(12, words)[0], plain)
 
 
 def test_what_is_not_converted_is_not_saved_and_what_is_none_is_not_restored(tmp_path: Path) -> None:
-    for call in (forerun.save, forerun.export_hf_checkpoint):
+    for call in (modelopt.save, modelopt.export_hf_checkpoint):
         with pytest.raises(ArgumentError, match="convert it first"):
             call(base(), tmp_path)
     with pytest.raises(ArgumentError, match="export_dir"):
-        forerun.export_hf_checkpoint(eagle())
-    with pytest.raises(CheckpointError, match=r"forerun\.save"):
-        forerun.restore(base(), tmp_path)
+        modelopt.export_hf_checkpoint(eagle())
+    with pytest.raises(CheckpointError, match=r"forerun\.modelopt\.save"):
+        modelopt.restore(base(), tmp_path)
     with pytest.raises(ArgumentError, match="load_head"):
-        forerun.restore(eagle(), tmp_path)
+        modelopt.restore(eagle(), tmp_path)
     (tmp_path / "file.pth").touch()
     with pytest.raises(ArgumentError, match="in a directory"):
-        forerun.save(eagle(), tmp_path / "file.pth")
+        modelopt.save(eagle(), tmp_path / "file.pth")
 
 
 def test_medusas_arguments_of_a_call_are_refused_with_what_trains_both() -> None:
@@ -408,7 +408,7 @@ def test_other_recipes_of_modelopts_are_read_by_their_kind(tmp_path: Path) -> No
         ("weight_decay", "weight_decai", "Did you mean 'training.weight_decay'"),
         ("\neagle:", "\neagles:", "no section 'eagles'"),
         ("speculative_eagle", "ptq", "recipe_type.*'ptq'"),
-        ("eagle_ttt_steps: 4", "eagle_freeze_base_model: false", r"forerun\.convert"),
+        ("eagle_ttt_steps: 4", "eagle_freeze_base_model: false", r"forerun\.modelopt\.convert"),
         ("eagle_ttt_steps: 4", "eagle_ttt_step: 4", "Did you mean 'eagle_ttt_steps'"),
     ],
 )

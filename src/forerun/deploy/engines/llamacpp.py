@@ -2,7 +2,7 @@
 
 Flags are from ``tools/server/README.md``, which its own ``--help`` is made of, of November 2026,
 and from running 0.5.0 (``tests_llama``), which is the same. It numbers builds, several a day; where
-``llama-server`` is on this machine its ``--help`` is asked, too. It drafts chains.
+``llama-server`` is on this machine its ``--help`` is read, too. It drafts chains.
 """
 
 from __future__ import annotations
@@ -53,25 +53,25 @@ class LlamaCpp(EngineInfo):
         "mtp": Counterpart(name="draft-mtp", model=False),
     }
 
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
-        if asked.nodes > 1:
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+        if request.nodes > 1:
             raise ArgumentError("llama.cpp is deployed on one machine: leave --nodes out, or take vllm or sglang")
         before = list[Command]()
-        model = _gguf(asked.model, None, before)
-        words = [SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(asked.port)]
-        if asked.tp * asked.pp > 1:
-            words += ["--split-mode", "tensor" if asked.tp > 1 else "layer"]
+        model = _gguf(request.model, None, before)
+        words = [SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(request.port)]
+        if request.tp * request.pp > 1:
+            words += ["--split-mode", "tensor" if request.tp > 1 else "layer"]
             notes.append("llama.cpp shares a model out to all devices that it sees; CUDA_VISIBLE_DEVICES says which")
-        words += self._speculation(asked, before, notes) if asked.config is not None else []
-        _probe(words, asked)
+        words += self._speculation(request, before, notes) if request.config is not None else []
+        _probe(words, request)
         return Deployment(commands=(*before, Command(words=tuple(words), where="then" if before else "")))
 
-    def _speculation(self, asked: DeployRequest, before: list[Command], notes: list[str]) -> list[str]:
-        draft, way, first = self.chosen(asked, notes)
+    def _speculation(self, request: DeployRequest, before: list[Command], notes: list[str]) -> list[str]:
+        draft, way, first = self.chosen(request, notes)
         notes.append(_MATCHES)
-        examined, k = self.read_drafter(asked, draft, notes)
-        self.chain_only(asked, draft, k, notes)
-        self.schedule(asked, k, notes, able=False)
+        examined, k = self.read_drafter(request, draft, notes)
+        self.chain_only(request, draft, k, notes)
+        self.schedule(request, k, notes, able=False)
         copying = [one for one in (first, draft if way.name == "ngram-simple" else None) if one is not None]
         types = [*(["ngram-simple"] if first is not None else []), way.name]
         words = ["--spec-type", ",".join(types)]
@@ -81,10 +81,10 @@ class LlamaCpp(EngineInfo):
         if way.name == "ngram-simple":
             return words
         if draft.model is not None:
-            if draft.method in KINDS and is_local(draft.model) and not is_local(asked.model):
+            if draft.method in KINDS and is_local(draft.model) and not is_local(request.model):
                 raise ArgumentError(
                     f"llama.cpp's converter reads layers of the target for a head: name the target's directory instead "
-                    f"of {asked.model}, or the GGUF file of a head that is converted"
+                    f"of {request.model}, or the GGUF file of a head that is converted"
                 )
             name = _gguf(draft.model, examined, before)
             words += ["--spec-draft-model" if _is_file(name) else "--spec-draft-hf", name]
@@ -115,12 +115,12 @@ def _gguf(model: str, examined: ExaminedFiles | None, before: list[Command]) -> 
     return words[-1]
 
 
-def _probe(words: list[str], asked: DeployRequest) -> None:
+def _probe(words: list[str], request: DeployRequest) -> None:
     """Refuse options that the ``llama-server`` of this machine does not have; without one nothing
     is known.
     """
     program = shutil.which(SERVER)
-    if program is None or asked.force:
+    if program is None or request.force:
         return
     told: Any = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
     text = told.stdout + told.stderr

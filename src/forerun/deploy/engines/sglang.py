@@ -74,38 +74,38 @@ class SGLang(EngineInfo):
         "mtp": Counterpart(name="NEXTN", model=False),
     }
 
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
-        words = ["python", "-m", "sglang.launch_server", "--model-path", asked.model, "--port", str(asked.port)]
-        words += asked.sharing("--tp-size", "--pp-size")
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+        words = ["python", "-m", "sglang.launch_server", "--model-path", request.model, "--port", str(request.port)]
+        words += request.sharing("--tp-size", "--pp-size")
         speculation, schedule, environment = list[str](), tuple[Stretch, ...](), dict[str, str]()
-        if asked.config is not None and self.plugs_in(asked.config):
-            speculation, environment = self._plug_in(asked, asked.config, notes)
-        elif asked.config is not None:
-            speculation, schedule = self._speculation(asked, notes)
+        if request.config is not None and self.plugs_in(request.config):
+            speculation, environment = self._plug_in(request, request.config, notes)
+        elif request.config is not None:
+            speculation, schedule = self._speculation(request, notes)
         words += speculation
         # Each size is a lower bound; of the lengths that it may take there, there is one.
         table = {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
         files = {_TABLE: json.dumps(table, indent=2) + "\n"} if schedule else {}
-        if asked.nodes == 1:
+        if request.nodes == 1:
             command = Command(words=tuple(words), environment=environment)
             return Deployment(commands=(command,), files=files, schedule=schedule)
-        words += ["--dist-init-addr", f"{asked.first_machine}:{_PORT}", "--nnodes", str(asked.nodes), "--node-rank"]
-        commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(asked.nodes)]
+        words += ["--dist-init-addr", f"{request.first_machine}:{_PORT}", "--nnodes", str(request.nodes), "--node-rank"]
+        commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(request.nodes)]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
     def _plug_in(
-        self, asked: DeployRequest, config: SpeculativeConfig, notes: list[str]
+        self, request: DeployRequest, config: SpeculativeConfig, notes: list[str]
     ) -> tuple[list[str], dict[str, str]]:
         """Return options and environment for forerun's own drafter inside SGLang; ArgumentError if
         it should be adaptive.
         """
         drafts = self.drafts(config)
-        if asked.adaptive:
+        if request.adaptive:
             raise ArgumentError("SGLang scores as many tokens for each request at every step: leave --adaptive out")
         tree = config.method == "merge" or any(one.method == "rest" or one.nodes for one in drafts)
         k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(one.k for one in drafts))
         count = 1 + int(config.options.get("nodes", PLUGGED_NODES - 1) if tree else k)
-        self.schedule(asked, k, notes, able=False)
+        self.schedule(request, k, notes, able=False)
         notes.append(
             "forerun itself drafts inside SGLang (a plug-in), which verifies whole trees: `pip install forerun` beside "
             "it. It scores as many tokens for each request at every step, and verifies trees on pages of one token or "
@@ -116,25 +116,25 @@ class SGLang(EngineInfo):
         words += [] if tree else ["--speculative-eagle-topk", "1"]
         return words, {VARIABLE: json.dumps({"method": config.method, **config.drafter_options})}
 
-    def _speculation(self, asked: DeployRequest, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
-        draft, way, _ = self.chosen(asked, notes)
-        if way.name in ("DFLASH", "DSPARK") and asked.pp > 1:
+    def _speculation(self, request: DeployRequest, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
+        draft, way, _ = self.chosen(request, notes)
+        if way.name in ("DFLASH", "DSPARK") and request.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
-        examined, k = self.read_drafter(asked, draft, notes)
+        examined, k = self.read_drafter(request, draft, notes)
         notes += [_VERIFIES] if way.name in (*_LEVELS, "NGRAM") else []
         words = ["--speculative-algorithm", way.name]
         if draft.model is not None:
             words += ["--speculative-draft-model-path", draft.model]
-        branches = self._branches(asked, draft, way, k, notes)
-        schedule = self.schedule(asked, k, notes, able=way.name in _ADAPTS and branches == 1)
+        branches = self._branches(request, draft, way, k, notes)
+        schedule = self.schedule(request, k, notes, able=way.name in _ADAPTS and branches == 1)
         k = schedule[0].k if schedule else k
         if way.name in _LEVELS:
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(branches)]
         if way.name == "NGRAM":
             words += ["--speculative-ngram-max-bfs-breadth", str(branches)]
         words += self._count(draft, way, k, branches, examined)
-        words += [*_window(examined), *self._rule(asked, way, branches)]
-        words += ["--speculative-adaptive", "--speculative-adaptive-config", asked.path(_TABLE)] if schedule else []
+        words += [*_window(examined), *self._rule(request, way, branches)]
+        words += ["--speculative-adaptive", "--speculative-adaptive-config", request.path(_TABLE)] if schedule else []
         return words, schedule
 
     def _count(self, draft: DraftSpec, way: Counterpart, k: int, branches: int, examined: ExaminedFiles) -> list[str]:
@@ -153,18 +153,18 @@ class SGLang(EngineInfo):
         block = ["--speculative-dspark-block-size", str(k)] if way.name == "DSPARK" else []
         return [*block, "--speculative-num-draft-tokens", str(count)]
 
-    def _branches(self, asked: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]) -> int:
+    def _branches(self, request: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]) -> int:
         """Return the number of continuations of a node; 1 for a chain."""
         given, grows = draft.options, draft.method == "eagle2"
         if way.name in _LEVELS and (grows or given.get("top_k")):
             return int(given.get("top_k") or 10)
         if way.name == "NGRAM" and draft.nodes:
             return int(given.get("max_branches") or 10)
-        self.chain_only(asked, draft, k, notes)
+        self.chain_only(request, draft, k, notes)
         return 1
 
-    def _rule(self, asked: DeployRequest, way: Counterpart, branches: int) -> list[str]:
-        rule = asked.config.rule if asked.config is not None else None
+    def _rule(self, request: DeployRequest, way: Counterpart, branches: int) -> list[str]:
+        rule = request.config.rule if request.config is not None else None
         if rule is None:
             return []
         if way.name not in _SAMPLES or branches > 1:

@@ -43,25 +43,25 @@ class TensorRtLlm(EngineInfo):
         "mtp": Counterpart(name="MTP", model=False),
     }
 
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
-        words = ["trtllm-serve", asked.model, "--port", str(asked.port)]
-        words += asked.sharing("--tp_size", "--pp_size")
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+        words = ["trtllm-serve", request.model, "--port", str(request.port)]
+        words += request.sharing("--tp_size", "--pp_size")
         files = dict[str, str]()
-        if asked.config is not None:
-            words += ["--config", asked.path(TRTLLM)]
-            files[TRTLLM] = yaml.safe_dump(self._speculation(asked, notes), sort_keys=False)
-        if asked.nodes > 1:
-            ranks = ["--ntasks-per-node", str(asked.devices), "--mpi=pmix", "trtllm-llmapi-launch"]
-            words = ["srun", "-N", str(asked.nodes), *ranks, *words, "--gpus_per_node", str(asked.devices)]
+        if request.config is not None:
+            words += ["--config", request.path(TRTLLM)]
+            files[TRTLLM] = yaml.safe_dump(self._speculation(request, notes), sort_keys=False)
+        if request.nodes > 1:
+            ranks = ["--ntasks-per-node", str(request.devices), "--mpi=pmix", "trtllm-llmapi-launch"]
+            words = ["srun", "-N", str(request.nodes), *ranks, *words, "--gpus_per_node", str(request.devices)]
         return Deployment(commands=(Command(words=tuple(words)),), files=files)
 
-    def _speculation(self, asked: DeployRequest, notes: list[str]) -> dict[str, Any]:
-        assert asked.config is not None
-        if asked.pp > 1:
+    def _speculation(self, request: DeployRequest, notes: list[str]) -> dict[str, Any]:
+        assert request.config is not None
+        if request.pp > 1:
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
-        draft, way, first = self.chosen(asked, notes)
-        self._check_rule(asked.config.rule, draft, way, first)
-        if asked.config.rule is None and way.name in _SAMPLES:
+        draft, way, first = self.chosen(request, notes)
+        self._check_rule(request.config.rule, draft, way, first)
+        if request.config.rule is None and way.name in _SAMPLES:
             notes.append(
                 "TensorRT-LLM accepts a drafted token of a sampled request where it is the one that it samples itself; "
                 "--rule token_rejection compares probabilities instead"
@@ -71,16 +71,16 @@ class TensorRtLlm(EngineInfo):
                 "TensorRT-LLM refuses requests with penalties while it speculates, unless `enable_penalty: true` "
                 f"stands in {TRTLLM}"
             )
-        examined, k = self.read_drafter(asked, draft, notes)
+        examined, k = self.read_drafter(request, draft, notes)
         if way.name == "DSpark":
             _check_block(examined, k, notes)
-        schedule = self.schedule(asked, k, notes, able=way.name != "DSpark")
+        schedule = self.schedule(request, k, notes, able=way.name != "DSpark")
         k = schedule[0].k if schedule else k
         found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined), "max_draft_len": k}
         if draft.model is not None:
             found["speculative_model"] = draft.model
         found |= self.mapped(draft, way)
-        found |= self._tree(asked, draft, way, k, notes)
+        found |= self._tree(request, draft, way, k, notes)
         if first is not None and way.name in _ENHANCED:
             found["sa_config"] = {"threshold": 4}
             notes.append(
@@ -88,8 +88,8 @@ class TensorRtLlm(EngineInfo):
             )
         elif first is not None:
             notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
-        if asked.config.rule is not None:
-            found["use_rejection_sampling"] = self.rules[asked.config.rule]
+        if request.config.rule is not None:
+            found["use_rejection_sampling"] = self.rules[request.config.rule]
         if schedule:
             found["draft_len_schedule"] = {stretch.last: stretch.k for stretch in schedule if stretch.k}
             notes.append(f"above a batch of {max(found['draft_len_schedule'])} it drafts nothing")
@@ -120,11 +120,11 @@ class TensorRtLlm(EngineInfo):
         )
 
     def _tree(
-        self, asked: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]
+        self, request: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]
     ) -> dict[str, Any]:
         top = draft.options.get("top_k")
         if not top or way.name not in _TREES:
-            self.chain_only(asked, draft, k, notes)
+            self.chain_only(request, draft, k, notes)
             return {}
         nodes = min(max(draft.nodes, k), top * k)
         return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top, "max_total_draft_tokens": nodes}
@@ -138,7 +138,7 @@ def _check_block(examined: ExaminedFiles, k: int, notes: list[str]) -> None:
         notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
     elif k != examined.depth:
         raise ArgumentError(
-            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were asked for: leave -k "
+            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were requested: leave -k "
             "out"
         )
 

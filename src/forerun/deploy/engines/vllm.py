@@ -89,38 +89,38 @@ class Vllm(EngineInfo):
         "medusa": Counterpart(name="medusa", versions=("0.31.0", "0.32.0")),
     }
 
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
-        words = ["vllm", "serve", asked.model, "--port", str(asked.port), *parallel(asked)]
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+        words = ["vllm", "serve", request.model, "--port", str(request.port), *parallel(request)]
         environment: dict[str, str] = {}
         speculation: dict[str, Any] | None
-        if asked.config is not None and self.plugs_in(asked.config):
-            speculation, schedule, environment = self._plug_in(asked, notes)
+        if request.config is not None and self.plugs_in(request.config):
+            speculation, schedule, environment = self._plug_in(request, notes)
             words.append("--no-async-scheduling")
         else:
-            speculation, schedule = self.speculation(asked, notes)
+            speculation, schedule = self.speculation(request, notes)
         if speculation is not None:
             words += ["--speculative-config", json.dumps(speculation)]
-        if asked.nodes == 1:
+        if request.nodes == 1:
             return Deployment(commands=(Command(words=tuple(words), environment=environment),), schedule=schedule)
         commands = []
-        for rank in range(asked.nodes):
-            own = ["--nnodes", str(asked.nodes), "--node-rank", str(rank), "--master-addr", asked.first_machine]
+        for rank in range(request.nodes):
+            own = ["--nnodes", str(request.nodes), "--node-rank", str(rank), "--master-addr", request.first_machine]
             headless = ["--headless"] if rank else []
             commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
     def _plug_in(
-        self, asked: DeployRequest, notes: list[str]
+        self, request: DeployRequest, notes: list[str]
     ) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
         """Return vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and
         the environment.
         """
-        config = asked.config
+        config = request.config
         assert config is not None
         k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if reads_text_alone(one.method))
-        routed = config.method == AUTO or asked.adaptive  # A policy decides how much
-        schedule = self.schedule(asked, k, notes) if asked.forecast is not None or not routed else ()
-        options = {**config.named, "adaptive": True} if asked.adaptive else config.named
+        routed = config.method == AUTO or request.adaptive  # A policy decides how much
+        schedule = self.schedule(request, k, notes) if request.forecast is not None or not routed else ()
+        options = {**config.named, "adaptive": True} if request.adaptive else config.named
         if routed:
             which = "which drafter, and how much, follows" if config.method == AUTO else "how much is drafted follows"
             notes.append(f"{which} from what the steps take and what is accepted")
@@ -135,42 +135,44 @@ class Vllm(EngineInfo):
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
-    def speculation(self, asked: DeployRequest, notes: list[str]) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
+    def speculation(
+        self, request: DeployRequest, notes: list[str]
+    ) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
         """Return vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
-        if asked.config is None:
+        if request.config is None:
             return None, ()
-        draft, way, _ = self.chosen(asked, notes)
+        draft, way, _ = self.chosen(request, notes)
         notes.append(_REFUSES)
-        if asked.config.rule == "block" and draft.method in _RUNNER_V1:
+        if request.config.rule == "block" and draft.method in _RUNNER_V1:
             raise ArgumentError(
                 f"vLLM has the rule block in its model runner V2 only, and {draft.method} needs V1, which would pass "
                 "over it: leave --rule out, or give --rule token_rejection"
             )
-        read = {"draft_model": draft.model, "medusa": draft.model, "mtp": asked.model}.get(way.name) or ""
+        read = {"draft_model": draft.model, "medusa": draft.model, "mtp": request.model}.get(way.name) or ""
         refuse_misread(read, f"rename {read}")
-        _, k = self.read_drafter(asked, draft, notes)
-        self.chain_only(asked, draft, k, notes)
-        schedule = self.schedule(asked, k, notes, able=draft.method not in _ONE_LENGTH)
+        _, k = self.read_drafter(request, draft, notes)
+        self.chain_only(request, draft, k, notes)
+        schedule = self.schedule(request, k, notes, able=draft.method not in _ONE_LENGTH)
         found: dict[str, Any] = {"method": way.name}
         if draft.model is not None:
             found["model"] = draft.model
         found["num_speculative_tokens"] = k
         found |= {**way.keys, **self.mapped(draft, way)}
-        if asked.config.rule is not None:
-            found["rejection_sample_method"] = self.rules[asked.config.rule]
+        if request.config.rule is not None:
+            found["rejection_sample_method"] = self.rules[request.config.rule]
             greedy = way.name == "medusa" or "use_heterogeneous_vocab" in way.keys
             if draft.model is not None and not greedy:
                 found["draft_sample_method"] = "probabilistic"
         if schedule:
             found["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
-        if asked.pp > 1:
+        if request.pp > 1:
             notes.append("vLLM drafts with pipeline parallelism for some targets only; it says so when it starts")
         return found, schedule
 
 
-def parallel(asked: DeployRequest) -> list[str]:
+def parallel(request: DeployRequest) -> list[str]:
     """Return the flags that share the model out to devices."""
-    return asked.sharing("--tensor-parallel-size", "--pipeline-parallel-size")
+    return request.sharing("--tensor-parallel-size", "--pipeline-parallel-size")
 
 
 # Dynamo, which runs vLLM
@@ -191,13 +193,15 @@ class Dynamo(Vllm):
         """Return whether the vLLM inside drafts by that method."""
         return super().has(method, _VLLM[version])
 
-    def deployment(self, asked: DeployRequest, notes: list[str]) -> Deployment:
-        speculation, schedule = self.speculation(asked, notes)
+    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+        speculation, schedule = self.speculation(request, notes)
         if speculation is not None and speculation["method"] != "eagle3":
             notes.append(
-                f"Dynamo {asked.version} documents speculation with EAGLE-3 alone; vLLM gets this as it stands"
+                f"Dynamo {request.version} documents speculation with EAGLE-3 alone; vLLM gets this as it stands"
             )
-        local_paths = [path for path in (asked.model, (speculation or {}).get("model")) if path and Path(path).is_dir()]
+        local_paths = [
+            path for path in (request.model, (speculation or {}).get("model")) if path and Path(path).is_dir()
+        ]
         if local_paths:
             notes.append(f"on Kubernetes {', '.join(local_paths)} must be mounted into the worker, or be a hub id")
         token = Command(
@@ -207,13 +211,13 @@ class Dynamo(Vllm):
             script=_SCRIPT,
         )
         apply = Command(
-            words=("kubectl", "apply", "-f", asked.path(_FILE)),
+            words=("kubectl", "apply", "-f", request.path(_FILE)),
             where="on Kubernetes",
             role="elsewhere",
             script=_SCRIPT,
         )
-        files = {_FILE: yaml.dump_all(_manifests(asked, speculation), Dumper=_Plain, sort_keys=False, width=1000)}
-        local = _on_this_machine(asked, speculation) if asked.nodes == 1 else ()
+        files = {_FILE: yaml.dump_all(_manifests(request, speculation), Dumper=_Plain, sort_keys=False, width=1000)}
+        local = _on_this_machine(request, speculation) if request.nodes == 1 else ()
         return Deployment(commands=(*local, token, apply), files=files, schedule=schedule)
 
 
@@ -224,29 +228,29 @@ class _Plain(yaml.SafeDumper):  # type: ignore[misc]
         return True
 
 
-def _worker(asked: DeployRequest) -> list[str]:
-    return ["--model", asked.model, *parallel(asked)]
+def _worker(request: DeployRequest) -> list[str]:
+    return ["--model", request.model, *parallel(request)]
 
 
-def _on_this_machine(asked: DeployRequest, speculation: dict[str, Any] | None) -> tuple[Command, ...]:
-    front = ("python", "-m", "dynamo.frontend", "--http-port", str(asked.port), *_LOCAL)
-    words = ["python", "-m", "dynamo.vllm", *_worker(asked), *_LOCAL]
+def _on_this_machine(request: DeployRequest, speculation: dict[str, Any] | None) -> tuple[Command, ...]:
+    front = ("python", "-m", "dynamo.frontend", "--http-port", str(request.port), *_LOCAL)
+    words = ["python", "-m", "dynamo.vllm", *_worker(request), *_LOCAL]
     words += ["--speculative-config", json.dumps(speculation)] if speculation is not None else []
     return (Command(words=front, where="on one machine"), Command(words=tuple(words), where="beside it"))
 
 
-def _manifests(asked: DeployRequest, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
+def _manifests(request: DeployRequest, speculation: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the ConfigMap with the speculation, and the deployment that reads it."""
-    name = re.sub(r"[^a-z0-9]+", "-", asked.model.rpartition("/")[2].lower())[:40].strip("-") or "model"
-    image = f"nvcr.io/nvidia/ai-dynamo/vllm-runtime:{asked.version}"
+    name = re.sub(r"[^a-z0-9]+", "-", request.model.rpartition("/")[2].lower())[:40].strip("-") or "model"
+    image = f"nvcr.io/nvidia/ai-dynamo/vllm-runtime:{request.version}"
     secret = {"envFrom": [{"secretRef": {"name": _SECRET, "optional": True}}]}
     front = {"name": "main", "image": image, "command": ["python3", "-m", "dynamo.frontend"], **secret}
-    devices = {"nvidia.com/gpu": str(asked.devices)}
+    devices = {"nvidia.com/gpu": str(request.devices)}
     worker: dict[str, Any] = {
         "name": "main",
         "image": image,
         "command": ["python3", "-m", "dynamo.vllm"],
-        "args": _worker(asked),
+        "args": _worker(request),
         **secret,
         "resources": {"requests": devices, "limits": devices},
     }
@@ -265,8 +269,8 @@ def _manifests(asked: DeployRequest, speculation: dict[str, Any] | None) -> list
             }
         )
     components = [_component("Frontend", "frontend", front), _component("Worker", "worker", worker)]
-    if asked.nodes > 1:
-        components[1]["multinode"] = {"nodeCount": asked.nodes}
+    if request.nodes > 1:
+        components[1]["multinode"] = {"nodeCount": request.nodes}
     spec = {"backendFramework": "vllm", "components": components}
     graph = {"apiVersion": "nvidia.com/v1beta1", "kind": "DynamoGraphDeployment"}
     return [*maps, {**graph, "metadata": {"name": name}, "spec": spec}]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -128,6 +129,10 @@ class BlockWeight(PanelWeight):
         self._stored = stored
         super().__init__(layers)
         del self._stored
+        self.types = Counter[int]()  # How many weights are in blocks of each of GGUF's types
+        for layer, rows in zip(layers, stored, strict=True):
+            if rows is not None:
+                self.types[rows.type] += layer.out_features * layer.in_features
 
     def panels(self) -> Tensor:
         """Return the weights as a `PanelWeight` has them, expanded anew at each call."""
@@ -408,6 +413,21 @@ def list_in_blocks(model: nn.Module) -> list[str]:
     """Return the names of the layers whose weights are in blocks."""
     packed = ((name, module) for name, module in model.named_modules() if isinstance(module, PackedLinear))
     return [name for name, module in packed if module.packed_weight.in_blocks]
+
+
+def name_blocks(model: nn.Module) -> str:
+    """Return the type of most weights that are in blocks by its name in GGUF, for example ``"Q4_1"``; an empty string
+    where none are.
+    """
+    types = Counter[int]()
+    for module in model.modules():
+        if isinstance(module, PackedLinear) and isinstance(module.packed_weight, BlockWeight):
+            types.update(module.packed_weight.types)
+    if not types:
+        return ""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(max(types, key=lambda kind: types[kind])).name
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -131,14 +131,14 @@ class OutputFormat(Strict):
 
 
 class OutputConfig(Strict):
-    """An `OutputConfig` says how the answer is to be written."""
+    """An `OutputConfig` says how the completion is to be written."""
 
     effort: requests.ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
 class UserMetadata(Strict):
-    """`UserMetadata` names the end user who asks."""
+    """`UserMetadata` names the end user of a request."""
 
     user_id: Name | None = None
 
@@ -157,7 +157,7 @@ class CountRequest(Cached):
 
     @property
     def goes_on(self) -> bool:
-        """Return whether the answer continues the last message: it is an assistant's."""
+        """Return whether the completion continues the last message: it is an assistant's."""
         return self.messages[-1].role == "assistant"
 
     @model_validator(mode="after")

@@ -75,7 +75,7 @@ class TextPart(Strict):
 
 
 class Prediction(Strict):
-    """A `Prediction` is OpenAI's Predicted Outputs: what the client expects the answer to be."""
+    """A `Prediction` is OpenAI's Predicted Outputs: what the client expects the completion to be."""
 
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -146,7 +146,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 class Neutral(Strict):
     """`Neutral` has the parameters of all of OpenAI's endpoints that change nothing here."""
 
-    store: Literal[False] = False  # No answer can be fetched later. Who sends it is not recorded to train on either
+    store: Literal[False] = False  # No response can be fetched later. Who sends it is not recorded to train on either
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """Metadata for what is kept; ``/v1/responses`` gives it back."""
     service_tier: Literal["auto", "default"] = "auto"
@@ -192,7 +192,7 @@ class Sampling(Neutral):
     allowed_token_ids: TokenIds | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     n: Annotated[int, Field(ge=1)] = 1
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # vLLM's: of the prompt, so many likeliest each
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None  # vLLM's: of the prompt, this many likeliest each
     truncate_prompt_tokens: Annotated[int, Field(ge=1, le=2**31)] | Literal[-1] | None = None  # Its last; -1: what fits
     stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     stop_token_ids: TokenIds | None = None
@@ -218,7 +218,9 @@ class Sampling(Neutral):
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0  # vLLM's: of a client's waiting the lowest comes first
     user: Name | None = None  # An end user's opaque name: a key's share of the rows is shared evenly among its users
     cache_salt: Salt | None = None  # Nothing is shared with another salt, nor with other API keys in any case
-    timeout_s: Annotated[float, Field(gt=0)] | None = None  # Seconds from queueing; then the answer ends (``abort``)
+    timeout_s: Annotated[float, Field(gt=0)] | None = (
+        None  # Seconds from queueing; then the completion ends (``abort``)
+    )
 
     @field_validator("stop")
     @classmethod
@@ -398,7 +400,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Thinking(Strict):
-    """`Thinking` says whether the model is to reason before it answers, in the words of Anthropic,
+    """`Thinking` says whether the model is to reason before its final text, in the words of Anthropic,
     DeepSeek and others.
     """
 
@@ -468,8 +470,8 @@ class ChatRequest(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's: more variables of the template (``enable_thinking``)
     reasoning_effort: ReasoningEffort | None = None  # A variable of the chat template, where it has it
     thinking: Thinking | None = None  # Switches the chat template's reasoning, where it can be switched
-    add_generation_prompt: bool | None = None  # vLLM's: opens the answer; None: unless the last message goes on
-    continue_final_message: bool = False  # vLLM's: the answer goes on with the last message
+    add_generation_prompt: bool | None = None  # vLLM's: opens the completion; None: unless the last message goes on
+    continue_final_message: bool = False  # vLLM's: the completion continues the last message
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     verbosity: Literal["medium"] = "medium"
     functions: Nothing = None  # The deprecated form of `tools`
@@ -499,14 +501,14 @@ class ChatRequest(Sampling):
 
     @property
     def must_call(self) -> bool:
-        """Return whether the answer has to be a call."""
+        """Return whether the completion has to be a call."""
         if isinstance(self.tool_choice, AllowedChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @property
     def many_calls(self) -> bool:
-        """Return whether the answer may hold several calls; a function that is named is called
+        """Return whether the completion may hold several calls; a function that is named is called
         once.
         """
         return self.parallel_tool_calls and not isinstance(self.tool_choice, NamedChoice)
@@ -522,7 +524,9 @@ class ChatRequest(Sampling):
     @classmethod
     def _begins_or_goes_on(cls, value: bool, info: ValidationInfo) -> bool:
         if value and info.data.get("add_generation_prompt"):
-            raise ValueError("the answer goes on with the last message or begins; leave add_generation_prompt out")
+            raise ValueError(
+                "the completion continues the last message or begins anew; leave add_generation_prompt out"
+            )
         return value
 
 
@@ -557,7 +561,7 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: Annotated[list[Message], Field(max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True  # A conversation ends with what opens the answer
+    add_generation_prompt: bool = True  # A conversation ends with what opens the completion
     return_token_strs: bool = False
 
     @model_validator(mode="after")
@@ -581,7 +585,7 @@ class UpdateWeightsRequest(Strict):
     """``POST /update_weights_from_disk`` takes a checkpoint on the server's machine; SGLang's words."""
 
     model_path: Annotated[str, Field(min_length=1)]
-    mode: Literal["wait", "abort"] = "wait"  # What becomes of the answers that run
+    mode: Literal["wait", "abort"] = "wait"  # What becomes of the completions that run
     abort_all_requests: bool = False  # As `mode` "abort"
     weight_version: Name | None = None  # What ``GET /get_weight_version`` says from then on; None: the path
     load_format: Literal["auto", "safetensors"] = "auto"

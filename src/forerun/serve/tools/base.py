@@ -21,7 +21,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """These are the blanks in a grammar's JSON: one where models write one.
 
-A weak model would fill its answer with more.
+A weak model would fill its completion with more.
 """
 
 
@@ -36,7 +36,7 @@ class Function:
 
 class Lark:
     """A `Lark` collects the rules of a grammar, in Lark's notation as llguidance reads it; `mark`
-    is `LLM.grammar_mark`.
+    is `GrammarCompiler.mark`.
     """
 
     def __init__(self, mark: Callable[[str], str]) -> None:
@@ -105,7 +105,7 @@ class ToolFormat(ABC):
         self.template, self.functions = template, functions
 
     def read(self, text: Incoming, *, called: bool = False) -> Steps[None]:
-        """Read an answer, or the rest of one that has `called`: text, and calls behind each mark.
+        """Read a completion, or the rest of one that has `called`: text, and calls behind each mark.
 
         What looks like a call and is none stays text.
         """
@@ -119,7 +119,7 @@ class ToolFormat(ABC):
                 yield Piece(Kind.CONTENT, text.text[start:behind])
 
     def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
-        """Add what an answer may be, and return the rule's name.
+        """Add what a completion may be, and return the rule's name.
 
         It must be a call (`forced`), may be several (`many`), or may be `content` (the body of a
         rule) instead of calls; None is any text, also around calls.
@@ -133,7 +133,7 @@ class ToolFormat(ABC):
         return lark.rule(f"{call}* {text}" if many else f"{call} | {text}")
 
     def read_opening(self, text: Incoming) -> Steps[bool]:
-        """Read calls that begin the answer without a mark; False, with nothing passed on, where there is none."""
+        """Read calls that begin the completion without a mark; False, with nothing passed on, where there is none."""
         yield from ()
         return False
 

@@ -126,7 +126,7 @@ class Mistral(ToolFormat):
 
 
 class Llama3Json(ToolFormat):
-    """`Llama3Json` answers begin with the name of a function that exists; several calls are
+    """`Llama3Json` completions begin with the name of a function that exists; several calls are
     separated by semicolons.
     """
 

@@ -2,7 +2,7 @@
 it.
 
 A reader is a generator that yields `Piece`s, and None where it needs more text. What it decides depends on the text and
-never on where the text was cut, so a streamed answer and a whole one are read by the same lines to the same pieces.
+never on where the text was cut, so a streamed completion and a whole one are read by the same lines to the same pieces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
 
 
 class Kind(Enum):
-    """A `Kind` says what a piece of an answer is."""
+    """A `Kind` says what a piece of a completion is."""
 
     CONTENT = "content"
     REASONING = "reasoning"

@@ -287,7 +287,7 @@ class ConvertedOutput(ModelOutput):  # type: ignore[misc]
 
 class ConvertedModel:
     """`ConvertedModel` is mixed into the class of a converted model; it is not made by hand, see
-    `forerun.convert`.
+    `forerun.modelopt.convert`.
     """
 
     accepts_loss_kwargs = False  # For the Trainer: the loss is a mean, to be averaged over accumulated batches
@@ -307,7 +307,7 @@ class ConvertedModel:
         """Say which of the base model's tokens a head with a reduced vocabulary can propose; once, before training.
         `token_ids` (Vd,) are distinct, in any order; the most frequent of the training data, as a rule. The head's
         output rows start as the base model's. ArgumentError for other ids, or if they are known already. Of a
-        ``d2t.pt`` take ``forerun.read_draft_vocabulary(path)``."""
+        ``d2t.pt`` take ``forerun.modelopt.read_draft_vocabulary(path)``."""
         ids = check_ids(token_ids, self._convert_head.config)
         if self._convert_ready:
             raise ArgumentError("the draft vocabulary is set already; another one needs a freshly converted model")
@@ -419,7 +419,7 @@ class ConvertedModel:
             raise ArgumentError(
                 "these weights hold no head, so the model's would stay as it is now. A checkpoint of a converted model "
                 f"keeps it in {self._convert_mode.folder}/: call model.load_head(checkpoint) first, or load the "
-                "checkpoint with from_pretrained after forerun.enable_huggingface_checkpointing()"
+                "checkpoint with from_pretrained after forerun.modelopt.enable_huggingface_checkpointing()"
             )
         return cast(Any, super()).load_state_dict(state_dict, strict=strict, assign=assign)
 

@@ -2,7 +2,7 @@
 restoring, export, the draft vocabulary, stored states, and how much of a draft is accepted.
 
 A program for ModelOpt runs with ``modelopt.torch.speculative``, ``modelopt.torch.opt`` and
-``modelopt.torch.export`` replaced by ``forerun``.
+``modelopt.torch.export`` replaced by ``forerun.modelopt``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ModeConfig(dict[str, Any]):
 
 def config_class(mode: str, name: str) -> type[ModeConfig]:
     """Return the class of the configurations of a mode, under ModelOpt's name."""
-    words = f"`{name}` holds the keys of the mode ``{mode}`` of `forerun.convert`, each with its default."
+    words = f"`{name}` holds the keys of the mode ``{mode}`` of `forerun.modelopt.convert`, each with its default."
     return type(name, (ModeConfig,), {"KEYS": MODES[mode].KEYS, "__doc__": words, "__module__": __name__})
 
 
@@ -92,7 +92,9 @@ def restore(model: Any, f: str | Path) -> Any:
     if isinstance(model, ConvertedModel):
         raise ArgumentError("restore: this model has a head already: take the plain one, or model.load_head(directory)")
     if not (folder / MARKER).is_file():
-        raise CheckpointError(f"restore: {folder} is no directory of a converted model; forerun.save writes one")
+        raise CheckpointError(
+            f"restore: {folder} is no directory of a converted model; forerun.modelopt.save writes one"
+        )
     own = model.state_dict().keys()
     stored = plain_names(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
     model.load_state_dict({name: tensor for name, tensor in stored.items() if name in own})

@@ -571,7 +571,8 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     mode = MODES[name](values.get(name) or {})
     if mode.trains_base or mode.lora:
         raise ArgumentError(
-            f"{name}_freeze_base_model and {name}_base_lora are for forerun.convert, whose model learns in a Trainer"
+            f"{name}_freeze_base_model and {name}_base_lora are for forerun.modelopt.convert, whose model learns in a "
+            "Trainer"
         )
     objective = {**mode.settings(), **found.get("objective", {})}
     return {**found, "kind": mode.kind, "draft": mode.draft(), "objective": objective}
