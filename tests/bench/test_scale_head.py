@@ -1,5 +1,6 @@
 """An enlarged head beside the enlarged target drafts what the small head drafts beside the small target."""
 
+import itertools
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -142,8 +143,10 @@ HEADS: dict[str, Callable[[], Head]] = {
 }
 
 
-@pytest.mark.parametrize("shape", [{"top_k": 1, "nodes": 4}, {"top_k": 4, "nodes": 12}], ids=["chain", "dynamic"])
-@pytest.mark.parametrize("name", one_in(2, HEADS))
+SHAPES: list[dict[str, int]] = [{"top_k": 1, "nodes": 4}, {"top_k": 4, "nodes": 12}]
+
+
+@pytest.mark.parametrize(("name", "shape"), one_in(3, itertools.product(HEADS, SHAPES)), ids=str)
 def test_greedy_drafts_are_the_small_heads(
     source_tied: Path, scaled: ScaledModel, name: str, shape: dict[str, int]
 ) -> None:

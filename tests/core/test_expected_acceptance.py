@@ -78,7 +78,7 @@ def test_no_rule_beats_the_transport_bound(drawing: Drawing, draw: Draw, count: 
         assert accepted("greedy_k", target, draft, (count,), drawing) == pytest.approx(bound, abs=1e-6)
 
 
-@pytest.mark.parametrize("seed", [0, 1, *slow(2, 3)])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
 @pytest.mark.parametrize("drawing", list(Drawing))
 @pytest.mark.parametrize("shape", ["chain of 3", "tree 2 x 1", "deep left, leaf right"])
 def test_rules_keep_their_order(shape: str, drawing: Drawing, seed: int) -> None:

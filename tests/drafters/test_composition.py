@@ -15,7 +15,7 @@ from forerun.control.config import SpeculativeConfig
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters import DRAFTERS, DrafterEntry, build
-from forerun.drafters.combined.cascade import CascadeDrafter, DraftTarget
+from forerun.drafters.combined.cascade import DraftTarget
 from forerun.errors import ArgumentError
 from forerun.model import TransformersTarget
 from forerun.types import LAST_HIDDEN, Budget, Drawn
@@ -258,21 +258,6 @@ def test_an_inner_drafter_sees_the_draft_models_hidden_states(caplog: pytest.Log
     engine.generate(as_prompts(PROMPTS), replace(SEEDED, seed=1))
     assert Reader.checked > 50
     assert not [record for record in caplog.records if "reader" in record.message]
-
-
-def test_rows_are_freed_and_what_was_rejected_is_forgotten() -> None:
-    setup = DrafterSetup(target=TransformersTarget(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
-    made = build("cascade", cascade().options, setup)
-    assert isinstance(made, CascadeDrafter)
-    text = list(PROMPTS[0])
-    (tree,) = made.propose(contexts([text]), roomy(1))
-    text += [tree.tokens[1], tree.tokens[2], (tree.tokens[3] + 1) % 12]
-    made.extend(contexts([text], 3))
-    assert made.model.lengths[0] == len(text) - 1
-    assert made._rows[0].text == len(text) - 1, "the last token is news"
-    made.truncate([0], [0])
-    assert not made._rows and made.model.lengths == [0, 0]
-    assert not made._inner.drafter._texts
 
 
 def test_the_tail_goes_on_where_the_chain_ends() -> None:

@@ -69,13 +69,6 @@ def test_each_row_has_its_own_prediction(llm: LLM, plain: list[int]) -> None:
     assert all(output.token_ids == plain for output in outputs)
 
 
-def test_a_conversation_may_bring_one_too(llm: LLM) -> None:
-    prompt = llm.chat_prompt([{"role": "user", "content": "hi"}])
-    expected = answer(llm, prompt)
-    found = answer(llm, {**prompt, "prediction": expected.token_ids})
-    assert found.token_ids == expected.token_ids and found.speculation.num_accepted_draft_tokens > 0
-
-
 def test_bad_predictions_are_refused(llm: LLM, checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match="prediction holds token id -1"):
         answer(llm, {"prompt": PROMPT, "prediction": [1, -1]})

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sampled, streamed
+from engine.loads import TEXT, alike, drafter, engine, greedy, run, sampled, streamed
 from forerun import SamplingParams
 from forerun.errors import ArgumentError
 from forerun.types import StructuredOutputs
@@ -28,7 +28,7 @@ def compare(checkpoint: Path, config: Any, jobs: list[tuple[Any, SamplingParams]
             assert streamed(steps, request_id, found.index) == (other.token_ids, other.text)
 
 
-@pytest.mark.parametrize(("name", "make"), [*((name, sampled) for name in (*DRAFTERS, None)), ("draft_model", greedy)])
+@pytest.mark.parametrize(("name", "make"), [(None, sampled), ("eagle3", sampled), ("draft_model", greedy)])
 def test_the_output_is_that_of_an_engine_with_room(
     checkpoint: Path, draft_checkpoint: Path, name: str | None, make: Any
 ) -> None:
@@ -76,7 +76,7 @@ def test_what_can_never_fit_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match="raise kv_cache_tokens"):
         llm.engine.add(request)
     assert not llm.engine.busy
-    with pytest.raises(ArgumentError, match="cannot hold one answer"):
+    with pytest.raises(ArgumentError, match="cannot hold one request"):
         engine(checkpoint, max_model_len=64, kv_cache_tokens=63)
     with pytest.raises(ArgumentError, match="at least 2"):
         engine(checkpoint, kv_cache_tokens=1)

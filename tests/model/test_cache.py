@@ -28,42 +28,6 @@ def target() -> TransformersTarget:
     return TransformersTarget.load(make("llama"), rows=3, slots=40, self_check=False)
 
 
-def next_logits(target: TransformersTarget, row: int, root: int) -> torch.Tensor:
-    return target.score([row], chain(root)).logits[0, 0]
-
-
-def test_a_reused_prefix_is_the_same_as_a_prefill(target: TransformersTarget) -> None:
-    tokens = random_tokens(20, 0)
-    target.prefill([0], [tokens])
-    target.copy_row(0, 2, 11)
-    assert target.lengths == [20, 0, 11]
-    assert (next_logits(target, 2, 50) - plain(target.model, [*tokens[:11], 50])[-1]).abs().max() <= 2e-5
-    with pytest.raises(ArgumentError, match="holds 20 tokens, 21"):
-        target.copy_row(0, 1, 21)
-
-
-def test_truncated_tokens_leave_no_trace(target: TransformersTarget) -> None:
-    tokens = random_tokens(30, 0)
-    target.prefill([1], [tokens])
-    target.truncate([1], [4])
-    assert (next_logits(target, 1, 50) - plain(target.model, [*tokens[:4], 50])[-1]).abs().max() <= 2e-5
-    target.truncate([1], [0])
-    target.prefill([1], [tokens[5:9]])
-    assert (next_logits(target, 1, 50) - plain(target.model, [*tokens[5:9], 50])[-1]).abs().max() <= 2e-5
-    with pytest.raises(ArgumentError, match="cannot be truncated to 9"):
-        target.truncate([1], [9])
-
-
-def test_a_root_may_be_run_by_prefill_and_its_children_by_score(target: TransformersTarget) -> None:
-    """How a draft model grows its tree: the root goes in with the prompt, then level by level."""
-    tokens = random_tokens(9, 0)
-    target.prefill([0], [tokens])
-    target.truncate([0], [8])
-    logits = target.score([0], Nodes.of_trees(chain(tokens[-1], 40, 41), start=1)).logits
-    expected = plain(target.model, [*tokens, 40, 41])[-2:]
-    assert (logits[0] - expected).abs().max() <= 2e-5
-
-
 @pytest.mark.parametrize("counts", [(3, 25, 14), (25, 14, 9), (25,)], ids=str)
 def test_long_prompts_go_in_pieces(
     monkeypatch: pytest.MonkeyPatch, target: TransformersTarget, counts: tuple[int, ...]
@@ -82,28 +46,6 @@ def test_long_prompts_go_in_pieces(
     assert last.shape == (len(rows), 1, 99)
     for index, tokens in enumerate(chunks):
         assert torch.allclose(last[index, 0], scored.logits[index, len(tokens) - 1], atol=2e-5)
-
-
-def test_a_prompt_may_arrive_in_chunks(target: TransformersTarget) -> None:
-    tokens = random_tokens(30, 3)
-    target.prefill([0, 1], [tokens[:4], tokens[:20]])
-    logits = target.prefill([1, 0], [tokens[20:], tokens[4:]]).logits
-    assert (logits - plain(target.model, tokens)[-1]).abs().max() <= 2e-5
-
-
-@pytest.mark.parametrize(
-    ("rows", "count", "message"),
-    [
-        ([0, 0], 1, "distinct"),
-        ([3], 1, r"in 0\.\.2"),
-        ([], 1, "distinct"),
-        ([0], 41, "40 cache slots"),
-        ([0], 0, "least one"),
-    ],
-)
-def test_prefills_that_do_not_fit(target: TransformersTarget, rows: list[int], count: int, message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        target.prefill(rows, [[5] * count for _ in rows])
 
 
 def test_a_tree_must_fit_the_slots_and_the_context(target: TransformersTarget) -> None:
@@ -125,17 +67,6 @@ def test_wide_trees_at_the_end_of_the_context_are_bounded_by_depth_not_by_count(
     shapes = ([0, 0, 0, 1, 1, 1], [0, 1, 2, 1, 1, 1, 1, 1], [0, 1, 2])
     drafted = [TokenTree.of(3, [token + 3 for token in range(len(parents))], parents) for parents in shapes]
     assert target.score([0, 1, 2], drafted).logits.isfinite().all()
-
-
-@pytest.mark.parametrize("path", [(3,), (2, 1), (1, 1), (0,), (-1,)])
-def test_paths_that_were_not_run_cannot_be_committed(target: TransformersTarget, path: tuple[int, ...]) -> None:
-    target.prefill([0], [[5, 6]])
-    target.score([0], chain(7, 8, 9))
-    with pytest.raises(ArgumentError, match="cannot commit"):
-        target.commit([0], [path])
-    target.commit([0], [(1,)])
-    with pytest.raises(ArgumentError, match="cannot commit"):
-        target.commit([0], [()])
 
 
 def test_unknown_boundaries(target: TransformersTarget) -> None:

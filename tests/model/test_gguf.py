@@ -28,6 +28,7 @@ from forerun.model.names import load_tokenizer, resolve
 from forerun.model.prepare import open_named
 from model.ggufs import CHAT, SPECIAL, TOKENS, tiny, write_tiny
 from model.tiny import build
+from selection import in_turn
 
 REAL = Path(os.environ.get("FORERUN_REAL_GGUF", ""))
 TEXT = "hello, world: héllo\n\n  42 <|im_end|> hell"
@@ -61,8 +62,10 @@ def same(own: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
         assert torch.equal(tensor, other[name]), name
 
 
-@pytest.mark.parametrize("stored", [Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+STORED = (Type.F32, Type.F16, Type.BF16, Type.Q8_0, Type.Q4_0, Type.Q5_1)
+
+
+@pytest.mark.parametrize(("stored", "dtype"), in_turn(STORED, ["bfloat16", "float16", "float32"]), ids=str)
 def test_the_weights_are_those_that_transformers_reads(tmp_path: Path, stored: Type, dtype: str) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", stored)
     same(ours(file, dtype).state_dict(), theirs(file, getattr(torch, dtype)))

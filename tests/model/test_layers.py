@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import LayerRange, TransformersTarget
-from forerun.model.inputs import Nodes
 from forerun.model.layers import base_of, layers_of
 from forerun.model.partial import prove
 from forerun.model.prepare import cache_bytes_per_token
@@ -57,17 +56,6 @@ def test_skipping_both_halves_of_a_layer_leaves_the_stream_as_it_was(name: str) 
     assert not torch.equal(half, skipped)
     whole = target.score(ROWS, TREES, boundaries=frozenset({4}))
     assert not torch.equal(whole.hidden_states[4], half), "the layers must be put back"
-
-
-def test_levels_of_a_tree_may_be_run_one_after_the_other() -> None:
-    target = prefilled("qwen3")
-    whole = target.score(ROWS, TREES)
-    target.truncate(ROWS, target.lengths)
-    first = target.score(ROWS, [tree.only(range(1, 4)) for tree in TREES])
-    rest = target.score(ROWS, Nodes.of_trees(TREES, start=4))
-    levels = torch.cat([first.logits, rest.logits], dim=1)
-    for row, tree in enumerate(TREES):
-        assert (levels[row, : tree.size + 1] - whole.logits[row, : tree.size + 1]).abs().max() <= 2e-5
 
 
 def test_layers_with_embeddings_of_their_own_are_not_run_in_part() -> None:

@@ -20,7 +20,7 @@ from real.expressed import NEAR, SAME, Form, Source, expressed
 
 LAYERS = 5  # The first of the model's, so that a test takes seconds; its answers are poor ones of trained weights
 TREE = {"method": "recycling", "nodes": 24, "adaptive": False}
-ALWAYS = {"phi3", "gemma_spiked"}
+ALWAYS = {"gemma_spiked"}
 KEPT = {"gemma": "norm", "gemma_spiked": "norm", "vaultgemma": "norm", "gemma2": "norm"}
 """Modules, by a part of their names, that have to keep their own forwards: norms of 1 + w."""
 

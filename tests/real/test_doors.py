@@ -61,6 +61,7 @@ def live(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
         yield running
 
 
+@pytest.mark.parametrize("llm", ["bfloat16"], indirect=True)
 def test_the_server_answers_as_the_engine_does(live: Live, llm: LLM, plain: Plain) -> None:
     expected = [llm.tokenizer.decode(answer, skip_special_tokens=True) for answer in plain(GREEDY)]
     with live.client().with_options(timeout=600) as client:

@@ -19,22 +19,6 @@ from forerun.serve.settings import ServeSettings
 from serve.conftest import NAME, Live, counters, serving, wait_for
 
 
-def texts(checkpoint: Path, seed: int, bodies: list[dict[str, Any]]) -> list[str]:
-    def load() -> AsyncLLM:
-        return AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=4, max_model_len=100, seed=seed)
-
-    with serving(load, max_n=3) as live:
-        answers = [live.post("/v1/completions", {"prompt": "the cat", "max_tokens": 10, **body}) for body in bodies]
-        return [choice["text"] for answer in answers for choice in answer.json()["choices"]]
-
-
-def test_a_run_repeats_and_its_answers_differ(checkpoint: Path) -> None:
-    bodies: list[dict[str, Any]] = [{}, {}, {"n": 3}, {"seed": 1}, {"seed": 1}, {}]
-    first, again, other = (texts(checkpoint, seed, bodies) for seed in (0, 0, 1))
-    assert first == again and len(set(first)) == len(first) - 1 and first[5] == first[6] == other[5]
-    assert not set(first[:5]) & set(other[:5])
-
-
 def test_the_counters_add_up(live: Live) -> None:
     before = counters(live)
     body = {"prompt": "the cat", "temperature": 0, "max_tokens": 12, "ignore_eos": True}
@@ -117,14 +101,14 @@ def test_a_long_prompt_is_not_frozen(checkpoint: Path, monkeypatch: pytest.Monke
     """Its steps together take longer than one may."""
 
     def in_pieces() -> AsyncLLM:
-        return AsyncLLM(str(checkpoint), dtype="float32", max_model_len=200, max_num_batched_tokens=16)
+        return AsyncLLM(str(checkpoint), dtype="float32", max_model_len=200, max_num_batched_tokens=32)
 
     with serving(in_pieces, step_timeout_s=1.5) as live:
         engine, seen = live.llm.engine, set[str]()
         real = engine.step
 
         def slow() -> Any:
-            time.sleep(0.2)
+            time.sleep(0.3)
             seen.add(live.session.health.value)
             return real()
 

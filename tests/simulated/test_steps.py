@@ -106,9 +106,22 @@ def named(name: str) -> dict[str, dict[str, Any]]:
     }
 
 
+def answered(checkpoint: Path, place: str, **more: Any) -> list[int]:
+    """Eight tokens of a greedy answer on this device."""
+    llm = LLM(str(checkpoint), device=place, max_num_seqs=1, max_model_len=64, **more)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    return llm.generate("the cat sat on the", params)[0].outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> list[int]:
+    """The answer on the CPU, which no drafter changes."""
+    return answered(checkpoint, "cpu")
+
+
 @pytest.mark.parametrize("method", named(""))
 def test_what_is_loaded_by_name_is_on_the_targets_device(
-    method: str, checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, plain: list[int], checkpoint: Path, draft_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # in the thread in which the device is open
     made: list[TransformersTarget] = []
@@ -120,16 +133,8 @@ def test_what_is_loaded_by_name_is_on_the_targets_device(
 
     monkeypatch.setattr(TransformersTarget, "__init__", noted)
     config = {"adaptive": method == "auto"} | named(str(draft_checkpoint))[method]
-    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-
-    def answered(place: str) -> list[int]:
-        llm = LLM(str(checkpoint), device=place, max_num_seqs=1, max_model_len=64, speculative_config=config)
-        return llm.generate("the cat sat on the", params)[0].outputs[0].token_ids
-
-    expected = answered("cpu")
-    made.clear()
     with SimulatedDevice() as device:
-        assert answered(NAME) == expected
+        assert answered(checkpoint, NAME, speculative_config=config) == plain
     assert not device.refused
     assert {target.device.type for target in made} == {NAME}
 
