@@ -11,12 +11,15 @@ import pytest
 
 from forerun.cli import main
 from forerun.errors import CheckpointError
+from forerun.heads import eagle_engines, files
+from forerun.heads.base import HeadConfig
 from forerun.heads.engines import diagnose, diagnose_files
 from forerun.heads.files import (
     FORMATS,
     HeadCheckpoint,
     StoredFiles,
     TargetFacts,
+    expected_shapes,
     format_named,
     is_head,
     parse,
@@ -74,6 +77,22 @@ def refused(keys: Mapping[str, Any], tensors: Mapping[str, Any], target: TargetF
         assert str(error).startswith("the/head: ") and len(str(error)) > 40
         return str(error)
     return ""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def shapes_are_remembered() -> Iterator[None]:
+    """A thousand configurations announce few different heads, and each head is asked for its shapes by every engine."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def remembered(config: HeadConfig) -> dict[str, Any]:
+        if (key := repr(config)) not in known:
+            known[key] = expected_shapes(config)
+        return dict(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (files, eagle_engines):
+            patch.setattr(module, "expected_shapes", remembered)
+        yield
 
 
 def test_every_format_is_tried() -> None:
