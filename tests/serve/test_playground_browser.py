@@ -194,7 +194,7 @@ def test_cold_runs_of_the_same_prompt_are_equal_and_warm_ones_say_so(copying: Pa
         copying.page.check(f"[name=memory][value={memory}]")
         copying.ask(0, drafter="suffix")
         passes.append(copying.figures("fast")["passes"])
-        known = "knew 1 earlier answer" if len(passes) == 4 else "knew 0 earlier answers"
+        known = "knew 1 earlier completion" if len(passes) == 4 else "knew 0 earlier completions"
         assert copying.page.locator("#facts li", has_text=known if memory == "warm" else "cold").count() == 1
     assert passes[0] == passes[1] == passes[2] == passes[4], "nothing was left of earlier answers"
     told = copying.page.locator("#facts li", has_text="3 runs").inner_text()

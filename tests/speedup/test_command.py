@@ -85,7 +85,7 @@ def _nothing_is_worth_it(forerun: Forerun, words: list[object], out: Path, monke
     monkeypatch.setattr(run, "choose_for", lambda *_, **__: (choice, []))
     monkeypatch.setattr(written_page, "mean_speedup", lambda figures: 0.5)
     ran = forerun(*words, "--budget", "2h")
-    assert ran.code == 0 and "answers that are written stay" in ran.err
+    assert ran.code == 0 and "completions that are written stay" in ran.err
     assert "nothing is worth it: with the best, " in ran.out and "and no head was trained" in ran.out
     assert "forerun: forerun serve" in ran.out and "--drafter" not in ran.out.split("vllm:")[0]
     page = (out / "page.html").read_text()
@@ -169,5 +169,5 @@ def test_bad_input(forerun: Forerun, deep_checkpoint: Path, tmp_path: Path, more
 
 def test_answers_that_are_empty_or_circular_are_spoken_of() -> None:
     notes = answering._notes(empty=3, circles=4, total=10)
-    assert "30% of the answers are empty" in notes[0] and "40% of the answers end in a circle" in notes[1]
+    assert "30% of the completions are empty" in notes[0] and "40% of the completions end in a circle" in notes[1]
     assert not answering._notes(empty=0, circles=0, total=10)

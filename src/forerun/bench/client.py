@@ -367,12 +367,12 @@ class Server(ApiClient):
 
         chat = asking.endpoint == "chat" or (asking.endpoint == "auto" and bool(question))
         if chat:
-            asked: dict[str, Any] = {"messages": [*before, *question] or [{"role": "user", "content": task.text}]}
+            content: dict[str, Any] = {"messages": [*before, *question] or [{"role": "user", "content": task.text}]}
         else:
-            asked = {"prompt": task.prompt()}
+            content = {"prompt": task.prompt()}
         body = {
             "model": self.model,
-            **asked,
+            **content,
             "max_tokens": asking.max_tokens,
             **asking.sampling,
             "stream": True,
@@ -475,7 +475,7 @@ class _Heard:
 
 
 async def _lines(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yield the lines that end with a line feed. Nothing else ends one: an answer may hold U+2028."""
+    """Yield the lines that end with a line feed. Nothing else ends one: a completion may hold U+2028."""
     begun = b""
     async for part in stream:
         *whole, begun = (begun + part).split(b"\n")

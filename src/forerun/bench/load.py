@@ -510,10 +510,10 @@ class Bench:
 
 def _texts(found: LoadResult) -> dict[tuple[str, int], str]:
     """Return the completions without an error, by task and index of the prompt."""
-    asked = Counter[str]()
+    seen = Counter[str]()
     texts = {}
     for answer in found.answers:
         if answer.error is None:
-            texts[answer.task, asked[answer.task]] = answer.text
-        asked[answer.task] += 1
+            texts[answer.task, seen[answer.task]] = answer.text
+        seen[answer.task] += 1
     return texts

@@ -133,8 +133,9 @@ class Conversation:
     def _stats(self, _: str) -> None:
         total = self.total
         depths = "  ".join(f"{share:.0%}" for share in total.acceptance_per_depth) or "-"
+        noun = "completion" if self.answers == 1 else "completions"
         console.log().print(
-            f"{self.answers} completions, {total.num_tokens} tokens, {total.tokens_per_pass:.2f} tokens per pass\n"
+            f"{self.answers} {noun}, {total.num_tokens} tokens, {total.tokens_per_pass:.2f} tokens per pass\n"
             f"{total.num_passes} passes, {total.num_spec_steps} of them with a draft\n"
             f"{total.num_accepted_draft_tokens} of {total.num_draft_tokens} drafted tokens accepted, "
             f"mean acceptance length {total.mean_acceptance_length:.2f}\n"

@@ -100,7 +100,7 @@ def demo(
     max_tokens
         Most tokens of an answer, 96; of the demo model 128 for a file, 64 of them enlarged, and 512 for an edit.
     repeats
-        Timed runs of each arm with the demo model; real questions are asked once.
+        Timed runs of each arm with the demo model; real prompts run once.
     everything
         Let every drafter answer the same questions, at T = 0 and 1, and print one table.
     heads
@@ -120,13 +120,13 @@ def demo(
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     if real and (prompt_name is not None or (model != SHIPPED and scale is None)):
         return _real(model, real, params, speculation, loading, json=json)
-    asked = question(prompt_name or DEFAULT_PROMPT)
-    return _race(model, asked, params, speculation, loading, scale=scale, repeats=repeats, json=json)
+    task = question(prompt_name or DEFAULT_PROMPT)
+    return _race(model, task, params, speculation, loading, scale=scale, repeats=repeats, json=json)
 
 
 def _race(
     model: str,
-    asked: Prompt | Edit,
+    task: Prompt | Edit,
     params: SamplingParams,
     speculation: SpeculationOptions,
     loading: TargetOptions,
@@ -141,23 +141,23 @@ def _race(
     if loading.dtype == "auto" and scale is None:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
-    continues = isinstance(asked, Prompt)
+    continues = isinstance(task, Prompt)
     length = params.max_tokens or ((64 if scale else 128) if continues else EDIT_TOKENS)
     temperature = (0.8 if continues else 0.0) if params.temperature is None else params.temperature
     params = replace(params, temperature=temperature, max_tokens=length, ignore_eos=continues)
-    setting = _Setting(model=model, config=config, note=note, question=asked, params=params)
+    setting = _Setting(model=model, config=config, note=note, question=task, params=params)
     if not json:
         _introduce(setting)
-    prompt: Any = asked.text if isinstance(asked, Prompt) else llm.chat_prompt(asked.messages)
+    prompt: Any = task.text if isinstance(task, Prompt) else llm.chat_prompt(task.messages)
     result = Race(llm, prompt, params, repeats=repeats, show=not json)
     if json:
         console.write_json(record(llm, setting, result))
     else:
         out = console.out()
         out.print(session.legend(out))
-        if isinstance(asked, Edit):
+        if isinstance(task, Edit):
             out.print(Text("\nwhat it changed in the function, word by word", "dim"))
-            _print_changes(asked.function, _text(result))
+            _print_changes(task.function, _text(result))
         _report(llm, setting, result)
     return 0 if result.identical or temperature > 0 or (result.parted is not None and result.parted.tie) else 1
 
@@ -304,16 +304,16 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
 
 
 def _introduce(setting: _Setting) -> None:
-    out, asked = console.out(), setting.question
+    out, task = console.out(), setting.question
     options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
     drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
     out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
     out.print(Text("drafter  ", "dim").append(drafter, "default"))
-    if isinstance(asked, Prompt):
-        what, shown = f"to continue {asked.name}, which it has never seen", asked.text.splitlines()[-SHOWN_LINES:]
+    if isinstance(task, Prompt):
+        what, shown = f"to continue {task.name}, which it has never seen", task.text.splitlines()[-SHOWN_LINES:]
         shown = ["...", *shown]
     else:
-        what, shown = asked.request.partition("\n")[0].rstrip(":"), asked.function.splitlines()
+        what, shown = task.request.partition("\n")[0].rstrip(":"), task.function.splitlines()
         what += "\n         in a function that it has never seen"
     out.print(Text("prompt   ", "dim").append(f"{what}\n", "default"))
     out.print(Text("\n".join(shown), "dim"))
@@ -399,9 +399,9 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
         out.print(Text(f"{share:.0%} of the completion repeats itself, which flatters any drafter", "yellow"))
 
 
-def _answers(asked: Edit, found: Race) -> bool:
+def _answers(task: Edit, found: Race) -> bool:
     """Return whether the plain completion is right."""
-    return _text(found).strip() == asked.answer.strip()
+    return _text(found).strip() == task.answer.strip()
 
 
 def _text(found: Race) -> str:

@@ -173,7 +173,7 @@ def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
 
 def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
     """Store what is missing; return how the source compares with the target's own hidden states, if
-    that was asked for.
+    that was requested.
     """
     from forerun.training.features.online import compare, require
     from forerun.training.features.store import FeatureWriter, extract
@@ -200,7 +200,7 @@ def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
 
 @contextmanager
 def _source(run: _FeatureRun, tokens: list[int]) -> Iterator[tuple[Capture, dict[int, Tensor] | None]]:
-    """Yield the function that captures states and, if asked for, the target's own hidden states of
+    """Yield the function that captures states and, if requested, the target's own hidden states of
     `tokens`.
     """
     from forerun.training.features.online import OnlineFeatures, reference_states

@@ -213,11 +213,13 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     from forerun.speedup.compare import SpeedupArm
 
     plain = BoardLine(name="plain", config={})
-    asked = questions(llm)
+    prompts = questions(llm)
     arms = [plain, *board]
-    with console.progress_bar("completing", total=len(arms) * len(asked) * len(TEMPERATURES)) as advance:
+    with console.progress_bar("completing", total=len(arms) * len(prompts) * len(TEMPERATURES)) as advance:
         for temperature in TEMPERATURES:
-            for number, prompt in enumerate([asked[0], asked[-1], *asked], start=-2):  # a file and an edit warm up
+            for number, prompt in enumerate(
+                [prompts[0], prompts[-1], *prompts], start=-2
+            ):  # a file and an edit warm up
                 length = 8 if number < 0 else max_tokens
                 params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=number < FILES, seed=7)
                 first: RequestOutput | None = None

@@ -1,7 +1,7 @@
 """These dataclasses hold the options that verbs share, and translate them into the Python API's
 arguments.
 
-Defaults are written here once and only where the API has none. Imports no torch until a translation is asked for.
+Defaults are written here once and only where the API has none. Imports no torch until a translation is needed.
 """
 
 from __future__ import annotations

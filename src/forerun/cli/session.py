@@ -99,11 +99,11 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> str:
     """
     defaults, given, own = llm.get_default_sampling_params(), list[str](), list[str]()
     for name, neutral in NEUTRAL.items():
-        wanted, asked = getattr(params, name), getattr(defaults, name)
+        wanted, default = getattr(params, name), getattr(defaults, name)
         if wanted is not None and (wanted != neutral or name == "temperature"):
             given.append(f"{name} {wanted:g}")
-        elif wanted is None and asked != neutral:
-            own.append(f"{name} {asked:g}")
+        elif wanted is None and default != neutral:
+            own.append(f"{name} {default:g}")
     if (params.temperature if params.temperature is not None else defaults.temperature) == 0:
         return "greedy (temperature 0)"
     if params.temperature is None and defaults.temperature == NEUTRAL["temperature"]:

@@ -190,7 +190,7 @@ class Wish(NamedTuple):
     """A `Wish` is what one request says of its drafts."""
 
     group: str | None = None  # What is learned of texts serves the requests of one group; None is one, too
-    prediction: tuple[int, ...] = ()  # Token ids that the client expects as the answer
+    prediction: tuple[int, ...] = ()  # Token ids that the client expects as the completion
 
 
 NOTHING = Wish()
@@ -329,7 +329,7 @@ class Sequences:
         try:
             found = self._recognise_rows(table, lengths)
             begun = {int(found.work[ROW, index]): int(lengths[index]) for index in self._beginning(found, wishes)}
-            if found.gone:  # Also where a new text has the place: what was answered there is learned
+            if found.gone:  # Also where a new text has the place: what was completed there is learned
                 self._lookup.truncate(found.gone, [0] * len(found.gone))
             for place, length in begun.items():
                 self._lookup.begin(place, _prompt(length), self._wishes.get(place, NOTHING).group)
@@ -465,7 +465,7 @@ class Sequences:
 
 
 def _prompt(tokens: int) -> int:
-    """Return how many of a new text's tokens are the prompt's: the target has answered it with one."""
+    """Return how many of a new text's tokens are the prompt's: the target has completed it with one."""
     return max(1, tokens - 1)
 
 

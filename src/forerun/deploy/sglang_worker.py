@@ -65,7 +65,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         return np.concatenate(tokens), np.concatenate(masks)
 
     def _parts(self, batch: Any) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return for each request its prompt, the known part of its answer, and newly accepted
+        """Return for each request its prompt, the known part of its completion, and newly accepted
         tokens.
 
         The latter are those of the step before that the answer does not hold yet, because results
@@ -80,7 +80,7 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         return prompts, answers, [row[:count] for row, count in zip(kept, counts, strict=True)]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
-        """Do nothing: there is no corpus, a drafter reads new tokens when it is asked next."""
+        """Do nothing: there is no corpus, a drafter reads new tokens when it drafts next."""
 
 
 def pad_tree(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

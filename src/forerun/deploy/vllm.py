@@ -125,7 +125,7 @@ class ForerunProposer:
         return tuple(ids)
 
     def tokens_at(self, batch: int) -> int:
-        """Return how many tokens are drafted for each of so many requests; beyond a range as many
+        """Return how many tokens are drafted for each of this many requests; beyond a range as many
         as in it, as in vLLM.
         """
         tokens = [tokens for first, _, tokens in self.schedule if first <= max(1, batch)]

@@ -1,4 +1,6 @@
-"""This module lets the model answer the prompts that a head learns from, and says whether the answers are any good."""
+"""This module lets the model complete the prompts that a head learns from, and says whether the completions are any
+good.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from forerun.writing import write_file
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
-MANY = 0.1  # Share of empty or circular answers from which they are spoken of
+MANY = 0.1  # Share of empty or circular completions from which they are reported
 MOST = 0.5  # Share from which a head is not trained on them
 
 
 class _UntilDeadline(list[Record]):
-    """`_UntilDeadline` are records that nobody begins to answer after a deadline; what has begun is finished, so long
-    answers are as likely as short ones.
+    """`_UntilDeadline` are records that nothing begins to complete after a deadline; what has begun is finished, so
+    long completions are as likely as short ones.
     """
 
     deadline: float
@@ -49,8 +51,8 @@ def answer_prompts(
     seconds: float,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Have the prompts of the parts ``trial`` and ``train`` answered, as many of the latter as the time allows, and
-    return counts. What an earlier run answered stays; what a server recorded is answered already.
+    """Have the prompts of the parts ``trial`` and ``train`` completed, as many of the latter as the time allows, and
+    return counts. What an earlier run completed stays; what a server recorded is complete already.
 
     Half of the training prompts are answered at each of `SpeedupSettings.temperatures`.
     """
@@ -90,13 +92,13 @@ def _ask(llm: LLM, questions: Path, output: Path, request: SpeedupRequest, tempe
 def _progress(tell: Callable[[str], None], before: int, until: float) -> Callable[[AnswerRun], None]:
     def said(run: AnswerRun) -> None:
         left = max(0.0, until - time.monotonic())
-        tell(f"{before + run.done:,} answers, at most {left / 60:.1f} min more at this temperature")
+        tell(f"{before + run.done:,} completions, at most {left / 60:.1f} min more at this temperature")
 
     return said
 
 
 def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dict[str, Any]:
-    """Tokenize the answers for training, and say what is wrong with them.
+    """Tokenize the completions for training, and say what is wrong with them.
 
     ``reason`` says why no head can be trained on them; empty where one can.
     """
@@ -119,21 +121,21 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
         found["reason"] = f"there is nothing that a head could learn: {first_line(error)}"
     if total and max(empty, circles) > MOST * total:
         what = "are empty" if empty > circles else "go in circles"
-        found["reason"] = f"{max(empty, circles) / total:.0%} of the answers {what}: no head is trained on them"
+        found["reason"] = f"{max(empty, circles) / total:.0%} of the completions {what}: no head is trained on them"
     return {**found, "empty": empty, "circles": circles, "notes": _notes(empty, circles, total)}
 
 
 def _notes(empty: int, circles: int, total: int) -> list[str]:
-    """Say what empty and circular answers mean for the figures."""
+    """Say what empty and circular completions mean for the figures."""
     notes = list[str]()
     if total and empty >= MANY * total:
         notes.append(
-            f"{empty / total:.0%} of the answers are empty: the model has nothing to say to such prompts, and nothing "
-            "that could become faster"
+            f"{empty / total:.0%} of the completions are empty: the model has nothing to say to such prompts, and "
+            "nothing that could become faster"
         )
     if total and circles >= MANY * total:
         notes.append(
-            f"{circles / total:.0%} of the answers end in a circle, the same words again and again: what copies is "
-            "flattered there, and figures at T = 0 say more than a reader of answers would gain"
+            f"{circles / total:.0%} of the completions end in a circle, the same words again and again: what copies is "
+            "flattered there, and figures at T = 0 promise more than a reader of completions would gain"
         )
     return notes

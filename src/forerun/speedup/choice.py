@@ -27,7 +27,7 @@ class HeadShape:
     vocab_size: int | None  # Tokens that it can propose; None: the target's whole vocabulary
     steps: int  # How often it is unrolled on its own features while it trains
     parameters: int  # Trained ones
-    coverage: float  # Share of the trial answers' tokens that it can propose
+    coverage: float  # Share of the trial completions' tokens that it can propose
 
     @property
     def words(self) -> str:
@@ -183,7 +183,7 @@ def choose_head(
     if best.speedup < settings.worth * without:
         reason = f"no head is worth its training. The best is {expected}; {together}"
         if best.tokens >= settings.most_epochs * budget.tokens:
-            reason += f". More prompts help most: {budget.tokens:,} different tokens of answers are few"
+            reason += f". More prompts help most: {budget.tokens:,} different tokens of completions are few"
         else:
             reason += ". A longer --budget helps most"
         return HeadChoice(best=best, train=False, reason=reason)

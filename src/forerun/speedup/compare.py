@@ -43,7 +43,7 @@ class SpeedupArm:
     """`LLM.generate` takes it: False decodes plainly, None as the engine is configured."""
 
     def options(self) -> dict[str, Any]:
-        """Return the keywords of one request that is answered in this way.
+        """Return the keywords of one request that is completed in this way.
 
         Each request has an isolation domain of its own: a drafter that remembers would copy the answer of another arm,
         and a prompt in the cache would not be read.
@@ -62,7 +62,7 @@ class AskedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerTiming:
-    """An `AnswerTiming` is one answer of one arm, with its time and passes."""
+    """An `AnswerTiming` is one completion of one arm, with its time and passes."""
 
     digest: str
     category: str
@@ -119,7 +119,7 @@ class SideBySide:
         done: Sequence[AnswerTiming] = (),
         tell: Callable[[list[AnswerTiming]], None] = lambda found: None,
     ) -> list[AnswerTiming]:
-        """Ask the prompts in order, at least the fewest, until the time is spent, and return all answers.
+        """Run the prompts in order, at least the fewest, until the time is spent, and return all completions.
 
         `done` are those of an earlier call, which are not run again. `tell` is called after each prompt.
         """
@@ -186,14 +186,14 @@ def summarise_arm(
     timings: Sequence[AnswerTiming], arm: str, temperature: float, *, category: str | None = None, base: str = PLAIN
 ) -> dict[str, Any] | None:
     """Return an arm's tokens per second, its speed over plain decoding's (or that of another `base`) and its tokens per
-    pass, with intervals, over the prompts of a category or all; None where no answer has two tokens.
+    pass, with intervals, over the prompts of a category or all; None where no completion has two tokens.
     """
     chosen = [
         one for one in timings if one.temperature == temperature and (category is None or one.category == category)
     ]
     own = {one.digest: one for one in chosen if one.arm == arm}
     plain = {one.digest: one for one in chosen if one.arm == base}
-    # An answer of one token comes with its prompt: nothing can make it faster.
+    # A completion of one token comes with its prompt: nothing can make it faster.
     digests = [name for name in own if name in plain and min(own[name].tokens, plain[name].tokens) > 1]
     if not digests:
         return None
@@ -259,6 +259,6 @@ def summarise(timings: Sequence[AnswerTiming], arms: Sequence[SpeedupArm]) -> di
 
 
 def mean_speedup(figures: Mapping[str, Any]) -> float:
-    """Return the geometric mean of an arm's speed-ups over all temperatures; 0 where it answered nothing."""
+    """Return the geometric mean of an arm's speed-ups over all temperatures; 0 where it completed nothing."""
     found = [one["all"]["speedup"] if one["all"] is not None else 0.0 for one in figures.values()]
     return float(math.prod(found) ** (1 / len(found)))

@@ -38,7 +38,7 @@ def verdict_of(found: Mapping[str, Any]) -> dict[str, Any]:
         words = f"nothing is worth it: {_why_nothing(found, best)}"
     else:
         gains = ", ".join(f"{_gain(one['all'])} at T = {name}" for name, one in figures[winner].items())
-        words = f"with {winner} answers come {gains}"
+        words = f"with {winner} completions come {gains}"
     return {
         "worth_it": winner != PLAIN,
         "drafter": winner,
@@ -69,13 +69,13 @@ def _why_nothing(found: Mapping[str, Any], best: str) -> str:
     """Say why plain decoding is best."""
     comparison = found["comparison"]
     if best == PLAIN:
-        return "the model answered none of the held-out prompts"
+        return "the model completed none of the held-out prompts"
     figures = comparison["figures"][best]
     gains = ", ".join(f"{_gain(one['all'])} at T = {name}" for name, one in figures.items())
     if mean_speedup(figures) > 1 and comparison["prompts"] < FEWEST:
-        return f"{comparison['prompts']} held-out prompts are too few to be sure; with {best} answers came {gains}"
+        return f"{comparison['prompts']} held-out prompts are too few to be sure; with {best} completions came {gains}"
     trained = "" if found["training"]["head"] is not None else ", and no head was trained"
-    return f"with the best, {best}, answers come {gains}{trained}"
+    return f"with the best, {best}, completions come {gains}{trained}"
 
 
 def _losses(figures: Mapping[str, Any]) -> Iterator[str]:
@@ -96,7 +96,7 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"fewer than {FEW}: the intervals are wide, and those of single categories wider"
     for name, figures in comparison["over_free"].items():
         gains = ", ".join(f"{_gain(one)} at T = {temperature}" for temperature, one in figures.items())
-        yield f"over {found['free']['best']}, the best that needs no training, answers with {name} come {gains}"
+        yield f"over {found['free']['best']}, the best that needs no training, completions with {name} come {gains}"
     first, then = found["machine"]["tokens_per_second"], comparison["plain_tokens_per_second"]
     if count and then < BUSY * first:
         yield (
@@ -104,15 +104,15 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
             "it was measured at first; speeds are uncertain by more than their intervals say, tokens a pass are not"
         )
     if comparison["empty"]:
-        yield f"{comparison['empty']} of the held-out answers are empty"
+        yield f"{comparison['empty']} of the held-out completions are empty"
     if comparison["circles"]:
         yield (
-            f"{comparison['circles']} of the {count} held-out answers at T = 0 end in a circle, which flatters every "
-            "drafter that copies"
+            f"{comparison['circles']} of the {count} held-out completions at T = 0 end in a circle, which flatters "
+            "every drafter that copies"
         )
     unlike = sum(one["0"]["all"]["unlike_plain"] for one in comparison["figures"].values() if one["0"]["all"])
     if unlike:
-        yield f"{unlike} greedy answers differ from plain decoding's by more than a numeric tie: please report this"
+        yield f"{unlike} greedy completions differ from plain decoding's by more than a numeric tie: please report this"
 
 
 def serving_lines(
@@ -379,7 +379,7 @@ def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], *, across: st
 
 
 def _ticks(least: float, most: float, count: int = 6) -> list[float]:
-    """Return about so many round numbers from `least` to `most`."""
+    """Return about `count` round numbers from `least` to `most`."""
     rough = (most - least) / count
     power = 10 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)

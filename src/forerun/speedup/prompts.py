@@ -34,11 +34,11 @@ class SpeedupPrompt:
     digest: str
     category: str
     entry: dict[str, Any]
-    """It has `messages`, `text`, or a server's own token ids with the answer that they got (`answered`)."""
+    """It has `messages`, `text`, or a server's own token ids with their completion (`answered`)."""
 
     @property
     def answered(self) -> bool:
-        """Return whether the model has answered already: what a server recorded."""
+        """Return whether the model has completed it already: what a server recorded."""
         return "token_ids" in self.entry
 
     @property
@@ -54,7 +54,7 @@ class SpeedupPrompt:
 
     @property
     def asked(self) -> list[dict[str, Any]]:
-        """Return the messages up to the first question; what comes behind it waits for an answer."""
+        """Return the messages up to the first of a user; what comes behind it waits for a completion."""
         messages: list[dict[str, Any]] = self.entry.get("messages", [])
         first = next((index for index, one in enumerate(messages) if one["role"] == "user"), len(messages))
         return messages[: first + 1]

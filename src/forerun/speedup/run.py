@@ -96,7 +96,7 @@ class SpeedupStage:
 STAGES = (
     SpeedupStage(name="machine", words="measure the machine and the model", share=0.0),
     SpeedupStage(name="prompts", words="read and split the prompts", share=SETTINGS.drawing_share),
-    SpeedupStage(name="answers", words="let the model answer the prompts", share=SETTINGS.answers_share),
+    SpeedupStage(name="answers", words="let the model complete the prompts", share=SETTINGS.answers_share),
     SpeedupStage(name="free", words="try what needs no training", share=SETTINGS.free_share),
     SpeedupStage(name="choice", words="choose what is worth training", share=0.0),
     SpeedupStage(name="training", words="train it", share=0.0),
@@ -115,7 +115,7 @@ class SpeedupRun:
     def __init__(self, request: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
         """Open the folder; ArgumentError where it holds a run for another model or other prompts.
 
-        `load` loads the model, with rows for `SpeedupSettings.rows` answers and no prefix cache.
+        `load` loads the model, with rows for `SpeedupSettings.rows` completions and no prefix cache.
         """
         self.request, self.console, self._load = request, console, load
         self.folder = request.output
@@ -234,7 +234,7 @@ class SpeedupRun:
     def _begin(self) -> None:
         """Write down the request, and forget the stages that another budget changes."""
         if self._again:
-            kept = "measurements, prompts and answers that are written stay"
+            kept = "measurements, prompts and completions that are written stay"
             self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
             for path in (*(self.path(name) for name in self._again), self.folder / TIMINGS):
                 path.unlink(missing_ok=True)
@@ -376,7 +376,7 @@ class SpeedupRun:
             found = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, tell=tell)
         found |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.request.model)
         tokens = found["tokens"]
-        self.console.say(f"  {found['answered']:,} answers, {tokens:,} tokens to learn")
+        self.console.say(f"  {found['answered']:,} completions, {tokens:,} tokens to learn")
         for note in found["notes"]:
             self.console.say(f"  {note}")
         return found
@@ -566,7 +566,7 @@ def _count(timings: list[AnswerTiming], arms: list[SpeedupArm] | tuple[SpeedupAr
 
 
 def _kept(path: Path, arms: list[SpeedupArm]) -> list[AnswerTiming]:
-    """Return the answers that an interrupted measurement left, unless they are of other arms."""
+    """Return the completions that an interrupted measurement left, unless they are of other arms."""
     if not path.is_file():
         return []
     found = [AnswerTiming(**one) for one in json.loads(path.read_text(encoding="utf-8"))]

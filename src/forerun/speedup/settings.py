@@ -31,7 +31,7 @@ class HeadSettings:
     """Acceptance that ten times the tokens add: an EAGLE-3 head for SmolLM2-135M-Instruct has 0.30 after some 33,000
     tokens and 0.32 after 46,000, published ones for Llama-3.2-1B 0.75 after some 10^8."""
     most_acceptance: float = 0.8
-    most_epochs: float = 8.0  # Passes over the same answers that still teach something
+    most_epochs: float = 8.0  # Passes over the same completions that still teach something
     beyond_unrolling: float = 0.7  # Share of its acceptance that a head keeps beyond the depth it was unrolled to
     fewest_steps: int = 60
     worth: float = 1.05  # Speed-up over what is free from which a head is trained: less is within the forecast's error
@@ -42,18 +42,18 @@ class SpeedupSettings:
     """`SpeedupSettings` say how a budget is spent, and on how much."""
 
     drawing_share: float = 0.04  # Of the budget: prompts are drawn, where none are given
-    answers_share: float = 0.25  # The model answers the training prompts
+    answers_share: float = 0.25  # The model completes the training prompts
     free_share: float = 0.08  # Drafters that need no training
     steps_share: float = 0.8  # Of the training's time; the rest goes to evaluations while it trains (`TrainSettings`)
     comparison_share: float = 0.2  # Of the budget: the last measurement
     most_drawn: int = 5000  # Prompts that are drawn, at most
     rows: int = 8  # Answers at once while the model writes them
-    longest: int = 2048  # Tokens of a prompt and its answer
-    compared_tokens: int = 128  # Of each answer that is compared, at most
-    trial_tokens: int = 64  # Of each answer of a trial, at most
+    longest: int = 2048  # Tokens of a prompt and its completion
+    compared_tokens: int = 128  # Of each completion that is compared, at most
+    trial_tokens: int = 64  # Of each completion of a trial, at most
     forecast_prompts: int = 6  # Prompts on which a drafter's acceptance is measured for the plan, at most
     forecast_share: float = 0.1  # Of a stage's time that a drafter's forecast may take
-    temperatures: tuple[float, ...] = (0.0, 0.8)  # At which the answers are written that a head learns, in equal shares
+    temperatures: tuple[float, ...] = (0.0, 0.8)  # Of the completions that a head learns, in equal shares
     head: HeadSettings = field(default_factory=HeadSettings)
 
 
@@ -69,12 +69,12 @@ class SpeedupRequest:
     budget_s: float  # Seconds of all stages
     prompts: tuple[Path, ...] = ()  # Empty: the built-in mix, and prompts that are drawn from the model
     kind: str | None = None  # Kind of head to train in any case; None: what is worth it, or nothing
-    max_tokens: int = 256  # Of an answer that a head learns; no more are compared
+    max_tokens: int = 256  # Of a completion that a head learns; no more are compared
     dtype: str = "auto"
 
     @property
     def compared_tokens(self) -> int:
-        """Return the most tokens of an answer that is compared."""
+        """Return the most tokens of a completion that is compared."""
         return min(self.max_tokens, SETTINGS.compared_tokens)
 
     @property

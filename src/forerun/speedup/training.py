@@ -136,7 +136,7 @@ def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
 def make_training(
     request: SpeedupRequest, folder: Path, shape: HeadShape, *, seconds: float, output: Path
 ) -> TrainRecipe[Any]:
-    """Return the recipe that trains a head of `shape` for so many seconds on the answers in `folder`, and evaluates it
+    """Return the recipe that trains a head of `shape` for `seconds` on the completions in `folder`, and evaluates it
     on the trial prompts.
     """
     settings = SETTINGS.head

@@ -47,7 +47,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialAnswer:
-    """A `TrialAnswer` is one answer with its speculative steps, in order; steps without a draft are
+    """A `TrialAnswer` is one completion with its speculative steps, in order; steps without a draft are
     not among them.
     """
 
@@ -114,10 +114,10 @@ class HeadDrafting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialPrompts:
-    """`TrialPrompts` are what an engine is to answer, greedily."""
+    """`TrialPrompts` are what an engine is to complete, greedily."""
 
     prompts: Sequence[list[int]]
-    tokens: int  # Tokens of each answer
+    tokens: int  # Tokens of each completion
     dtype: str  # Dtype of the target: float32, float16 or bfloat16
     room: int  # Tokens of the longest text, with what may be drafted behind it
 
@@ -142,13 +142,13 @@ class InstalledEngine(ABC):
     def __init__(self, drafting: HeadDrafting, version: str) -> None:
         self.drafting, self.version = drafting, version
         self.notes = list[str]()
-        """Observations beside the answers."""
+        """Observations beside the completions."""
 
     @abstractmethod
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Answer in the order of the prompts, with the outcome of every draft.
 
-        An answer that ends by itself may be shorter than was asked for.
+        A completion that ends by itself may be shorter than requested.
 
         Raises:
             RefusedError: it does not draft with this head.
@@ -192,7 +192,7 @@ def run_trial(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens:
 
     Args:
         prompts: texts, or conversations.
-        tokens: of each answer.
+        tokens: of each completion.
         dtype: of the target in both.
 
     Raises:
@@ -257,8 +257,8 @@ def compare_steps(ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], le
     """Count the steps at which both engines accept the same number of tokens.
 
     It is only for drafters that always draft `length` tokens: then the place of a step follows from
-    the steps before. An answer is followed up to the first step where the two differ, or where the
-    end of the answer shortens our draft.
+    the steps before. A completion is followed up to the first step where the two differ, or where the
+    end of the completion shortens our draft.
     """
     same = compared = 0
     for one, other in zip(ours, theirs, strict=True):
@@ -290,7 +290,7 @@ def _count(answers: Sequence[TrialAnswer], index: int, name: str) -> int:
 def answer_prompts(
     llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, speculative: Any, salt: str | None = None
 ) -> list[TrialAnswer]:
-    """Return forerun's greedy answers of `tokens` tokens, with the outcome of every draft.
+    """Return forerun's greedy completions of `tokens` tokens, with the outcome of every draft.
 
     Nothing learned under another `salt` is used.
     """
@@ -307,7 +307,7 @@ def last_lines(logs: Iterable[Path], count: int = 12) -> str:
 
 
 def _begins(plain: TrialAnswer, other: TrialAnswer) -> bool:
-    """Return whether `other`, which may have ended by itself, is the plain answer as far as it
+    """Return whether `other`, which may have ended by itself, is the plain completion as far as it
     goes.
     """
     return bool(other.token_ids) and plain.token_ids[: len(other.token_ids)] == other.token_ids

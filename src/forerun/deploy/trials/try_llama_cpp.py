@@ -80,7 +80,7 @@ class InLlamaCpp(InstalledEngine):
         super().__init__(drafting, server_version(self.server))
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
-        """Answer the prompts, as `InstalledEngine.answers` describes."""
+        """Complete the prompts, as `InstalledEngine.answers` describes."""
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
             folder, dtype = Path(work), question.dtype

@@ -64,7 +64,7 @@ class InVllm(InstalledEngine):
         self.speculation, _ = engine.speculation(asked, list[str]())
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
-        """Answer the prompts, as `InstalledEngine.answers` describes."""
+        """Complete the prompts, as `InstalledEngine.answers` describes."""
         kind = self.drafting.kind
         arm = {
             "target": self.drafting.target,
@@ -106,7 +106,7 @@ def vllm_version(python: Path) -> str:
 
 
 def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: Mapping[str, str] | None = None) -> None:
-    """Let vLLM answer for each arm of a plan (see `vllm_answers`); answers and logs are written to
+    """Let vLLM complete prompts for each arm of a plan (see `vllm_answers`); completions and logs are written to
     `folder`.
     """
     source = importlib.util.find_spec("forerun.deploy.trials.vllm_answers")

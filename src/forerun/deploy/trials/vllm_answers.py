@@ -51,11 +51,11 @@ def _run(plan: dict[str, Any], arm: str, folder: Path) -> None:
 
 
 def answer(plan: dict[str, Any], arm: str) -> dict[str, Any]:
-    """Return the answers in the plan's order, vLLM's counters, its version and the model runner
+    """Return the completions in the plan's order, vLLM's counters, its version and the model runner
     that it used.
     """
     target, speculation = plan["arms"][arm]["target"], plan["arms"][arm]["vllm"]
-    # The counters are totals; which step accepted how much stands in each output, if asked for.
+    # The counters are totals; which step accepted how much stands in each output, if requested.
     more = {"speculative_config": speculation, "per_request_spec_decode_metrics": "detailed"} if speculation else {}
     llm = vllm.LLM(
         model=target,

@@ -26,7 +26,7 @@ const FUNCTION = `def read_table(path, rows=None):
 const ARTICLE = `The lighthouse of Port Ellis was built in 1846 from grey granite. It stands 31 metres high, and its lamp can be seen from 18 miles away. The first keeper was Anna Reed, who lived there with her two sons until 1871. In 1903 a storm broke the lamp, and the keeper burned his own furniture to keep a fire alight. The tower has been empty since 1984, when the lamp became automatic, and it opened as a museum in 1992.`;
 const EXAMPLES = [
   {
-    name: "Edit code", expect: "the answer repeats the prompt: drafting pays most", temperature: 0,
+    name: "Edit code", expect: "the completion repeats the prompt: drafting pays most", temperature: 0,
     chat: `Rename \`rows\` to \`items\` in this function, and show the whole function:\n\n\`\`\`python\n${FUNCTION}\n\`\`\``,
     text: `"""Read and write small tables."""
 
@@ -85,7 +85,7 @@ async function call(path, body, signal) {
   if (answer.ok) return answer;
   if (answer.status === 401) at("more").open = !(at("key-field").hidden = false);
   const { error } = await answer.json().catch(() => ({}));
-  throw Object.assign(new Error(error ? error.message : `the server answered ${answer.status}`), { status: answer.status });
+  throw Object.assign(new Error(error ? error.message : `the server responded with ${answer.status}`), { status: answer.status });
 }
 
 async function* events(answer) {
@@ -174,8 +174,8 @@ function say(text, wrong = false) {
 
 function note() {
   at("memory-note").textContent = chosenMemory() === "cold"
-    ? "Cold: both runs start without anything that earlier answers left in the drafter's memory. How much is drafted follows the times that were measured: run again to see how far that varies."
-    : `Warm: the drafter also copies from ${remembered ? `the ${counted(remembered, "answer")} that it wrote` : "what it writes"} warm on this page. Asking the same again is then easy.`;
+    ? "Cold: both runs start without anything that earlier completions left in the drafter's memory. How much is drafted follows the times that were measured: run again to see how far that varies."
+    : `Warm: the drafter also copies from ${remembered ? `the ${counted(remembered, "completion")} that it wrote` : "what it writes"} warm on this page. The same prompt again is then easy.`;
 }
 
 // --- reading ----------------------------------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ function facts(found, faster) {
   const ids = SIDES.map((side) => tokensOf(found[side]).map((token) => token.id));
   const length = Math.min(ids[0].length, ids[1].length), whole = SIDES.every((side) => found[side].finished);
   const same = ids[0].slice(0, length).join() === ids[1].slice(0, length).join() && (!whole || ids[0].length === ids[1].length);
-  const memory = found.memory === "cold" ? "cold" : `warm: knew ${counted(found.earlier, "earlier answer")}`;
+  const memory = found.memory === "cold" ? "cold" : `warm: knew ${counted(found.earlier, "earlier completion")}`;
   const setting = [[memory, found.memory === "cold" ? "" : "bad"], [`${found.drafter}, ${found.measured}, one run after the other`, ""]];
   if (!Number.isFinite(faster)) return setting;
   return [
@@ -378,11 +378,11 @@ function advice(found, offered) {
   if (found.temperature > 0 && fast.accepted < fast.drafted / 2)
     options.push([`At temperature ${found.temperature} a guess is right less often: the model itself throws dice.`, "Temperature 0", { temperature: 0 }]);
   if (fast.tokensPerPass < 1.2)
-    options.push(["This answer repeats little that could be copied. See one that does.", `Run “${EXAMPLES[0].name}”`, { example: 0 }]);
+    options.push(["This completion repeats little that could be copied. See one that does.", `Run “${EXAMPLES[0].name}”`, { example: 0 }]);
   if (found.memory === "cold" && fast.drafted)
-    options.push(["A server meets the same questions again. Let the drafter remember its answers on this page, and run this twice.", "Run warm", { memory: "warm" }]);
+    options.push(["A server gets the same prompts again. Let the drafter remember its completions on this page, and run this twice.", "Run warm", { memory: "warm" }]);
   if (found.memory === "warm")
-    options.push([found.earlier ? "Part of this gain is that the drafter had seen such an answer. Without:" : "The drafter has now seen this answer. With that:",
+    options.push([found.earlier ? "Part of this gain is that the drafter had seen such a completion. Without:" : "The drafter has now seen this completion. With that:",
       found.earlier ? "Run cold" : "Run again", { memory: found.earlier ? "cold" : "warm" }]);
   return options.slice(0, 3);
 }
@@ -650,7 +650,7 @@ async function meet() {
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     limit();
     at("run").disabled = !model.speculation.traces;
-    say(model.speculation.traces ? "" : "this page shows traces of answers, and this server gives none; start it with --allow-traces", !model.speculation.traces);
+    say(model.speculation.traces ? "" : "this page shows traces of completions, and this server gives none; start it with --allow-traces", !model.speculation.traces);
   } catch (error) {
     const loading = error.status === 503;
     say(loading ? "The model is being loaded ..." : error.message, !loading);
