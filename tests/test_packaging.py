@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from caches import empty_cache
 from forerun.shipped import MODELS
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +116,7 @@ sys.exit(forerun.cli.main(json.loads(command)))
 def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: Path) -> None:
     """The main job, from a folder that is not this one: nothing is found beside the package by chance. Without the demo
     models a line says how to get one."""
-    environment = {**os.environ, "PYTHONPATH": str(installed), "FORERUN_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(installed), "FORERUN_CACHE": empty_cache(tmp_path / "cache")}
     environment |= {"PIP_INDEX_URL": "http://127.0.0.1:9", "FORERUN_MODELS": str(tmp_path / "models")}
     shutil.unpack_archive(models, tmp_path / "wheel", "zip")  # not `demo`: a folder of that name would be the model
     command = ["generate", "demo", "--prompt", "import os", "-n", "8", "--drafter", "eagle3"]

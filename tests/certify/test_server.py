@@ -381,7 +381,7 @@ def test_the_command(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     for wrong, complaint in (
         (["--server", "http://127.0.0.1:9"], "no server answers"),
         (["other", "--server", url], "serves tiny"),
-        (["--server", url, "--drafter", "ngram"], "drafts and is asked in its own way"),
+        (["--server", url, "--drafter", "ngram"], "drafts and samples in its own way"),
         (["--against", url, "MODEL"], "--server, which is missing"),
         ([], "needs a model, or a server"),
     ):

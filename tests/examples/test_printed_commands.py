@@ -32,6 +32,7 @@ from cyclopts import MissingArgumentError
 
 from assistant import assistant
 from benchmarks.suite.__main__ import app as bench_app
+from caches import empty_cache
 from conftest import loggers_restored
 from examples import stand_ins
 from examples.printed import ROOT, Printed, markdown, pages, printed
@@ -302,7 +303,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
     check_rules = certifying.check_rules  # of which tests/core makes every check
     settings_for = certifying.settings_for  # of which tests/certify makes every one
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FORERUN_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("FORERUN_CACHE", empty_cache(tmp_path_factory.mktemp("cache")))
         patch.setattr(certifying, "check_rules", lambda names: itertools.islice(check_rules(names), 3))
         patch.setattr(certifying, "settings_for", lambda run, warm: settings_for(run, warm)[:1])
         patch.setattr(demo, "PROMPT_CHARACTERS", 120)

@@ -93,8 +93,11 @@ def nearest_map(inputs: Tensor, wanted: Tensor) -> Tensor:
     """Return the weight (H, W) of the linear map of `inputs` (N, W) that comes nearest to what is `wanted` (N, H)."""
     sizes = root_mean_squares(inputs)
     inputs = inputs / sizes
-    products = inputs @ inputs.T
+    narrow = inputs.shape[1] < len(inputs)  # The same map from the smaller of two systems
+    products = inputs.T @ inputs if narrow else inputs @ inputs.T
     products.diagonal().add_(RIDGE * len(inputs))
+    if narrow:
+        return torch.linalg.solve(products, inputs.T @ wanted).T / sizes
     return (inputs.T @ torch.linalg.solve(products, wanted)).T / sizes
 
 
