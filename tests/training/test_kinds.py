@@ -36,7 +36,7 @@ def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> 
 
 
 FALLS = {
-    "eagle": 0.98,
+    "eagle": 0.99,
     "peagle": 0.95,
     "dflash": 0.95,
     "dflash2": 0.93,

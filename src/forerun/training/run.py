@@ -128,7 +128,9 @@ class TrainingRun:
         if self.batches.writer is not None:
             return
         windows, parallel = self.recipe.windows, self.parallel
-        count = 1 + max(1, SEEN_TOKENS // (windows.rows * windows.length))
+        # Beyond an epoch the same tokens come again.
+        shown = min(SEEN_TOKENS // (windows.rows * windows.length), self.batches.steps_per_epoch - 1)
+        count = 1 + max(1, shown)
         seen = [self.batches.batch(step, parallel.rank, parallel.world) for step in range(count)]
         self.trained.fit(self.objective, seen, halves=self.recipe.training.halves(self.model.device))
 
