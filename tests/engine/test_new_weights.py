@@ -126,7 +126,7 @@ def test_no_answer_is_from_two_policies(folders: Folders) -> None:
     expected = texts(llm)
     stream = llm.stream(PROMPTS[0], GREEDY)
     next(stream)
-    with pytest.raises(ArgumentError, match=r"weights cannot change to those in .*trained while 1 answers run"):
+    with pytest.raises(ArgumentError, match=r"weights cannot change to those in .*trained while 1 completions run"):
         llm.update_weights_from_disk(folders["trained"])
     assert [chunk.output for chunk in stream][-1].outputs[0].text == expected[0]  # type: ignore[union-attr]
 
