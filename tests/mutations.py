@@ -154,7 +154,7 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{LOOPS} -k dropout",
         ),
         "logits of a token are those behind another output": (
-            "self.scored.append(self.seen[tuple(self.answer)])",
+            "self.scored.append(self.seen[tuple(self.output)])",
             "self.scored.append(next(iter(self.seen.values())))",
             f"{HF} -k own",
         ),
@@ -189,8 +189,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             f"{WEIGHTS} -k began_with",
         ),
         "requests that come while others run out join them before the weights change": (
-            "kept_from is None or answer.order < kept_from",
-            "kept_from is None or answer.order >= 0",
+            "kept_from is None or completion.order < kept_from",
+            "kept_from is None or completion.order >= 0",
             f"{WEIGHTS} -k end_as_asked",
         ),
         "answers are cut off before it is known whether the checkpoint fits": (
@@ -371,8 +371,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/engine/test_prefix_reuse.py",
         ),
         "a running row of another domain is copied": (
-            "if self.enabled and domain == salt and not needs_drafter",
-            "if self.enabled and not needs_drafter",
+            "for row, (tokens, domain) in running.items() if domain == salt",
+            "for row, (tokens, domain) in running.items()",
             "tests/engine/test_prefix_reuse.py",
         ),
         "prefixes are shared token by token, so that times tell how far a guess is right": (
@@ -393,7 +393,7 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             "tests/engine/test_prefix_reuse.py",
         ),
         "memory is claimed for a token less than a step may write": (
-            "1 + self.drafting.depth(answer.drafter, asked))",
+            "1 + self.drafting.depth(completion.drafter, asked))",
             "-8)",
             "tests/engine/test_preemption.py",
         ),

@@ -236,7 +236,7 @@ class Enumeration:
         """Queue the request and run it to its first token."""
         self.llm.submit({"prompt_token_ids": list(self.case.prompt)}, self.case.params())
         request = next(iter(self.engine._requests.values()))
-        (self.answer,) = request.answers
+        (self.answer,) = request.completions
         while not self.answer.tokens:
             assert self.answer.row.error is None, self.answer.row.error
             self.engine.step()

@@ -353,7 +353,7 @@ def test_any_tree_is_a_shape() -> None:
     assert shape.within(99, 2) == 6 and shape.within(4, 9) == 4
     assert Shape.of(Shape.regular((3, 2, 1)).parents[1:]) == Shape.regular((3, 2, 1))
     for wrong in ((1,), (0, 0, 3), (0, 1, 0)):
-        with pytest.raises(ArgumentError, match="level by level"):
+        with pytest.raises(ArgumentError, match="depth by depth"):
             Shape.of(wrong)
 
 

@@ -136,7 +136,7 @@ def test_what_is_no_list_of_a_tree_a_row_is_refused(found: Any, got: str, caplog
     warn_drafter.cache_clear()
     trees, failures = proposed(found, 1)
     assert [tree.tokens for tree in trees] == [(ROOT,)] and failures == [1]
-    assert f"a drafter proposes a list of 1 TokenTrees, one a row; got {got}" in caplog.text
+    assert f"a drafter proposes a list of 1 TokenTrees, one for each row; got {got}" in caplog.text
 
 
 def test_a_tree_that_is_too_large_is_cut_to_what_was_drawn_first() -> None:

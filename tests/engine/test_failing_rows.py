@@ -217,7 +217,7 @@ async def test_the_other_prompts_of_a_call_end_with_the_one_that_fails(checkpoin
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3, max_model_len=250) as llm:
         long = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
         answers, add = list[Any](), llm.llm.engine.add
-        llm.llm.engine.add = lambda request: (answers.append(request.answers[0]), add(request))[1]
+        llm.llm.engine.add = lambda request: (answers.append(request.completions[0]), add(request))[1]
         bad = replace(long, logits_processors=[raising(RuntimeError("boom"), 12)])
         with pytest.raises(RequestError, match="RuntimeError: boom"):
             await llm.generate(PROMPTS, [long, bad, long])

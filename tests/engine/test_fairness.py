@@ -145,7 +145,7 @@ class Line:
         params = SimpleNamespace(n=1, prompt_logprobs=None)
         request = SimpleNamespace(client=client, params=params, arrived=self.queue.clock, prompt_tokens=[0] * tokens)
         answer: Any = SimpleNamespace(request=request, tokens=[], index=0, row=SimpleNamespace(cache_row=0))
-        made = Prefill(answers=[answer], tokens=[0] * tokens, requires=frozenset())
+        made = Prefill(completions=[answer], tokens=[0] * tokens, requires=frozenset())
         self.prefills.append(made)
         return made
 

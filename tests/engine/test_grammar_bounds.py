@@ -200,5 +200,5 @@ def test_an_error_of_the_parser_is_no_end_of_the_answer(llm: LLM, monkeypatch: p
         return masks(self)
 
     monkeypatch.setattr(grammar.GrammarProcessor, "_bits", failing)
-    with pytest.raises(ArgumentError, match="could not go on"):
+    with pytest.raises(ArgumentError, match="the grammar failed"):
         ask(llm, StructuredOutputs(regex="[a-z]{8,9}"))

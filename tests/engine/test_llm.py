@@ -349,7 +349,7 @@ def test_acceptance_at_the_level_of_chance_is_said_once(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             llm.generate([[index + 3, 9] for index in range(8)], params)
-    assert caplog.text.count("level of chance") == 1
+    assert caplog.text.count("chance level") == 1
 
 
 def test_the_context_ends_an_answer(plain: LLM) -> None:

@@ -156,7 +156,7 @@ def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders
             while llm._drained is None:
                 await asyncio.sleep(0)
             later = asyncio.create_task(_read(llm.stream(PROMPTS[1], LONG), asyncio.Event()))
-            with pytest.raises(ArgumentError, match="under way already"):
+            with pytest.raises(ArgumentError, match="is already running"):
                 await llm.update_weights_from_disk(folders["later"])
             await update
             former = (await running).outputs[0]
@@ -172,7 +172,7 @@ def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders
 def test_a_mode_that_would_mix_policies_is_refused(folders: Folders) -> None:
     async def run() -> None:
         async with engine(folders["served"], None, AsyncLLM) as llm:
-            with pytest.raises(ArgumentError, match=r"mode 'keep'.*none goes on with other weights"):
+            with pytest.raises(ArgumentError, match=r"mode 'keep'.*none continues with other weights"):
                 await llm.update_weights_from_disk(folders["trained"], mode="keep")
             [output] = await llm.generate(PROMPTS[0], GREEDY)
             assert len(output.outputs[0].token_ids) == 24
@@ -188,7 +188,7 @@ def test_sleep_frees_the_cache_and_an_update_is_taken_meanwhile(folders: Folders
     assert llm.is_sleeping and llm.target.memory_bytes() < used
     with pytest.raises(ArgumentError, match="call wake_up first"):
         llm.generate(PROMPTS[0], GREEDY)
-    with pytest.raises(ArgumentError, match="level 2: there is level 1"):
+    with pytest.raises(ArgumentError, match="level 2: only level 1"):
         llm.sleep(level=2)
     llm.update_weights_from_disk(folders["trained"])
     llm.wake_up(["weights"])

@@ -72,7 +72,7 @@ def test_what_can_never_fit_is_refused(checkpoint: Path) -> None:
         llm.generate(TEXT, greedy(4))
     assert len(llm.generate("the cat", greedy(100))[0].outputs[0].token_ids) < 30
     request = llm.reader.request(100, "the cat", greedy(), speculative=False)
-    request.answers[0].row.tokens_left = 60
+    request.completions[0].row.tokens_left = 60
     with pytest.raises(ArgumentError, match="raise kv_cache_tokens"):
         llm.engine.add(request)
     assert not llm.engine.busy

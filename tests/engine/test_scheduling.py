@@ -198,7 +198,7 @@ def test_clients_share_the_rows_and_users_those_of_their_client(
 def test_nobody_who_holds_nothing_waits_behind_who_came_later(checkpoint: Path) -> None:
     llm = engine(checkpoint)
     ids = [llm.submit("the cat", greedy(4)) for _ in range(3)]
-    waiting = [answer for request_id in reversed(ids) for answer in llm.engine._requests[request_id].answers]
+    waiting = [answer for request_id in reversed(ids) for answer in llm.engine._requests[request_id].completions]
     assert next_in_line(waiting, []).request.id == ids[0]
     waiting[0].tokens.append(OutputToken(id=3, text="", step=0, source=next(iter(Source))))
     assert next_in_line(waiting, []).request.id == ids[2], "who has begun goes on first"
@@ -262,7 +262,7 @@ def test_a_clients_priorities_order_its_own_requests_alone(checkpoint: Path) -> 
     llm = engine(checkpoint, max_num_seqs=2)
     wishes = [("a", 0), ("a", 2), ("a", -1), ("b", 5), ("b", 1), (None, -9)]
     ids = [llm.submit("the cat", greedy(4), client=client, priority=priority) for client, priority in wishes]
-    waiting, order = [answer for one in ids for answer in llm.engine._requests[one].answers], []
+    waiting, order = [answer for one in ids for answer in llm.engine._requests[one].completions], []
     while waiting:
         waiting.remove(best := next_in_line(waiting, []))
         order.append(ids.index(best.request.id))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from forerun import LLM, AsyncLLM, SamplingParams
-from forerun.core.rng import Rng, answer_seed, request_seed
+from forerun.core.rng import Rng, completion_seed, request_seed
 
 PROMPT = "the cat sat"
 PARAMS = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True)
@@ -74,7 +74,7 @@ def test_answers_to_neighbouring_seeds_are_others(checkpoint: Path, drafter: Any
 
 def test_no_two_pairs_of_seed_and_index_have_the_same_numbers() -> None:
     seeds, indices = [-(2**63), -3, 0, 1, 2, 2**63 - 1, 2**64 - 2], [0, 1, 2, 2**20]
-    rngs = [Rng(answer_seed(seed, index), 3) for seed in seeds for index in indices]
+    rngs = [Rng(completion_seed(seed, index), 3) for seed in seeds for index in indices]
     assert len({rng.seed for rng in rngs}) == 28
     assert len({float(rng.exponentials(0, 8)[0]) for rng in rngs}) == 28
 

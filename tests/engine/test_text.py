@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from forerun.engine.completion import AnswerText, Detokenizer
+from forerun.engine.completion import CompletionText, Detokenizer
 from tests.engine.conftest import tiny_tokenizer
 
 
@@ -81,7 +81,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_across_pieces(include: bool) -> None:
-    text = AnswerText(stops=("END", "stop"), include_stop=include)
+    text = CompletionText(stops=("END", "stop"), include_stop=include)
     sent = ""
     for piece in ("a sto", "ne, E", "N"):
         assert text.add(piece, search=True) is None
@@ -93,6 +93,6 @@ def test_a_stop_string_across_pieces(include: bool) -> None:
 
 
 def test_the_first_of_several_stops_wins() -> None:
-    text = AnswerText(stops=("world", "lo w"), include_stop=False)
+    text = CompletionText(stops=("world", "lo w"), include_stop=False)
     assert text.add("hello world", search=True) == "lo w"
     assert text.text == "hel"

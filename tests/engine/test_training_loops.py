@@ -236,7 +236,7 @@ def test_weights_in_parts_are_refused_with_what_to_do(model: Any, process_group:
     from torch.distributed.fsdp import fully_shard
 
     mesh = torch.distributed.init_device_mesh("cpu", (1,))
-    with pytest.raises(ArgumentError, match="FSDP gathers weights pass by pass"):
+    with pytest.raises(ArgumentError, match="FSDP gathers weights in every pass"):
         answers(fully_shard(model, mesh=mesh), loop())
 
 

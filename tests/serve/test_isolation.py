@@ -129,7 +129,7 @@ def in_grammar(method: str) -> Callable[[Completion, Fault], None]:
 
 
 class Text:
-    """An `AnswerText` that fails in one place."""
+    """A `CompletionText` that fails in one place."""
 
     def __init__(self, whole: Any, **faults: Callable[..., Any]) -> None:
         self._whole, self._faults = whole, faults
@@ -248,7 +248,7 @@ class Injector:
         add, events = Engine.add, CompletionWriter.events
 
         def sabotaging(engine: Engine, request: Request) -> None:
-            for answer in request.answers if request.user == "faulty" else ():
+            for answer in request.completions if request.user == "faulty" else ():
                 self.place.sabotage(answer, self.fault)
             add(engine, request)
 

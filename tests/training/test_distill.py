@@ -4,8 +4,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -311,10 +310,9 @@ def test_another_tokenizer_is_refused(start: Path, target: Path, tmp_path: Path)
 def test_a_spread_draft_model_does_not_write() -> None:
     for kind, writer in (("distill", "draft"), ("eagle3", "target")):
         given = {"target": "a", "data": "b", "output": "c", "objective": {"writer": writer}}
-        run = SimpleNamespace(recipe=make_recipe(kind, given), parallel=Parallel(mode="fsdp"), trained=None)
-        run.module = run.model = None
+        recipe, nothing = make_recipe(kind, given), cast(Any, None)
         with pytest.raises(ArgumentError, match=rf"objective\.writer={writer} needs the whole .*--parallel ddp"):
-            make_writer(run)
+            make_writer(recipe, Parallel(mode="fsdp"), nothing, nothing, nothing)
 
 
 @pytest.mark.slow

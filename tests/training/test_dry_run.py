@@ -26,7 +26,7 @@ def test_a_fresh_head_is_planned_from_the_configuration_alone(
     recipe = read_recipe(kind, None, [*words, *options], places)
     loaded = run.TrainingRun(recipe, Parallel())
     trainable = sum(weight.numel() for weight in loaded.module.parameters() if weight.requires_grad)
-    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(run, "open_frozen_target", lambda *_: pytest.fail("the target was loaded"))
     found = plan(recipe, Parallel())
     assert found["trainable_parameters"] == trainable and found["seconds_per_step"] > 0
     assert found["passes"] == pytest.approx(300 / loaded.batches.steps_per_epoch)

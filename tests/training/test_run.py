@@ -19,7 +19,7 @@ from forerun.training import run
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_recipe
-from forerun.training.run import load_target
+from forerun.training.run import open_frozen_target
 from forerun.training.trained import TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
 from forerun.writing import TokenizerIdentity, alone
@@ -74,7 +74,7 @@ def test_models_that_do_not_fit_beside_each_other_are_told_of_before_one_is_load
     recipe = read_recipe(kind, None, ["target_dtype=float32", *(word.format(target) for word in more)], places)
     weights = sum(tensor.nbytes for tensor in load_file(target / "model.safetensors").values())
     needed = weights * sum(4 if place == 0 and len(named) > 1 else 1 for place in range(len(named)))
-    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr(run, "open_frozen_target", lambda *_: pytest.fail("the target was loaded"))
     monkeypatch.setattr(run, "available_bytes", lambda _device: needed - 1)
     with pytest.raises(OutOfMemoryError, match=", ".join(rf"[\d.]+ for {name} \(.*" for name in named)):
         run.TrainingRun(recipe, Parallel())
@@ -337,4 +337,4 @@ def test_two_processes_go_on_with_half_the_rows_of_one(trained: Path) -> None:
 
 def test_a_target_whose_heads_cannot_be_split_is_refused(target: Path) -> None:
     with pytest.raises(ArgumentError, match="3 processes as many key-value heads, but the target has 2"):
-        load_target(str(target), "float32", "tp", Parallel(world=3))
+        open_frozen_target(str(target), "float32", "tp", Parallel(world=3))

@@ -104,7 +104,7 @@ class Rng:
         return np.random.Philox(key=self.seed & (2**128 - 1), counter=[index, stream, position, 0])
 
 
-def answer_seed(seed: int, index: int) -> int:
+def completion_seed(seed: int, index: int) -> int:
     """Return the seed of answer `index` of a request with this `seed`: that of no other pair of seed and index, and
     for the first answer the request's own.
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterEntry:
-    """One line of the registry."""
+    """The registry's entry for one method."""
 
     path: str  # ``module:Class``, imported when the drafter is built
     summary: str
@@ -37,7 +37,7 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
     "lookahead": DrafterEntry(
         path="forerun.drafters.self_drafting.lookahead:LookaheadDrafter",
-        summary="the target guesses several positions at once and copies the n-grams it came across; no draft model",
+        summary="the target guesses several positions at once; n-grams it has generated become drafts; no draft model",
     ),
     "jacobi": DrafterEntry(
         path="forerun.drafters.self_drafting.lookahead:JacobiDrafter",
@@ -45,18 +45,18 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
     "suffix": DrafterEntry(
         path="forerun.drafters.lookup.suffix:SuffixDrafter",
-        summary="copies after the longest match in this request and in past answers (SuffixDecoding, SAM-Decoding)",
+        summary="copies after the longest match in this request and in past outputs (SuffixDecoding, SAM-Decoding)",
         is_lookup=True,
     ),
     "prediction": DrafterEntry(
         path="forerun.drafters.lookup.prediction:PredictionDrafter",
-        summary="follows the answer that the client predicted, across edits (Predicted Outputs)",
+        summary="follows the output that the client predicted, across edits (Predicted Outputs)",
         is_lookup=True,
         needs_prediction=True,
     ),
     "first_of": DrafterEntry(
         path="forerun.drafters.combined.composed:FirstOfDrafter",
-        summary="several drafters, the first whose draft promises enough: copy where the match is long, else a model",
+        summary="several drafters; the first draft that promises enough: lookup where a match is long, else a model",
     ),
     "merge": DrafterEntry(
         path="forerun.drafters.combined.composed:MergeDrafter",
@@ -97,12 +97,12 @@ DRAFTERS: dict[str, DrafterEntry] = {
     ),
     "rest": DrafterEntry(
         path="forerun.drafters.lookup.rest:RestDrafter",
-        summary="copies what a corpus went on with after the same words (REST; see `forerun datastore build`)",
+        summary="copies the continuation of the same words in a corpus (REST; see `forerun datastore build`)",
         is_lookup=True,
     ),
     "recycling": DrafterEntry(
         path="forerun.drafters.lookup.recycling:RecyclingDrafter",
-        summary="the likeliest successors that the target last gave each token (Token Recycling); learns as it goes",
+        summary="the likeliest successors that the target last predicted for each token (Token Recycling)",
         is_lookup=True,
     ),
     **{
@@ -127,16 +127,13 @@ def methods() -> dict[str, DrafterEntry]:
 
 
 def is_outside(name: str) -> bool:
-    """Return whether a method is a drafter outside of this package, ``module:Class``; imports
-    nothing.
-    """
+    """Return whether a method names a drafter outside of this package, ``module:Class``. Imports nothing."""
     return ":" in name
 
 
 def entry_named(name: str) -> DrafterEntry:
-    """Return the registry's line for a method; imports nothing, unless the name is
-    ``module:Class``, a drafter outside of this package. Raises ArgumentError that names the nearest
-    if there is none, or says what is wrong with the class.
+    """Return the registry's entry for a method. Imports nothing, unless the name is ``module:Class``, a drafter outside
+    of this package. Raises ArgumentError, which names the nearest method or says what is wrong with the class.
     """
     known = methods()
     if name in known:
@@ -167,18 +164,14 @@ def _from_outside(path: str) -> DrafterEntry:
 
 
 def drafter_class(name: str) -> type[Drafter]:
-    """Return the class behind a registered name. Raises as `entry_named` does, and for a method
-    that is no drafter of its own.
-    """
+    """Return the class of a method. Raises as `entry_named` does, and for methods that are no drafter themselves."""
     if name in CHOOSERS:
-        raise ArgumentError(f"{name!r} chooses among drafters and is none itself; name one of {', '.join(DRAFTERS)}")
+        raise ArgumentError(f"{name!r} chooses among drafters but is not one itself; name one of {', '.join(DRAFTERS)}")
     return import_named(entry_named(name).path)
 
 
 def default_length(name: str) -> int | None:
-    """Return the tokens that a method drafts on one path by default, or None if it has no such
-    number.
-    """
+    """Return a method's default `num_speculative_tokens`, or None if it has no such option."""
     if name in CHOOSERS:
         return None
     found = {field.name: field.default for field in dataclasses.fields(drafter_class(name).Config)}
@@ -187,9 +180,8 @@ def default_length(name: str) -> int | None:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the `Config` of a drafter of that name with these options. Raises ArgumentError that
-    names the nearest drafter or option for an unknown one, and what is missing or of the wrong
-    type.
+    """Return the `Config` of a method with these options. Raises ArgumentError for an unknown method or option, naming
+    the nearest, and for an option that is missing or of the wrong type.
     """
     cls, unset = drafter_class(name), (dataclasses.MISSING, dataclasses.MISSING)
     fields = dataclasses.fields(cls.Config)
@@ -201,8 +193,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[str, bool]) -> None:
-    """Raise ArgumentError, naming the nearest, for an option that a drafter does not have, and for one that it needs
-    and was not given; `declared` are its options, and whether each is needed."""
+    """Raise ArgumentError for an unknown option, naming the nearest, and for a required one that is missing. `declared`
+    maps the drafter's options to whether each is required."""
     for option in options:
         refuse_unknown(f"drafter {name!r} has no option", option, declared, "It has")
     missing = [option for option, needed in declared.items() if needed and option not in options]
@@ -216,15 +208,15 @@ def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[
 
 
 def declared_options(name: str) -> dict[str, bool]:
-    """Return the options of a drafter of this package, and whether each is needed, as its source
-    says: to import it takes torch, and seconds.
+    """Return the options of a drafter of this package, and whether each is required. They are read from the source,
+    because importing the drafter imports torch, which takes seconds.
     """
     module, _, cls = DRAFTERS[name].path.partition(":")
     return _list_options(*_config_of(module, cls))
 
 
 def _config_of(module: str, cls: str) -> tuple[str, str]:
-    """Return module and name of the `Config` of a drafter, its own or its base's."""
+    """Return module and name of a drafter's `Config`, its own or that of its base."""
     body, bases = _class_in(module, cls)
     for line in body:
         names = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
@@ -243,7 +235,7 @@ def _list_options(module: str, cls: str) -> dict[str, bool]:
 
 
 def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:
-    """Return the body of a class of this package, and its bases in it by module and name."""
+    """Return the body of a class of this package, and module and name of each base class in this package."""
     spec = importlib.util.find_spec(module)
     assert spec is not None and spec.origin is not None, module
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
@@ -262,5 +254,5 @@ def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """Build a drafter of that name with these options. Raises as `check_options` does."""
+    """Build a method's drafter with these options. Raises as `check_options` does."""
     return drafter_class(name)(check_options(name, options), setup)  # type: ignore[call-arg]

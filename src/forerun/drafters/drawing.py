@@ -1,10 +1,9 @@
-"""How the children of a node are drawn from a draft distribution: top-k, iid, without replacement
-or greedy-k.
+"""The children of a node are drawn from a draft distribution: top-k, iid, without replacement, or greedy-k.
 
-Shared by every drafter whose distribution is known at a node before its children are drawn. What is recorded is what
-was drawn from. `Draws` draws a whole level at once from numbers that were made before the first level, so that levels
-follow each other without a wait for the host and may be one recording. `HostDraws` draws the same node by node, where
-processors look at each node's path.
+All drafters share this whose distribution at a node is known before its children are drawn. The recorded distribution
+is the one that was drawn from. `Draws` draws all nodes of one depth at once, from random numbers that were made before
+the first depth, so that depths follow each other without a wait for the host and may be one recording (CUDA graph).
+`HostDraws` draws the same tokens node by node, for processors that read each node's path.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ T = TypeVar("T")
 class Draw(StrEnum):
     """The ways of drawing the children of a node."""
 
-    AUTO = "auto"  # Given at temperature 0; above it a chain is drawn iid and a tree without replacement
+    AUTO = "auto"  # Deterministic at temperature 0; above it, iid for a chain and without replacement for a tree
     DETERMINISTIC = "deterministic"  # The likeliest tokens
     IID = "iid"
     WITHOUT_REPLACEMENT = "without_replacement"
-    GREEDY_K = "greedy_k"  # The likeliest tokens and one drawn from among the others (arXiv 2502.18779)
+    GREEDY_K = "greedy_k"  # The likeliest tokens and one drawn from the others (arXiv 2502.18779)
 
 
 def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
-    """Return what `draw` means for one row; at temperature 0 there is nothing to draw."""
+    """Return the way of drawing for one row, never AUTO; at temperature 0 it is DETERMINISTIC."""
     if greedy:
         return Draw.DETERMINISTIC
     if draw is not Draw.AUTO:
@@ -51,17 +50,16 @@ def resolve(draw: Draw, *, greedy: bool, chain: bool) -> Draw:
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree that is decided before anything is drawn. Nodes are numbered level by level, siblings
-    side by side.
+    """The fixed shape of a tree, decided before anything is drawn. Nodes are numbered depth by depth, siblings next to
+    each other.
     """
 
-    counts: tuple[int, ...]  # (N,) children of every node, the root's first; nodes behind the last entry have none
+    counts: tuple[int, ...]
+    """(N,) number of children of every node, the root first; nodes after the last entry have none."""
 
     @classmethod
     def regular(cls, children: Sequence[int]) -> Shape:
-        """Return the tree in which each node at depth 0, 1, ... has so many children; ones make a
-        chain.
-        """
+        """Return the tree whose nodes at depth 0, 1, ... have `children` children each; ones give a chain."""
         counts, width = list[int](), 1
         for count in children:
             counts += [count] * width
@@ -70,9 +68,8 @@ class Shape:
 
     @classmethod
     def of(cls, parents: Sequence[int] | str) -> Shape:
-        """Return the tree with these parents of node 1, 2, ..., 0 being the root, or a published
-        one by name. Raises ArgumentError unless numbered level by level, or for a name that is none
-        of `PUBLISHED`.
+        """Return the tree with these parents of node 1, 2, ... (0 is the root), or one of `PUBLISHED` by name. Raises
+        ArgumentError for another name, and unless nodes are numbered depth by depth.
         """
         if isinstance(parents, str):
             if parents not in PUBLISHED:
@@ -81,8 +78,8 @@ class Shape:
         for node, parent in enumerate(parents, start=1):
             if not 0 <= parent < node or (node > 1 and parent < parents[node - 2]):
                 raise ArgumentError(
-                    f"node {node} of the tree has parent {parent}; number the nodes level by level, siblings side "
-                    "by side, parents before their children"
+                    f"node {node} of the tree has parent {parent}; number the nodes depth by depth, siblings next to "
+                    "each other, parents before their children"
                 )
         return cls(tuple(parents.count(node) for node in range(max(parents, default=-1) + 1)))
 
@@ -102,7 +99,7 @@ class Shape:
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
-        """Node ids of each depth, the root's included."""
+        """Node ids by depth, the root at depth 0."""
         levels, last = [range(1)], len(self.parents)
         while levels[-1].stop < last:
             below = sum(self.counts[levels[-1].start : levels[-1].stop])
@@ -116,7 +113,7 @@ class Shape:
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:
-        """(N,) rank of each node among its siblings, the eldest 0."""
+        """(N,) rank of each node among its siblings, 0 for the first."""
         return (0, *(rank for count in self.counts for rank in range(count)))
 
     @cached_property
@@ -125,7 +122,7 @@ class Shape:
         return tuple(depth for depth, level in enumerate(self.levels) for _ in level)
 
     def path(self, node: int) -> list[int]:
-        """Return the nodes from the root's child down to `node`; none for the root."""
+        """Return the nodes from the root's child down to `node`; empty for the root."""
         found = list[int]()
         while node:
             found.append(node)
@@ -133,9 +130,7 @@ class Shape:
         return found[::-1]
 
     def chosen(self, depth: int) -> list[int] | None:
-        """Return which of ``widths[depth]`` children of every node of a level exist; None where all
-        do.
-        """
+        """Return which of the ``widths[depth]`` children of every node at `depth` exist; None if all do."""
         level, width = self.levels[depth], self.widths[depth]
         counts = [self.counts[node] if node < len(self.counts) else 0 for node in level]
         if min(counts) == width:
@@ -143,8 +138,8 @@ class Shape:
         return [index * width + rank for index, count in enumerate(counts) for rank in range(count)]
 
     def within(self, nodes: int, depth: int) -> int:
-        """Return how many nodes, from the first, fit a budget. The shape alone decides it, so never
-        a drawn value.
+        """Return how many nodes, from the first one on, fit a budget. It depends on the shape only, never on a drawn
+        token.
         """
         last = self.levels[min(depth, len(self.widths))].stop - 1 if depth > 0 else 0
         return max(0, min(nodes, last))
@@ -157,18 +152,18 @@ PUBLISHED: dict[str, tuple[int, ...]] = {
         *(10, 3, 2, 1, 1, 1, 1, 1, 0, 0, 2, 0, 0, 0, 0, 0, 0, 1, *[0] * 10, 2),
     )
 }
-"""Published trees by the name they have there, as `Shape.counts`."""
+"""Published trees by their names, as `Shape.counts`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftVocabulary:
     """A drafter's own, smaller vocabulary."""
 
-    token_ids: Tensor  # (V',) int64, the target's id of each entry
+    token_ids: Tensor  # (V',) int64, target token id of each entry
     size: int  # V, of the target
 
     def to_target_vocab(self, logits: Tensor) -> Tensor:
-        """Widen logits (.., V') -> (.., V): tokens that the drafter lacks are impossible."""
+        """Map logits (.., V') to the target's vocabulary, (.., V): tokens that the drafter lacks get minus infinity."""
         wide = logits.new_full((*logits.shape[:-1], self.size), -torch.inf)
         wide[..., self.token_ids] = logits
         return wide
@@ -179,38 +174,35 @@ class Grower:
     """The draw settings of one row."""
 
     draw: Draw  # Never AUTO
-    sampler: Sampler  # The request's sampler, so that draft and target distributions see the same processors
+    sampler: Sampler  # The request's sampler, so that the draft distribution has the same processors as the target's
     rng: Rng
     output: Sequence[int]  # The row's output so far, root included; may be empty where `sampler.neutral`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Children:
-    """The children of a level: F parent nodes in each of B rows, C children each."""
+    """The children of the nodes of one depth: F parent nodes in each of B rows, C children each."""
 
     tokens: Tensor  # (B, F, C) int64
     drawn: Tensor  # (B, F, C) uint8
-    confidence: Tensor  # (B, F, C) float32: the probability of a deterministic node; independent of a drawn one
-    valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None where all are good
-    probs: Tensor | None  # (B, F, V) what each parent's sampled children were drawn from; None where there are none
+    confidence: Tensor
+    """(B, F, C) float32: a deterministic node's probability; for a drawn one independent of its token."""
+    valid: Tensor | None  # (B, F, C) bool: False where the distribution had no further token; None: all are valid
+    probs: Tensor | None  # (B, F, V) distribution of each parent's sampled children; None if there are none
 
     def validity(self) -> Tensor:
-        """Return `valid` as a tensor, also where it is all True."""
+        """Return `valid` as a tensor, also if it is None."""
         return torch.ones_like(self.tokens, dtype=torch.bool) if self.valid is None else self.valid
 
     def with_acceptance(self, acceptance: Tensor | None) -> Children:
-        """Replace the confidence of drawn children by `acceptance` (B, F), that of a token drawn
-        below each parent.
-        """
+        """Replace the confidence of drawn children by `acceptance` (B, F), the estimate for each parent."""
         if acceptance is None:
             return self
         said = acceptance.unsqueeze(-1).float()
         return replace(self, confidence=torch.where(self.drawn == int(Drawn.DETERMINISTIC), self.confidence, said))
 
     def only(self, chosen: Sequence[int]) -> Children:
-        """Select some children by index into (F * C), as (B, M, 1); the eldest siblings of a node
-        come first.
-        """
+        """Select children by index into (F * C), as (B, M, 1); siblings keep their order."""
         index = constant(tuple(chosen), self.tokens.device)
 
         def pick(values: Tensor) -> Tensor:
@@ -224,8 +216,8 @@ _COLUMNS = ("tokens", "drawn", "confidence")
 
 
 def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = None) -> Children:
-    """Return the `count` likeliest tokens at each node, from raw logits (B, F, V), without a
-    distribution or a wait for the host.
+    """Return the `count` likeliest tokens at each node, from raw logits (B, F, V), without computing a distribution or
+    waiting for the device.
     """
     best = logits.topk(count, dim=-1) if count > 1 else logits.max(dim=-1, keepdim=True)
     confidence = (best.values.float() - logits.logsumexp(-1, keepdim=True).float()).exp()
@@ -238,12 +230,12 @@ def likeliest(logits: Tensor, count: int, vocabulary: DraftVocabulary | None = N
     )
 
 
-Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), which children) -> tokens drawn (B, F, n)
+Pick = Callable[[Tensor, range], Tensor]  # (distributions (B, F, V), indices of n children) -> drawn tokens (B, F, n)
 
 
 def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
-    """Draw `count` children of every node from `probs` (B, F, V) as `draw` says, which is never
-    AUTO; `pick` draws the sampled ones. Children beyond a distribution's support are not valid.
+    """Draw `count` children of every node from `probs` (B, F, V) in the way `draw`, which is not AUTO; `pick` draws the
+    sampled ones. Children beyond a distribution's support are not valid.
     """
     if draw is Draw.DETERMINISTIC:
         return _pack_children([_top(probs, count)], None)
@@ -251,7 +243,7 @@ def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
         surest = probs.amax(-1, keepdim=True).expand(-1, -1, count)
         return _pack_children([(pick(probs, range(count)), surest, surest > 0, Drawn.IID)], probs)
     rest, parts = probs, list[_Drawn]()
-    if draw is Draw.WITHOUT_REPLACEMENT:  # one after the other, the elder ones removed and the rest renormalised
+    if draw is Draw.WITHOUT_REPLACEMENT:  # One after the other; drawn tokens are removed and the rest is renormalised
         for index in range(count):
             surest, token = rest.amax(-1, keepdim=True), pick(rest, range(index, index + 1))
             parts.append((token, surest, surest > 0, Drawn.WITHOUT_REPLACEMENT))
@@ -282,7 +274,7 @@ def _pack_children(parts: Sequence[_Drawn], probs: Tensor | None) -> Children:
 
 
 def _top(probs: Tensor, count: int) -> _Drawn:
-    """Return the likeliest tokens, filled up with zeros where there are fewer."""
+    """Return the likeliest tokens, padded with zeros where there are fewer."""
     best = probs.topk(min(count, probs.shape[-1]), dim=-1)
     tokens, chances = (pad(values, (0, count - values.shape[-1])) for values in (best.indices, best.values))
     return tokens, chances, chances > 0, Drawn.DETERMINISTIC
@@ -294,18 +286,18 @@ def _renormalise(rest: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostDraws:
-    """Draws a tree of one shape for B rows, node by node on the host; used as `Draws` are."""
+    """Draws a tree of one shape for B rows, node by node on the host; it has the interface of `Draws`."""
 
     shape: Shape
     growers: Sequence[Grower]  # (B,)
-    key: ClassVar[None] = None  # It reads values on the host, and so is never recorded
+    key: ClassVar[None] = None  # It reads values on the host, so it cannot be recorded
     tensors: ClassVar[tuple[Tensor, ...]] = ()
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> HostDraws:
         return self
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """Draw the children of a level, as `Draws.children` does."""
+        """Draw the children of the nodes at `depth`, as `Draws.children` does."""
         if vocabulary is not None:
             logits = vocabulary.to_target_vocab(logits)
         blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -327,8 +319,8 @@ class HostDraws:
         return Children(**columns, valid=joined(Children.validity), probs=probs)
 
     def _of_node(self, logits: Tensor, grower: Grower, node: int, ids: Tensor) -> Children:
-        """Draw the children of one node, (1, 1, C). Where numbers are not finite there are none,
-        and their confidence says so.
+        """Draw the children of one node, (1, 1, C). If its logits are not finite, no child is valid and the confidences
+        are not finite either.
         """
         sampler, draw, path = grower.sampler, grower.draw, self.shape.path(node)
         output = [] if sampler.neutral else [*grower.output, *(int(ids[above - 1]) for above in path)]
@@ -341,8 +333,8 @@ class HostDraws:
 
 
 def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
-    """Return a `Pick` that draws one node's children one after the other, with (distribution (V,),
-    index of the child) -> token.
+    """Return a `Pick` that draws one node's children one by one with `draw`: (distribution (V,), index of the child) ->
+    token.
     """
 
     def pick(probs: Tensor, indices: range) -> Tensor:
@@ -353,9 +345,9 @@ def on_host(draw: Callable[[Tensor, int], int]) -> Pick:
 
 
 def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
-    """Return the result of `work`, which applies one row's own processors, or `instead` if it
-    raises. The target meets the same error, if it comes there; or it knows tokens that are left
-    where a smaller vocabulary has none.
+    """Return the result of `work`, which applies one row's processors, or `instead` if it raises. The error is not
+    lost: the target raises it, too, when it scores that node, unless the drafter's smaller vocabulary alone has no
+    token left.
     """
     try:
         return work(*arguments)
@@ -367,28 +359,27 @@ def attempt(instead: T, work: Callable[..., T], *arguments: Any) -> T:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draws:
-    """Draws a tree of one shape for B rows, always in the same operations, whatever the numbers
-    are.
-    """
+    """Draws a tree of one shape for B rows, with operations that do not depend on the values."""
 
     shape: Shape
-    draw: Draw  # Draw of the rows above temperature 0; never AUTO. The others take the likeliest tokens
+    draw: Draw  # For rows above temperature 0, never AUTO; the others take the likeliest tokens
     greedy: bool  # Whether there are rows at temperature 0
-    filters: bool  # Whether a row asks for top-k, top-p or min-p
-    one_by_one: Sequence[SamplingParams]  # (B,) whose distributions are filtered one by one, on the host; else empty
+    filters: bool  # Whether a row has a top-k, top-p or min-p
+    one_by_one: Sequence[SamplingParams]  # (B,) if distributions are filtered one by one, on the host; else empty
     numbers: tuple[Tensor, ...]
-    """Empty if no row is sampled; else, in the device's widest type, uniforms (B, children of all
-    levels) and settings (B, 5), see `sampling.settings_of`.
+    """Empty if no row is sampled; else, in the device's widest type, uniform numbers (B, children of all depths) and
+    settings (B, 5), see `sampling.settings_of`.
     """
-    processing: Processing | None  # Penalties, biases and bans; calls of one `key` differ in it and `numbers`
+    processing: Processing | None
+    """Penalties, biases and bans. Calls with one `key` differ in its tensors and in `numbers`."""
 
     @classmethod
     def of(
         cls, growers: Sequence[Grower], shape: Shape, device: torch.device, *, vocabulary: int, sorts: bool
     ) -> Draws | None:
-        """Prepare the draws of these rows; None if the host has to look at every node, for a user's
-        own processors or an rng of another kind. With `sorts` a level's distributions are filtered
-        at once, which a CPU does faster one by one.
+        """Prepare the draws of these rows; None if the host has to process every node, because of a custom processor or
+        another kind of rng. With `sorts` all distributions of one depth are filtered at once; a CPU is faster one by
+        one.
         """
         if not all(grower.sampler.neutral or grower.sampler.fits(vocabulary) for grower in growers):
             return None
@@ -404,7 +395,7 @@ class Draws:
             tables = [torch.from_numpy(np.array(table)).to(widest(device)) for table in (uniforms, settings)]
             numbers = tuple(send(tables, device))
         drawn = {grower.draw for grower in sampled}
-        assert len(drawn) < 2, "one tree draws in one way"
+        assert len(drawn) < 2, "all sampled rows of a tree draw in the same way"
         return cls(
             shape=shape,
             draw=drawn.pop() if drawn else Draw.DETERMINISTIC,
@@ -417,7 +408,7 @@ class Draws:
 
     @property
     def key(self) -> Hashable:
-        """The properties that decide which operations run for one shape."""
+        """The properties that determine the operations for one shape."""
         processing = None if self.processing is None else self.processing.key
         return self.draw, self.greedy, bool(self.numbers), self.filters, processing
 
@@ -427,7 +418,7 @@ class Draws:
         return self.numbers + (() if self.processing is None else self.processing.tensors)
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> Draws:
-        """Return the same draws with other numbers."""
+        """Return the same draws with other tensors."""
         count = len(self.numbers)
         return replace(
             self,
@@ -436,8 +427,8 @@ class Draws:
         )
 
     def children(self, logits: Tensor, depth: int, ids: Tensor, vocabulary: DraftVocabulary | None = None) -> Children:
-        """Draw the children of every node at `depth`, as many as any has there, from raw logits (B,
-        F, V) and the tokens `ids` (B, K) of all nodes so far.
+        """Draw the children of every node at `depth`, as many as the node with the most children has, from raw logits
+        (B, F, V) and the tokens `ids` (B, K) of all nodes so far.
         """
         if self.processing is None:
             return self._children(logits, depth, vocabulary)
@@ -473,7 +464,7 @@ class Draws:
     def _draw_level(self, logits: Tensor, depth: int, count: int) -> Children:
         if not self.one_by_one:
             probs = probs_of(logits, self.numbers[1], filters=self.filters)
-        else:  # what is refused, for its numbers or for want of tokens, has no distribution
+        else:  # A node without finite numbers or without allowed tokens has no distribution
             rows = zip(logits.float(), self.one_by_one, strict=True)
             nan = torch.full_like(logits[0, 0], torch.nan, dtype=torch.float32)
             found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
@@ -489,6 +480,6 @@ class Draws:
 
 @lru_cache(maxsize=64)
 def _child_indices(shape: Shape) -> tuple[tuple[int, int], ...]:
-    """Return (node, index) of every child, level by level, as wide as the level's widest node."""
+    """Return (node, index) of every child, depth by depth, each node padded to the most children at its depth."""
     levels = zip(shape.levels[:-1], shape.widths, strict=True)
     return tuple((node, index) for level, width in levels for node in level for index in range(width))

@@ -1,11 +1,11 @@
-"""Guards the engine's calls of a drafter: a drafter's mistakes cost it its drafts and nobody an
-answer, and its work is deferred until it is asked for.
+"""`Guarded` isolates the engine from a drafter's errors: a drafter that fails loses its drafts, but no request fails.
+`Deferred` also delays a drafter's work until a proposal is needed.
 
-Engine, step, policy and combined drafters call a drafter through `Guarded` and nowhere else. A row that a drafter has
-failed, in whatever it was asked for, is closed to it: what it holds of the row is unknown from then on. It is shown
-nothing of it, and its drafts for it are empty, until the row is free and begins anew.
+Engine, step, policy and combined drafters call a drafter only through `Guarded`. When any call fails for a row, the
+drafter's state of that row is unknown, so the row is closed to it: the drafter reads nothing more of the row, and its
+drafts for the row are empty, until the row is freed and reused.
 
-Not held off: a drafter that runs for ever, and one that writes into the target's own cache.
+Two faults are not caught: a drafter that never returns, and one that writes into the target's own cache.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ T = TypeVar("T")
 
 
 class Guarded(Drafter):
-    """A drafter that does not raise, drafts nothing that it may not, and counts when the one inside
-    tried to. The properties of the drafter inside (`depth`, `requires`, `watches`, ...) are asked
-    for once; `method` is its name in messages.
+    """Wraps a drafter so that it neither raises nor proposes an invalid draft, and counts its failures. The properties
+    of the inner drafter (`depth`, `requires`, `watches`, ...) are read once; `method` is its name in messages.
     """
 
     name = "guarded"
@@ -49,11 +48,11 @@ class Guarded(Drafter):
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup) -> None:
         self.drafter, self.method = drafter, method
-        self.failed = False  # It failed since this was last set to False
+        self.failed = False  # The drafter has failed since this was last set to False
         self._target, self._failures = setup.target, setup.failures
         self._closed = set[int]()
-        self._useless = False  # It cannot say what it needs: it is asked for nothing
-        self._owed = 0  # Failures that belong to no row; the next one that it is asked for counts them
+        self._useless = False  # A property was invalid, so the drafter is never called
+        self._owed = 0  # Failures that belong to no row; counted for the next row that it drafts for
         self.depth = self._read_property("depth", _DEPTH, None)
         self.requires = self._read_property("requires", self._boundaries, frozenset[Boundary]())
         self._watches = self._read_property("watches", _FLAG, otherwise=False)
@@ -62,7 +61,7 @@ class Guarded(Drafter):
 
     @classmethod
     def build(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
-        """Build a registered drafter with these options; errors as `forerun.drafters.build`."""
+        """Build a registered drafter with these options. Raises as `forerun.drafters.build` does."""
         return cls(build(method, options, setup), method, setup, **own)
 
     @property
@@ -70,37 +69,39 @@ class Guarded(Drafter):
         return self._watches
 
     def wrap(self, around: Callable[[Drafter], Drafter]) -> None:
-        """Put something around the drafter inside."""
+        """Replace the inner drafter by a wrapper around it."""
         self.drafter = around(self.drafter)
 
     def extend(self, context: DraftContext) -> None:
-        """Show it committed tokens, with the hidden states that it reads and no others. A closed
-        row may begin anew.
+        """Pass committed tokens on, with only those hidden states that the drafter requires. A closed row is opened
+        again if a new text begins.
         """
         for row, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             if row in self._closed and fresh >= len(tokens):
-                Guarded.truncate(self, [row], [0])  # which failed when the row became free, or was not asked for
+                Guarded.truncate(self, [row], [0])  # This failed, or was skipped, when the row became free
         if places := self._open(context):
             part = self._narrow(context, places)
             with self._guarding(part.rows, "to read committed tokens"):
                 self.drafter.extend(part)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """Return its trees, as far as they are sound; roots alone for all other rows."""
+        """Return the drafter's trees where they are valid, and empty ones for all other rows."""
         places = self._open(context)
         trees = self._propose_for(context, places, budget) if places else {}
         return [trees.get(place) or TokenTree(tokens[-1]).seal() for place, tokens in enumerate(context.tokens)]
 
     def _propose_for(self, context: DraftContext, places: Sequence[int], budget: Budget) -> dict[int, TokenTree]:
-        """Return what is sound of the trees for these rows, by index."""
+        """Return the valid part of the trees for these rows, by index."""
         trees = dict[int, TokenTree]()
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
-        part = replace(self._narrow(context, places), failures={})  # a drafter inside has its own
+        part = replace(self._narrow(context, places), failures={})  # Guards of inner drafters report theirs separately
         with self._guarding(part.rows, "to propose"):
             found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
             if not isinstance(found, list | tuple) or len(found) != len(places):
                 got = f"{len(found)}" if isinstance(found, list | tuple) else type(found).__name__
-                raise InvalidDraftError(f"a drafter proposes a list of {len(places)} TokenTrees, one a row; got {got}")
+                raise InvalidDraftError(
+                    f"a drafter proposes a list of {len(places)} TokenTrees, one for each row; got {got}"
+                )
             for row, error in part.failures.items():
                 self._fail([row], "to propose", error)
             for place, tree, most, deepest in zip(places, found, nodes, depths, strict=True):
@@ -117,37 +118,35 @@ class Guarded(Drafter):
                 self.drafter.observe(part, [verdicts[place] for place in places], scores.of(places))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shrink rows; those that become free are open to the drafter again."""
-        asked = {row: n for row, n in zip(rows, lengths, strict=True) if n == 0 or row not in self._closed}
-        with self._guarding(list(asked), "to forget"):
-            if asked and not self._useless:
-                self.drafter.truncate(list(asked), list(asked.values()))
-            self._closed.difference_update(row for row, length in asked.items() if length == 0)
+        """Truncate rows; those that become free are opened again."""
+        affected = {row: n for row, n in zip(rows, lengths, strict=True) if n == 0 or row not in self._closed}
+        with self._guarding(list(affected), "to forget"):
+            if affected and not self._useless:
+                self.drafter.truncate(list(affected), list(affected.values()))
+            self._closed.difference_update(row for row, length in affected.items() if length == 0)
 
     def grow(self, rows: int, slots: int) -> None:
-        """Let it make room. Where it fails to, the rows that it has no room for fail one by one."""
+        """Let the drafter make room. If that fails, the rows that it has no room for fail one by one later."""
         with self._guarding([], "to make room"):
             self.drafter.grow(rows, slots)
 
     def reread(self) -> None:
-        """Let it make anew what it has made of the target's weights."""
+        """Let the drafter rebuild what it derives from the target's weights."""
         with self._guarding([], "to read the target's weights"):
             self.drafter.reread()
 
     def memory_bytes(self) -> int:
-        """Return the bytes that it states; 0 if that is no number of bytes."""
+        """Return the drafter's `memory_bytes`; 0 if that is not valid."""
         return self._ask("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """Return the kind that it states, or what is safe for any drafter if that is no
-        `DraftKind`.
-        """
+        """Return the drafter's `kind`, or a kind that is safe for any draft if that is not a `DraftKind`."""
         return self._ask("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _open(self, context: DraftContext) -> list[int]:
-        """Return the indices of the context's rows that are not closed to it."""
+        """Return the indices of the context's rows that are not closed."""
         places = [place for place, row in enumerate(context.rows) if row not in self._closed]
         if places and self._owed:
             self._failures[context.rows[places[0]]] += self._owed
@@ -179,7 +178,7 @@ class Guarded(Drafter):
         self._close(rows)
 
     def _ask(self, name: str, ask: Callable[[], Any], read: Callable[[Any], T], otherwise: T) -> T:
-        """Return what it answers when it is asked; a failure belongs to no row."""
+        """Return the result of a call that concerns no particular row; a failure is counted for the next row."""
         try:
             return read(ask())
         except BaseException as error:
@@ -195,8 +194,8 @@ class Guarded(Drafter):
         self._failures.update(rows)
 
     def _read_property(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
-        """Return a property that it states. If that is invalid, nobody knows what to show it, and
-        it is asked for nothing.
+        """Return a property of the drafter. If it is invalid, the drafter is never called, because it is unknown what
+        it needs.
         """
         before = self._owed
         told = self._ask(name, lambda: getattr(self.drafter, name), read, otherwise)
@@ -227,30 +226,29 @@ _KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
 
 # --- put off until it is asked ----------------------------------------------------------------------------------------
 
-_MOST_STATES = 512  # Hidden states put aside for a row, in tokens, and more where all rows' fit into `_MOST_BYTES`
-_MOST_BYTES = 2**26  # What exceeds both is shown at once, so that memory stays bounded
+_MOST_STATES = 512  # Most deferred hidden states of a row, in tokens; more if those of all rows fit into `_MOST_BYTES`
+_MOST_BYTES = 2**26  # States that exceed both limits are passed on at once, so that memory stays bounded
 
 
 class Deferred(Guarded):
-    """A guarded drafter whose `extend` waits until it is asked for a proposal, so that one that is
-    not asked costs next to nothing. Tokens are put aside, hidden states included, and shown in one
-    go before the next proposal for their row. A drafter that reads no hidden states, which makes
-    little of it, is shown at once what became of its proposal.
+    """A guarded drafter whose `extend` is deferred until the next proposal, so that a drafter that is not queried costs
+    almost nothing. Tokens and hidden states are kept, and passed on in one call before the next proposal for their row.
+    A drafter without hidden states, whose `extend` is cheap, gets the outcome of its own proposals at once.
 
-    What became of the last proposals waits as it came, for most of these rows are asked again in the
-    next step: of the others alone states are copied.
+    The context after the last proposals is kept as it is, because most of its rows are queried again in the next step;
+    states are copied only for the other rows.
     """
 
     name = "deferred"
 
     def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
-        """Guard a drafter; with `reproducible` it drafts deterministically for sampled requests
-        that have a seed, see `make_repeatable`.
+        """Guard a drafter. With `reproducible` it drafts deterministically for sampled requests with a seed, see
+        `make_repeatable`.
         """
         super().__init__(drafter, method, setup)
         self._reproducible, self._most_rows = reproducible, setup.rows
-        self.idle = False  # It is not asked for the time being, and does not watch
-        self._waiting: DraftContext | None = None  # What became of the last proposals
+        self.idle = False  # It is not queried at present, and `watches` is False
+        self._waiting: DraftContext | None = None  # Context after the last proposals, not passed on yet
         self._rows: dict[int, _DeferredRow] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -273,8 +271,8 @@ class Deferred(Guarded):
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
             row = self._rows.setdefault(row_id, _DeferredRow())
             new = min(fresh, len(tokens) - 1)
-            at_once = row.held + new > most if reads else row.asked
-            if (at_once or row.asked) and row.shown == len(tokens) - fresh and not row.states:
+            at_once = row.held + new > most if reads else row.proposed
+            if (at_once or row.proposed) and row.shown == len(tokens) - fresh and not row.states:
                 (now if at_once else waiting).append(index)
                 continue
             self._put_aside(context, index)
@@ -287,9 +285,7 @@ class Deferred(Guarded):
             super().extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
-        """Return how many of a row's `length` tokens the drafter must be shown before its next
-        proposal.
-        """
+        """Return how many of a row's `length` tokens the drafter has not read yet."""
         known = self._rows.get(row)
         return length - (known.shown if known is not None else 0)
 
@@ -298,11 +294,11 @@ class Deferred(Guarded):
         wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
         self.catch_up(context, wanted)
         for index in wanted:
-            self._rows[context.rows[index]].asked = True
+            self._rows[context.rows[index]].proposed = True
         return super().propose(context.repeatable() if self._reproducible else context, budget)
 
     def catch_up(self, context: DraftContext, wanted: Sequence[int]) -> None:
-        """Show what was put aside of these rows of the context, as far as their texts go."""
+        """Pass on the deferred tokens of these rows of the context."""
         rows = [self._rows.setdefault(context.rows[index], _DeferredRow()) for index in wanted]
         self._show_waiting({context.rows[index] for index in wanted})
         late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
@@ -319,25 +315,23 @@ class Deferred(Guarded):
                 states = row.states.items() if keep else ()
                 row.states = {boundary: [torch.cat(parts)[:keep]] for boundary, parts in states}
                 row.held = min(row.held, keep)
-                row.shown, row.asked = min(row.shown, length), False
+                row.shown, row.proposed = min(row.shown, length), False
         super().truncate(rows, lengths)
 
     def _put_aside(self, context: DraftContext, index: int) -> None:
-        """Put one of the context's rows aside, with states of its own: the context's are those of all
-        rows.
-        """
+        """Defer one of the context's rows, with a copy of its states, since the context's tensors hold all rows."""
         row, new = self._rows[context.rows[index]], min(context.fresh[index], len(context.tokens[index]) - 1)
         reads = [(boundary, states) for boundary, states in context.hidden_states.items() if boundary in self.requires]
         for boundary, states in reads:
             row.states.setdefault(boundary, []).append(states[index, :new].clone())
         row.held += new if reads else 0
-        row.asked = False
+        row.proposed = False
 
     def _put_waiting_aside(self) -> None:
         self._show_waiting(frozenset())
 
     def _show_waiting(self, wanted: Set[int]) -> None:
-        """Show what became of the last proposals for these rows, and put that of the others aside."""
+        """Pass on the outcome of the last proposals for these rows, and defer that of the others."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
             return
@@ -350,7 +344,7 @@ class Deferred(Guarded):
             super().extend(waiting.of(now))
 
     def _show(self, late: Sequence[int], context: DraftContext) -> None:
-        """Show everything that was put aside for these rows of the context."""
+        """Pass on everything that was deferred for these rows of the context."""
         rows = [self._rows[context.rows[index]] for index in late]
         fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
         hidden_states = {
@@ -367,33 +361,31 @@ class Deferred(Guarded):
     def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:
             row = self._rows[context.rows[index]]
-            row.shown, row.asked = len(context.tokens[index]), False
+            row.shown, row.proposed = len(context.tokens[index]), False
 
 
 @dataclass(slots=True)
 class _DeferredRow:
-    shown: int = 0  # Tokens that the drafter has been shown
-    asked: bool = False  # A proposal is outstanding
-    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Put aside: (F, H) per boundary and call
-    held: int = 0  # Tokens of which states are put aside
+    shown: int = 0  # Tokens that the drafter has read
+    proposed: bool = False  # The outcome of a proposal has not been passed on yet
+    states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Deferred: (F, H) per boundary and call
+    held: int = 0  # Tokens with deferred states
 
 
 # --- what may be submitted --------------------------------------------------------------------------------------------
 
-_ROUNDING = 1e-4  # Excess over 1 that a confidence, a quotient of probabilities in float32, may have
+_ROUNDING = 1e-4  # A confidence, which is a quotient of float32 probabilities, may exceed 1 by this
 
 
 class Checked(NamedTuple):
     """The result of checking one row's tree."""
 
     tree: TokenTree  # The nodes that may be submitted, read-only
-    error: InvalidDraftError | None = None  # The error of the others
+    error: InvalidDraftError | None = None  # The reason why other nodes were removed
 
 
 def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -> Checked:
-    """Check a tree of a drafter that was allowed `most` nodes and a depth of `deepest`: nodes,
-    number, depth, probs.
-    """
+    """Check a drafter's tree: its nodes and probabilities, at most `most` nodes, and a depth of at most `deepest`."""
     try:
         sound = _sound(tree, root, target)
     except Exception as broken:
@@ -415,8 +407,8 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
 
 
 def _sound(tree: TokenTree, root: int, target: Target) -> TokenTree:
-    """Return a copy of the tree. Raises InvalidDraftError if it is none, or holds what no tree may
-    hold; any other error means that its columns are no lists.
+    """Return a copy of the tree. Raises InvalidDraftError if it is not a valid tree; any other error means that its
+    columns are not lists.
     """
     if not isinstance(tree, TokenTree):
         raise InvalidDraftError(f"a drafter proposes one TokenTree for each row, got {type(tree).__name__}")
@@ -458,13 +450,13 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
         if not 0 < node < len(tree.tokens):
             raise InvalidDraftError(f"node {node} is a probe, but there are the drafted nodes 1..{tree.size}")
         if tree.drawn[node] is not Drawn.DETERMINISTIC:
-            raise InvalidDraftError("a node was sampled and is a probe; what is never accepted is deterministic")
+            raise InvalidDraftError(
+                "a node was sampled and is a probe; probe nodes are never accepted and must be deterministic"
+            )
 
 
 def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
-    """Return the distribution that the sampled children of a node were drawn from, over the whole
-    vocabulary.
-    """
+    """Return the distribution that the sampled children of a node were drawn from, over the target's vocabulary."""
     found = tree.draft_probs.get(parent)
     if found is None:
         raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")

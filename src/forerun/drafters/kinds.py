@@ -1,7 +1,7 @@
-"""This registry has one line for each kind of draft head: all that training, checkpoints and the command line know.
+"""The registry of draft head kinds: training, checkpoints and the command line know a kind only by its entry here.
 
-A new kind is one file in `forerun.heads` and one line here. The file has the module, its drafter, its objective, its
-format of checkpoints and what serving engines make of it; the line names them, so importing this imports no torch.
+A new kind is one file in `forerun.heads` and one entry here. The file has the module, its drafter, its objective, its
+checkpoint format and how serving engines load it. The entry refers to these by name, so this imports no torch.
 """
 
 from __future__ import annotations
@@ -15,43 +15,41 @@ from forerun.errors import ArgumentError, refuse_unknown
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
 READ_HEAD = "forerun.heads.files:read_head"
-"""Reads a head from a directory or hub id. It is named, not imported: it stands above."""
+"""Path of the function that reads a head from a directory or hub id. It is not imported here: heads import this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadKind:
-    """One line of the registry."""
+    """The registry's entry for one kind."""
 
-    name: str  # Name for ``forerun train``; of a head the drafter's name, too
+    name: str  # Name for ``forerun train``; for a head also the drafter's name
     title: str  # Name in papers
     summary: str
-    module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` is the head's shape
-    drafter: str  # ``module:Class`` of the drafter, of a head a `heads.drafting.HeadDrafter`
+    module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` has the head's sizes
+    drafter: str  # ``module:Class`` of the drafter; for a head a `heads.drafting.HeadDrafter`
     objective: str | None = None
-    """``module:Class`` of what training minimises, a `losses.objective.Objective`; None: that of `same_head_as`."""
+    """``module:Class`` of the training objective, a `losses.objective.Objective`; None: that of `same_head_as`."""
     format: str | None = None
-    """``module:Class`` of the kind's own format of checkpoints, a `heads.files.Format`; None: `heads.files` names the
-    kind beside a format that it shares with others."""
-    engines: str | None = None  # ``module:Class`` of what serving engines make of such heads, a `heads.engines.Engines`
+    """``module:Class`` of the kind's own checkpoint format, a `heads.files.Format`; None: the kind shares a format that
+    `heads.files` lists."""
+    engines: str | None = None  # ``module:Class`` of how serving engines load such heads, a `heads.engines.Engines`
     drafts: Way
-    """How the head drafts. ``sequential``: level by level, each reading the one before by layers.
-    ``recurrent``: level by level, each by weights of its own. ``parallel``: all depths from one
-    state. ``block``: all depths from one pass over a block. ``adapter``: level by level, through
-    the target's first layers.
+    """How the head drafts. ``sequential``: depth by depth through layers. ``recurrent``: depth by depth with weights
+    for each depth. ``parallel``: all depths from one hidden state. ``block``: all depths in one pass over a block.
+    ``adapter``: depth by depth through the target's first layers.
     """
     trains: Role = "head"
     """The model that training changes: a head on a frozen target, a draft model, the target itself,
     or the target and a head.
     """
     in_target: str | None = None
-    """Path ``module:function`` that reads such a head out of the target's own checkpoint, if
-    targets bring one.
-    """
-    same_head_as: str | None = None  # The kind whose heads these are, where two kinds differ in how they draft alone
+    """``module:function`` that reads such a head from the target's own checkpoint, if targets include one."""
+    same_head_as: str | None = None
+    """The kind with the same module and checkpoint, if two kinds differ only in how they draft."""
 
     @property
     def stored_as(self) -> str:
-        """The kind that a checkpoint of such a head names."""
+        """The kind that checkpoints of such heads name."""
         return self.same_head_as or self.name
 
     @property
@@ -191,7 +189,7 @@ KINDS: dict[str, HeadKind] = {
         HeadKind(
             name="mtp",
             title="MTP",
-            summary="the multi-token prediction layers that the target's own checkpoint brings; needs no head of yours",
+            summary="the multi-token prediction layers of the target's own checkpoint; needs no further head",
             module="forerun.heads.mtp:MtpHead",
             drafter="forerun.heads.mtp:MtpDrafter",
             objective="forerun.heads.mtp:MtpObjective",
@@ -246,7 +244,7 @@ KINDS: dict[str, HeadKind] = {
 
 
 def kind_named(name: str) -> HeadKind:
-    """Return the kind of that name. Raises ArgumentError that names the nearest if there is none."""
+    """Return the kind of that name. Raises ArgumentError, naming the nearest, if there is none."""
     refuse_unknown("unknown kind of head", name, KINDS)
     return KINDS[name]
 
@@ -258,10 +256,8 @@ def import_named(path: str) -> Any:
 
 
 def objective_for(kind: HeadKind) -> Any:
-    """Return the class of a kind's objective, ``(head, target, settings)``; its ``Settings`` are
-    the recipe's.
-
-    ArgumentError for heads that cannot be trained here.
+    """Return the class of a kind's objective, ``(head, target, settings)``. Its ``Settings`` are the recipe's section
+    ``objective``. Raises ArgumentError for kinds that cannot be trained.
     """
     found = kind.objective or KINDS.get(kind.stored_as, kind).objective
     if found is None:

@@ -1,5 +1,5 @@
-"""Token trees grown level by level from a model's logits: of a fixed shape, or EAGLE-2's dynamic
-tree. Shared by every drafter that runs a model once per level; the logits come from a function.
+"""Token trees that are grown depth by depth from a model's logits: of a fixed shape, or EAGLE-2's dynamic tree. Shared
+by all drafters that run a model once for each depth; the logits come from a function.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from forerun.errors import ArgumentError, NumericError
 from forerun.params import GREEDY_BELOW, MAX_TEMPERATURE
 from forerun.types import Budget, DraftKind, Drawn
 
-Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
-Enough = Callable[[int, Children], bool]  # (depth of the parents, children) -> whether to stop; no node is taken back
-Expand = Callable[[Tensor, Tensor], Tensor]  # (tokens, parents in the level before (B, F)) -> logits (B, F or 1, V')
+Descend = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, nodes of the last depth) -> raw logits (B, F, V)
+Enough = Callable[[int, Children], bool]  # (depth of the parents, children) -> whether to grow no further
+Expand = Callable[[Tensor, Tensor], Tensor]  # (tokens, parents in the depth above (B, F)) -> logits (B, F or 1, V')
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedTree:
-    """Grows trees of one fixed shape for a drafter."""
+    """Grows trees of one fixed shape."""
 
     shape: Shape
     draw: Draw
-    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
+    temperature: float | None = None  # Draft at this temperature instead of the request's, unless that is 0
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
@@ -45,14 +45,12 @@ class FixedTree:
         return len(self.shape.widths)
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """Return the kind of trees that a request gets."""
+        """Return the kind of trees that a request gets, which decides the verification rule."""
         draw, chain = self._draw(sampler), self.shape.chain
         return DraftKind(sampled=draw is not Draw.DETERMINISTIC, chain=chain, multipath=draw is Draw.GREEDY_K)
 
     def within(self, context: DraftContext, budget: Budget, max_length: int) -> list[int]:
-        """Return how many nodes each row may submit; no path leaves the drafter's own context of
-        `max_length`.
-        """
+        """Return how many nodes each row may submit. No path exceeds the draft model's context of `max_length`."""
         limits = zip(budget.nodes, budget.depth, context.tokens, strict=True)
         return [self.shape.within(nodes, min(depth, max_length - len(tokens))) for nodes, depth, tokens in limits]
 
@@ -67,10 +65,13 @@ class FixedTree:
         enough: Enough | None = None,
         acceptance: Callable[[], Tensor | None] = lambda: None,
     ) -> Grown:
-        """Grow the first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1,
-        V) after the roots. `descend` is the model, one level further; `enough` is asked after every
-        level whether the tree ends there. `acceptance` returns, for a level's parents (B, F), the
-        estimated acceptance of a token drawn below each, if known.
+        """Grow the first `nodes` nodes of the shape for the rows of `draws`, from the logits (B, 1, V) after the roots.
+
+        Args:
+            descend: runs the model for the next depth.
+            enough: called after every depth; returns whether the tree ends there.
+            acceptance: returns, for the parents (B, F) at one depth, the estimated acceptance of a token drawn below
+                each, if known.
         """
         levels, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
@@ -93,9 +94,7 @@ class FixedTree:
         *,
         recorded: bool = False,
     ) -> Draws | HostDraws:
-        """Return the draws of the active rows of the context; no value is read on the host where
-        `Draws.of` allows it.
-        """
+        """Return the draws of the active rows of the context: `Draws` where possible, else `HostDraws`."""
         growers, sorts = [self._grower(context, index) for index in active], recorded or device.type != "cpu"
         draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
         return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
@@ -103,10 +102,10 @@ class FixedTree:
     def cut(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
     ) -> list[tuple[TokenTree, Submitted]]:
-        """Return the active rows' share of the tree: the first `nodes` (B,) that the budget allows,
-        whatever they hold. A row for which the model's logits are not finite gets none, and counts
-        as a failure of the drafter. Nothing stands below a node where they are not finite, since
-        what was drawn above is submitted whatever follows from it.
+        """Return the active rows' trees: the first `nodes` (B,) nodes, which the budget allows, independent of their
+        tokens. A row gets no nodes if the logits after its root are not finite, which counts as a failure of the
+        drafter. Deeper nodes without finite logits just have no children, because the nodes above them were drawn and
+        must be submitted.
         """
         cuts = []
         for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
@@ -153,29 +152,27 @@ class FixedTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DynamicTree:
-    """EAGLE-2's dynamic tree (arXiv 2406.16858): the likeliest paths are expanded level by level,
-    then the likeliest nodes are kept, all deterministic. Levels are chosen on the device; the host
-    sees the finished trees once.
+    """EAGLE-2's dynamic tree (arXiv 2406.16858): the likeliest paths are expanded depth by depth, then the likeliest
+    nodes are kept; all are deterministic. Selection runs on the device; the host fetches the finished trees once.
     """
 
     depth: int  # Most tokens on a path
-    top_k: int  # Nodes expanded per level, and children looked at per node
-    nodes: int  # Nodes kept, root not counted
-    stop_below: float = 0.0  # Grow no deeper once every open path is less likely than this; 0 never asks the device
+    top_k: int  # Nodes expanded per depth, and candidate children per node
+    nodes: int  # Nodes kept, without the root
+    stop_below: float = 0.0
+    """Grow no deeper once every open path is less likely than this; 0 needs no read from the device."""
     estimates: PerDomain[Acceptance] = field(default_factory=lambda: PerDomain(Acceptance))
 
     @property
     def run(self) -> int:
-        """Most nodes that the model runs: the leaves are drawn, not run."""
+        """Most nodes that the model runs; leaves are not run."""
         return self.top_k * (self.depth - 1)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind()
 
     def grow(self, logits: Tensor, expand: Expand, vocabulary: DraftVocabulary | None, depth: int) -> Expanded:
-        """Expand from the logits (B, 1, V') after the roots to at most `depth` levels, and keep the
-        likeliest nodes.
-        """
+        """Expand from the logits (B, 1, V') after the roots down to at most `depth`, and keep the likeliest nodes."""
         pool = _Pool(min(self.top_k, logits.shape[-1]))
         none = torch.zeros(len(logits), 1, dtype=torch.float32, device=logits.device)
         tokens, scores = pool.add(logits, none, none.long(), 1)
@@ -191,8 +188,8 @@ class DynamicTree:
         return pool.best(self.nodes, vocabulary)
 
     def drawn(self, draw: Draw, temperature: float | None = None) -> FixedTree:
-        """Return the fixed tree that is drawn in its place above temperature 0: two children a node
-        as far down as its nodes reach.
+        """Return the fixed tree that replaces it above temperature 0: two children for each node, as deep as its number
+        of nodes allows.
         """
         shapes = [Shape.regular((2,) * wide + (1,) * (self.depth - wide)) for wide in range(self.depth + 1)]
         fitting = [shape for shape in shapes if shape.size <= self.nodes] or shapes[:1]
@@ -201,9 +198,8 @@ class DynamicTree:
     def cuts(
         self, context: DraftContext, active: Sequence[int], grown: Expanded, budget: Budget
     ) -> Iterator[tuple[int, TokenTree, Drafted]]:
-        """Yield (index, tree, proposal) of the active rows of the context, within its budget. A row
-        for which the model's logits are not finite gets none, and counts as a failure of the
-        drafter.
+        """Yield (index, tree, proposal) of the active rows of the context, within the budget. A row without finite
+        logits gets no tree, which counts as a failure of the drafter.
         """
         for index, row in zip(active, grown.fetch(), strict=True):
             if any(math.isnan(node.probability) for node in row):
@@ -216,12 +212,10 @@ class DynamicTree:
     def cut(
         self, root: int, grown: Sequence[Candidate], nodes: int, depth: int, salt: str | None = None
     ) -> tuple[TokenTree, Drafted]:
-        """Return one row's tree, in the isolation domain `salt`: the likeliest of its candidates
-        that its budget allows.
-        """
+        """Return one row's tree, in the isolation domain `salt`: its likeliest candidates within its budget."""
         drafted, ids = Drafted(TokenTree(root), self.estimates.of(salt)), {0: 0}
         for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
-            if found.parent in ids:  # if not, rounding gave it its parent's score
+            if found.parent in ids:  # Else rounding made its score equal to its parent's, which was cut
                 evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
                 ids[found.entry + 1] = drafted.add(found.token, ids[found.parent], evidence)
         return drafted.tree, drafted
@@ -229,28 +223,30 @@ class DynamicTree:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeOptions:
-    """Options of how much is drafted and how it is drawn; a method adds its own."""
+    """Options for the shape of the draft and for how tokens are drawn; methods add their own."""
 
     num_speculative_tokens: int = 8  # Length of the chain, tokens; a tree's depth is that of `shape`
     shape: Sequence[int] | None = None  # Children of each node at depth 0, 1, ...; None drafts a chain
     tree: Sequence[int] | str | None = None
-    """Any tree instead: parents of node 1, 2, ..., 0 the root (see `forerun plan`), or the name
-    mc_sim_7b_63, Medusa's tree.
+    """Any tree, instead of `shape`: the parents of node 1, 2, ..., where 0 is the root (see `forerun plan`), or the
+    name mc_sim_7b_63, Medusa's tree.
     """
     draw: str = "auto"  # ``auto``, ``deterministic``, ``iid``, ``without_replacement`` or ``greedy_k``
-    temperature: float | None = None  # Draft at this temperature, not the request's; requests at 0 are not touched
+    temperature: float | None = None  # Draft at this temperature instead of the request's, unless that is 0
 
     def check_tree(self, method: str) -> None:
-        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
+        """Raise ArgumentError, naming `method`, unless the options are valid."""
         check_drawing(method, self)
         if self.shape is not None and (not self.shape or min(self.shape) < 1):
-            raise ArgumentError(f"{method}: shape needs at least one depth and one child a node, got {self.shape}")
+            raise ArgumentError(
+                f"{method}: shape needs at least one depth and one child for each node, got {self.shape}"
+            )
         if self.tree is None:
             return
         if self.shape is not None or not self.tree or self.draw == Draw.GREEDY_K:
             raise ArgumentError(
-                f"{method}: tree takes the place of shape and needs at least one node; draw='greedy_k' needs a shape, "
-                f"in which all nodes of a level have equally many children; got {self.tree}"
+                f"{method}: tree replaces shape and needs at least one node; draw='greedy_k' needs a shape with "
+                f"equally many children for all nodes of one depth; got {self.tree}"
             )
         Shape.of(self.tree)
 
@@ -265,9 +261,7 @@ class TreeOptions:
 
 
 def check_drawing(method: str, options: Any) -> None:
-    """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a
-    configuration make sense.
-    """
+    """Raise ArgumentError unless `draw`, `num_speculative_tokens` and `temperature` of a configuration are valid."""
     check_choice(method, options, "draw", [kind.value for kind in Draw])
     check_least(method, options, num_speculative_tokens=1)
     if options.temperature is not None and not GREEDY_BELOW <= options.temperature <= MAX_TEMPERATURE:
@@ -278,23 +272,22 @@ def check_drawing(method: str, options: Any) -> None:
 
 
 def not_finite() -> NumericError:
-    """Return the error of a drafter for a row for which its model gives no finite numbers."""
+    """Return the error for a row for which the draft model's logits are not finite."""
     return NumericError("the drafter produced NaN or infinite logits; check its checkpoint, or load it as float32")
 
 
 class NodeLimits:
-    """Counts how many nodes each of B rows may submit while its tree grows level by level. A node
-    that was grown is never taken back, so whether it is submitted does not depend on its value.
-    `stopped` returns, for each row (B,), whether it drafts no deeper than these children; empty if
-    all go on.
+    """Counts how many nodes each of B rows may submit while its tree grows depth by depth. A node that was grown is
+    never taken back, so whether it is submitted does not depend on its token. `stopped` returns, for each row (B,),
+    whether it drafts no deeper than the given children; empty if all rows continue.
     """
 
     def __init__(self, levels: Sequence[range], nodes: list[int], stopped: Callable[[Children], list[bool]]) -> None:
-        self.nodes = list(nodes)  # (B,) from the first node on
+        self.nodes = list(nodes)  # (B,) number of nodes, counted from the first
         self._levels, self._stopped = levels, stopped
 
     def enough(self, depth: int, children: Children) -> bool:
-        """Return whether no row wants a level below these children of the nodes at `depth`."""
+        """Return whether all rows end with these children of the nodes at `depth`."""
         last = self._levels[depth + 1].stop - 1
         for row, stopped in enumerate(self._stopped(children)):
             if stopped:
@@ -304,14 +297,12 @@ class NodeLimits:
 
 @dataclass(kw_only=True, slots=True)
 class Submitted(Proposal):
-    """A proposal of a model that ran some of its nodes; numbered as it was grown."""
+    """A proposal of a model that has run some of its nodes, which are numbered as they were grown."""
 
-    run: int = 0  # Nodes whose keys stand behind the root's; 0: the root is still committed
+    run: int = 0  # Nodes whose keys are in the cache after the root's; 0: only the root's are
 
     def accepted(self, committed: Sequence[int]) -> tuple[int, ...]:
-        """Return the longest path among the nodes that were run which holds a beginning of
-        `committed`.
-        """
+        """Return the longest path of nodes that were run whose tokens are a prefix of `committed`."""
         paths: dict[int, tuple[int, ...]] = {0: ()}
         for node in range(1, self.run + 1):
             above = paths.get(self.parents[node])
@@ -327,20 +318,18 @@ class _GrownRow(NamedTuple):
     drawn: list[int]
     confidence: list[float]
     valid: list[bool]
-    masses: list[float]  # Masses, by parent, of the distributions of sampled children; empty if all are deterministic
+    masses: list[float]  # Sums, by parent, of the distributions of sampled children; empty if all are deterministic
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grown(Children):
-    """A tree of the full shape for every row, before any budget: by node, (B, K), where `Children`
-    has (B, F, C).
-    """
+    """A tree of the full shape for every row, before it is cut to a budget; tensors are by node, (B, K)."""
 
-    run: int  # Nodes that the model has run, from the first
+    run: int  # Number of nodes, counted from the first, that the model has run
 
     @classmethod
     def of(cls, levels: Sequence[Children], ids: Tensor, run: int) -> Grown:
-        """Concatenate levels that hold the tokens `ids` (B, K)."""
+        """Concatenate the children of all depths, whose tokens are `ids` (B, K)."""
 
         def flat(values: Callable[[Children], Tensor]) -> Tensor:
             return torch.cat([values(children).flatten(1) for children in levels], dim=1)
@@ -356,8 +345,8 @@ class Grown(Children):
         )
 
     def fetch(self) -> list[_GrownRow]:
-        """Fetch everything but the probs, (B,) rows, in one transfer. Not kept: a recording gives
-        the same object with other numbers.
+        """Fetch everything but the probs, as (B,) rows, in one transfer. It is not cached, because a recording returns
+        the same object with new values.
         """
         masses = self.confidence[:, :0] if self.probs is None else masses_of(self.probs)
         columns = fetch([self.tokens, self.drawn, self.confidence, self.validity(), masses])
@@ -379,10 +368,10 @@ class Candidate(NamedTuple):
 class Expanded:
     """The likeliest nodes of every row, best first."""
 
-    order: Tensor  # (B, n) entry of each node in the pool: parents come before children
+    order: Tensor  # (B, n) index of each node in the pool: parents come before children
     tokens: Tensor  # (B, n) the target's token ids
-    parents: Tensor  # (B, n) entry of the parent in the pool, plus one; 0 is the root
-    probabilities: Tensor  # (B, n) of the token after its parent, by the drafter
+    parents: Tensor  # (B, n) index of the parent in the pool, plus one; 0 is the root
+    probabilities: Tensor  # (B, n) draft probability of the token after its parent
     depths: Tensor  # (B, n) from 1
     ranks: Tensor  # (B, n) among its siblings, likeliest 0
 
@@ -394,17 +383,15 @@ class Expanded:
 
 
 class _Pool:
-    """Every node that was looked at, level by level: the `width` likeliest children of each that
-    was expanded.
-    """
+    """All candidate nodes, depth by depth: the `width` likeliest children of each expanded node."""
 
     def __init__(self, width: int) -> None:
         self.width, self.size = width, 0
         self._levels: list[tuple[Tensor, ...]] = []  # Tokens, scores, parents, log-probabilities, depths
 
     def add(self, logits: Tensor, scores: Tensor, ids: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Add the children of nodes with logits (B, F, V') or (B, 1, V'), scores and ids (B, F),
-        and return the children's tokens and scores, (B, F * width).
+        """Add the children of the nodes with logits (B, F, V') or (B, 1, V'), scores and ids (B, F), and return the
+        children's tokens and scores, (B, F * width).
         """
         found = logits.float().log_softmax(-1).topk(self.width, dim=-1)
         shape = (*scores.shape, self.width)

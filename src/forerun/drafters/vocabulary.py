@@ -21,8 +21,8 @@ _REMEDY = (
 
 
 def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
-    """Raise VocabularyMismatchError if the `size` token ids of a draft model mean something else
-    than the target's, or, where a tokenizer is missing, are not as many.
+    """Raise VocabularyMismatchError if the `size` token ids of a draft model stand for other tokens than the target's;
+    if a tokenizer is missing, if their numbers differ.
     """
     theirs = tokenizer_beside(model) if isinstance(model, str | Path) else None
     if setup.tokenizer is None or theirs is None:
@@ -30,15 +30,13 @@ def check_vocabulary(setup: DrafterSetup, model: Any, size: int) -> None:
             return
         raise VocabularyMismatchError(
             f"the target has {setup.target.vocab_size} token ids and the draft model {size}; without both tokenizers "
-            f"nobody can tell whether they mean the same. {_REMEDY} Or keep tokenizer files beside both models."
+            f"they cannot be compared. {_REMEDY} Or keep tokenizer files beside both models."
         )
     check_tokenizers(setup.tokenizer, theirs)
 
 
 def check_tokenizers(own: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> None:
-    """Raise VocabularyMismatchError unless the tokenizers of target and draft model, in this order,
-    are the same.
-    """
+    """Raise VocabularyMismatchError unless the target's and the draft model's tokenizers have the same vocabulary."""
     target, draft = own.get_vocab(), theirs.get_vocab()
     if target != draft:
         differing = sorted(token for token in target.keys() | draft.keys() if target.get(token) != draft.get(token))
@@ -81,8 +79,6 @@ def _load(source: Any) -> PreTrainedTokenizerBase | None:
 
 
 def spare_token(config: Any) -> int:
-    """Return a token that texts hardly hold, of a target with this configuration: the padding
-    token, or the last one.
-    """
+    """Return a token of the target's vocabulary that texts rarely contain: the padding token, or else the last one."""
     padding = getattr(config, "pad_token_id", None)
     return int(config.vocab_size - 1 if padding is None else padding)

@@ -1,4 +1,4 @@
-"""These are the keyword arguments of `LLM`: their types, and what to use for those of vLLM's that are not here."""
+"""The keyword arguments of `LLM`: their types, and what takes the place of vLLM's arguments that are missing here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoadingArguments(TypedDict, total=False):
-    """`LoadingArguments` are the arguments of `LLM` that say how the model is opened, see `load_target`."""
+    """The arguments of `LLM` that say how the model is loaded, see `load_target`."""
 
     backend: str  # ``"auto"``, ``"transformers"`` or ``"llama.cpp"``
     device_map: Any  # Placement of each module, as in transformers; excludes `device`
@@ -24,8 +24,8 @@ class LoadingArguments(TypedDict, total=False):
     trust_remote_code: bool
     token: str | bool | None  # Hugging Face token; None: ``HF_TOKEN`` or the one that is stored
     self_check: bool  # Compare small trees with plain forwards first, which may shorten the context
-    repack: bool | None  # Make the modules faster in place; None: only those loaded here
-    compile: bool  # Compile the forward; takes a while at each new shape
+    repack: bool | None  # Replace modules by faster ones in place; None: only in a model that is loaded here
+    compile: bool  # Compile the forward pass; takes a while at each new shape
     speculative_model: str | None  # Of older vLLM tutorials, like the next three
     num_speculative_tokens: int | None
     ngram_prompt_lookup_max: int | None
@@ -33,7 +33,7 @@ class LoadingArguments(TypedDict, total=False):
 
 
 class EngineArguments(LoadingArguments, total=False):
-    """`EngineArguments` are all keyword arguments of `LLM`, which `AsyncLLM` takes, too."""
+    """All keyword arguments of `LLM` and of `AsyncLLM`."""
 
     tokenizer: str | Path | PreTrainedTokenizerBase | bool | None
     speculative_config: Mapping[str, Any] | str | None
@@ -52,8 +52,8 @@ class EngineArguments(LoadingArguments, total=False):
 _ONE_DEVICE = "a model runs on one device; tp_plan='auto' under torchrun, or device_map, spreads it over several"
 _CACHE_SIZE = "the cache is sized in tokens: kv_cache_tokens, max_model_len and max_num_seqs"
 _CHECKPOINT_DECIDES = "the checkpoint says how its weights are quantised; open one that is, or a GGUF file"
-_NO_OFFLOAD = "nothing of the cache is kept elsewhere: answers that do not fit are preempted and go on later"
-_CHUNKED = "long prompts are always read in pieces, of max_num_batched_tokens"
+_NO_OFFLOAD = "the cache is not swapped out: requests that do not fit are preempted and continue later"
+_CHUNKED = "long prompts are always prefilled in chunks, of max_num_batched_tokens"
 
 INSTEAD = {
     "block_size": _CACHE_SIZE,
@@ -68,7 +68,7 @@ INSTEAD = {
     "enforce_eager": "nothing is compiled unless compile=True; FORERUN_NO_GRAPHS=1 leaves CUDA graphs out",
     "gpu_memory_utilization": _CACHE_SIZE,
     "hf_token": "call it token",
-    "kv_cache_dtype": "the cache has the model's dtype; a smaller one changes what is answered",
+    "kv_cache_dtype": "the cache has the model's dtype; a smaller one would change the outputs",
     "kv_cache_memory_bytes": _CACHE_SIZE,
     "load_format": "safetensors and GGUF files are recognised",
     "max_lora_rank": "adapter=... opens the model with one PEFT adapter",
@@ -84,8 +84,8 @@ INSTEAD = {
 
 
 def check_keywords(given: Iterable[str]) -> None:
-    """Raise TypeError for a keyword that `LLM` does not have, with the nearest or with what takes the place of vLLM's;
-    ArgumentError for one that it had.
+    """Raise TypeError for an unknown keyword of `LLM`, naming the nearest one or what takes the place of vLLM's;
+    ArgumentError for one that was removed.
     """
     known = EngineArguments.__annotations__
     for name in given:

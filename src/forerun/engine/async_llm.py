@@ -1,8 +1,7 @@
-"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave
-between steps.
+"""`AsyncLLM`: the same engine for asyncio. One worker thread steps it; requests join and leave between steps.
 
-What a request costs before that (tokens, parameters, grammars) is done in threads of their own (`lanes`).
-The worker goes from step to step by itself, and the event loop hands out what a step brought while the next one runs.
+A request is prepared (tokenized, its parameters and grammar checked) in other threads (`Lanes`). While the worker runs
+a step, the event loop delivers the chunks of the step before.
 """
 
 from __future__ import annotations
@@ -27,23 +26,22 @@ from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, Slo
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
-Mode = Literal["wait", "abort"]  # vLLM's names of what becomes of the answers that run
+Mode = Literal["wait", "abort"]  # vLLM's names: let running requests finish, or abort them
 _Item = StreamChunk | Exception  # An error ends the request
 
-_LOOK_S = 0.2  # How often the worker looks whether the event loop that it waits for is still there
+_LOOK_S = 0.2  # Interval at which the worker checks that the event loop that it waits for still runs
 
 
 class AsyncLLM:
-    """An `LLM` with awaitable methods. It takes the same arguments, with `max_num_batched_tokens`
-    None unless it is given, so that nobody waits long for a long prompt. Requests of many tasks
-    share the batch, also those of several event loops.
+    """An `LLM` with awaitable methods. It takes the same arguments; `max_num_batched_tokens` is None by default, so
+    that no request waits long for another one's prompt. Requests of all tasks and event loops share the batch.
 
     Use as ``async with AsyncLLM(...) as llm`` or call `close` at the end.
     """
 
     def __init__(self, model: Any, **keywords: Unpack[EngineArguments]) -> None:
-        # The worker loads the model, too: OpenMP keeps threads of its own for every thread that computed something,
-        # and once there are more of them than cores it puts each to sleep between any two operations.
+        # The worker loads the model, too: OpenMP keeps a pool of threads for every thread that has computed something,
+        # and with more threads than cores it puts each of them to sleep between any two operations.
         self._worker = _Worker()
         try:
             arguments: EngineArguments = {"max_num_batched_tokens": None, **keywords}
@@ -56,12 +54,12 @@ class AsyncLLM:
         self._inboxes: dict[str, _Inbox] = {}
         self._handover = _Handover()
         self._stepping = self._closed = False
-        self._drained: Future[None] | None = None  # For whom requests are kept waiting; done when nothing runs
+        self._drained: Future[None] | None = None  # While admission is paused: done when nothing runs
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine has been at its present step (a long prompt is read in many), or
-        at taking in a request; 0 while it does neither.
+        """Seconds since the engine began its current step, or began to queue a request; 0 while it is idle. A long
+        prompt takes many steps.
         """
         return self._worker.busy_s
 
@@ -112,16 +110,16 @@ class AsyncLLM:
         """Run `LLM.stream`; leaving the loop early aborts the request.
 
         Args:
-            timeout_s: see `LLM.generate`; it counts from the call, also while the prompt waits to become tokens.
+            timeout_s: see `LLM.generate`; it counts from the call on, tokenization included.
             cache_salt: see `LLM.generate`.
             client, user, priority: see `LLM.submit`.
-            max_unread: chunks of each of the `n` answers kept for a caller who does not read; with one more the request
-                is aborted and the stream ends with an error. None keeps them all.
+            max_unread: most unread chunks of each of the `n` completions; with one more the request is aborted and the
+                stream ends with an error. None: no limit.
 
         Raises:
             EngineError: a step failed, or the engine was closed, for all requests.
-            NumericError, RequestError: this request's numbers, or something else of it, failed; the others go on.
-            SlowReaderError: more than `max_unread` x `n` chunks were waiting.
+            NumericError, RequestError: this request failed; the others go on.
+            SlowReaderError: more than `max_unread` x `n` chunks were unread.
         """
         params, arrived = sampling_params or SamplingParams(), time.perf_counter()
         reader = self.llm.reader
@@ -157,22 +155,20 @@ class AsyncLLM:
             self._release(request_id)
 
     def offer(self, speculative: Mapping[str, Any]) -> None:
-        """Build a drafter before any request asks for it; blocks until it is there or a
-        ForerunError says why not.
-        """
+        """Build a drafter before a request names it. Blocks until it is built; raises ForerunError if that fails."""
         self._worker.submit(self.llm.engine.drafting.ensure, SpeculativeConfig.parse(speculative)).result()
 
     async def load_drafter(self, model: str | Path) -> None:
-        """`LLM.load_drafter`, between two steps: answers that run wait while the files are read."""
+        """Run `LLM.load_drafter` between two steps; running requests wait while the files are read."""
         await asyncio.wrap_future(self._worker.submit(self.llm.load_drafter, model))
 
     async def update_weights_from_disk(self, model_path: str | Path, *, mode: Mode = "wait") -> None:
-        """`LLM.update_weights_from_disk`, once the answers that run have ended; requests that come meanwhile wait, and
-        are answered with the new weights. Every answer is from one policy.
+        """Run `LLM.update_weights_from_disk` once the present requests have ended. New requests wait, and get the new
+        weights, so that every output is from one policy.
 
         Args:
-            mode: ``"wait"`` lets the answers that run or wait come to their ends, ``"abort"`` ends them where they
-                stand, with the finish reason ``"abort"``. Nothing happens to them if the checkpoint does not fit.
+            mode: ``"wait"`` lets running and waiting requests finish; ``"abort"`` ends them with the finish reason
+                ``"abort"``. If the checkpoint does not fit, they are left alone.
 
         Raises:
             ArgumentError: another update, or `sleep`, is under way.
@@ -182,7 +178,7 @@ class AsyncLLM:
             await self._by_worker(self.llm.engine.write_weights, opened)
 
     async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
-        """`LLM.sleep`, once the answers that run have ended, see `update_weights_from_disk`."""
+        """Run `LLM.sleep` once the present requests have ended, see `update_weights_from_disk`."""
         async with self._between_requests(mode):
             await self._by_worker(self.llm.sleep, level)
 
@@ -200,16 +196,16 @@ class AsyncLLM:
         if self._drained is not None and not self._drained.done():
             self._drained.set_exception(EngineError(CLOSED))
         for inbox in list(self._inboxes.values()):
-            with suppress(RuntimeError):  # its loop was closed: nobody waits
+            with suppress(RuntimeError):  # Its loop was closed, so no task waits
                 inbox.loop.call_soon_threadsafe(inbox.put_nowait, EngineError(CLOSED))
         await asyncio.to_thread(self._worker.shutdown)
         await asyncio.to_thread(self.llm.close)
 
     def _submit(self, request: Request, inbox: _Inbox) -> str:
-        """Queue a request, in the worker. Its inbox is registered before any step can answer."""
+        """Queue a request, in the worker. Its inbox is registered before a step can produce chunks for it."""
         request_id = self.llm.queue(request)
         self._inboxes[request_id] = inbox
-        if self._closed:  # maybe before that
+        if self._closed:  # Perhaps before the inbox was registered
             self._release(request_id)
             raise EngineError(CLOSED)
         self._go_on()
@@ -221,31 +217,31 @@ class AsyncLLM:
 
     @asynccontextmanager
     async def _between_requests(self, mode: Mode) -> AsyncIterator[None]:
-        """Keep new requests waiting while open, which begins when no answer runs any more."""
+        """Pause admission: the block runs once no request runs, and new requests wait until it ends."""
         drained = Future[None]()
         await self._by_worker(self._begin_pause, mode, drained)
         try:
             await asyncio.wrap_future(drained)
             yield
         finally:
-            with suppress(EngineError):  # closed: nothing runs
+            with suppress(EngineError):  # It is closed, so nothing runs
                 self._worker.submit(self._end_pause)
 
     def _begin_pause(self, mode: Mode, drained: Future[None]) -> None:
-        """Keep new requests waiting, in the worker; `drained` is done once nothing runs."""
+        """Pause admission, in the worker; `drained` is done once nothing runs."""
         if mode not in ("wait", "abort"):
             raise ArgumentError(
-                f"mode {mode!r}: the answers that run are waited for ('wait') or end where they stand ('abort'); none "
-                "goes on with other weights than it began with"
+                f"mode {mode!r}: running requests finish first ('wait') or are aborted ('abort'); none continues with "
+                "other weights than it began with"
             )
         if self._drained is not None:
-            raise ArgumentError("an update of the weights, or sleep, is under way already; try again when it has ended")
+            raise ArgumentError("an update of the weights, or sleep, is already running; try again when it has ended")
         self._drained = drained
         self.llm.engine.hold(cut=mode == "abort")
         self._go_on()
 
     def _end_pause(self) -> None:
-        """Let go on what waits, in the worker, unless the engine sleeps."""
+        """Resume admission, in the worker, unless the engine sleeps."""
         self._drained = None
         if not self.llm.is_sleeping:
             self.llm.engine.resume()
@@ -260,24 +256,22 @@ class AsyncLLM:
             self._worker.submit(self.llm.abort, request_id)
 
     def _abandon(self, submitted: asyncio.Future[str]) -> None:
-        """Drop a request that has just been queued and that nobody waits for any longer."""
+        """Abort a request whose caller was cancelled while it was being queued."""
         if not submitted.cancelled() and submitted.exception() is None:
             self._release(submitted.result())
 
     def _go_on(self) -> None:
-        """Step, in the worker, from now on while there is work."""
+        """Start stepping, in the worker, unless it is already; it continues while there is work."""
         if not self._stepping:
             self._stepping = True
             self._worker.submit(self._step)
 
     def _step(self) -> None:
-        """Run one step, in the worker. The next one waits its turn behind what was asked of the
-        worker meanwhile.
-        """
+        """Run one step, in the worker, and queue the next one behind the tasks that were submitted meanwhile."""
         self._stepping = False
         try:
             chunks = self.llm.engine.step() if self.llm.engine.busy else []
-        except BaseException as error:  # nobody looks at what the worker raises: all would wait for ever
+        except BaseException as error:  # Nothing reads the worker's exceptions: all readers would wait for ever
             failure = EngineError(f"a step of the engine failed: {error}")
             failure.__cause__ = error
             self._hand_over((request_id, failure) for request_id in list(self._inboxes))
@@ -291,7 +285,7 @@ class AsyncLLM:
             self._drained.set_result(None)
 
     def _hand_over(self, items: Iterable[tuple[str, _Item]]) -> None:
-        """Pass each item with its request's id, in the worker, to the loop in which it is awaited."""
+        """Pass each item, with its request's id, from the worker to the event loop of its reader."""
         loops = defaultdict[asyncio.AbstractEventLoop, list[tuple[str, _Item]]](list)
         for request_id, item in items:
             inbox = self._inboxes.get(request_id)
@@ -301,7 +295,7 @@ class AsyncLLM:
             self._handover.give(loop, partial(self._deliver, own))
 
     def _deliver(self, items: Iterable[tuple[str, _Item]]) -> None:
-        """Hand each item, in the loop, to the reader that waits for it."""
+        """Put each item, in the loop, into its reader's inbox."""
         for request_id, item in items:
             inbox = self._inboxes.get(request_id)
             if inbox is not None and not inbox.deliver(item):
@@ -309,15 +303,15 @@ class AsyncLLM:
 
 
 class _Inbox(asyncio.Queue[_Item]):
-    """A queue of chunks that wait for their reader in an event loop."""
+    """A queue of chunks for one reader in an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, most: int | None) -> None:
         super().__init__()
         self.loop, self._most, self._cut = loop, most, False
 
     def deliver(self, item: _Item) -> bool:
-        """Add an item. Returns False if the reader has fallen too far behind: an error then
-        replaces the chunks, and what is still on its way is dropped.
+        """Add an item. If the reader is too far behind, replace the chunks by an error, drop later items, and return
+        False.
         """
         if self._cut:
             return True
@@ -326,24 +320,24 @@ class _Inbox(asyncio.Queue[_Item]):
             return True
         while not self.empty():
             self.get_nowait()
-        self.put_nowait(SlowReaderError(f"{self._most} chunks were waiting to be read; the request was aborted"))
+        self.put_nowait(SlowReaderError(f"{self._most} chunks were unread; the request was aborted"))
         self._cut = True
         return False
 
 
 class _Handover:
-    """Hands tasks from a thread to event loops, one at a time: the thread is never more than one
-    ahead, so a reader in the loop who keeps up never finds the chunks of many steps at once.
+    """Passes tasks from a thread to event loops, one at a time: the thread is at most one task ahead, so a reader that
+    keeps up never gets the chunks of many steps at once.
     """
 
     def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that was last given something
-        self._done = threading.Event()  # With that: whoever it woke has a place in the loop before the next task
+        self._loop: asyncio.AbstractEventLoop | None = None  # The loop that got the latest task
+        self._done = threading.Event()  # That task is done; the readers that it woke are scheduled before the next task
         self._done.set()
 
     def give(self, loop: asyncio.AbstractEventLoop, task: Callable[[], None]) -> None:
-        """Have the loop do the task, once the one before is done, in whichever loop. A loop that
-        has stopped is not waited for, and nothing happens if it has been closed.
+        """Run the task in the loop, after the previous task, which may be in another loop. A stopped loop is not waited
+        for, and for a closed one nothing happens.
         """
         while self._loop is not None and self._loop.is_running() and not self._done.wait(_LOOK_S):
             pass
@@ -362,7 +356,7 @@ class _Handover:
 
 
 class _Worker(OneThread):
-    """A worker thread that knows for how long it has been at its task."""
+    """A worker thread that knows how long its current task has been running."""
 
     def __init__(self) -> None:
         super().__init__("forerun-engine")
@@ -370,7 +364,7 @@ class _Worker(OneThread):
 
     @property
     def busy_s(self) -> float:
-        """Seconds since it began its present task; 0 without one."""
+        """Seconds since it began its current task; 0 without one."""
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -386,8 +380,8 @@ class _Worker(OneThread):
 
 
 def _raisable(work: Callable[[], T]) -> T:
-    """Return the result of `work`. An error that no future carries, or that nobody behind it
-    expects, becomes an error of the request.
+    """Return the result of `work`. Exceptions that a future cannot carry, or that callers do not expect, are raised as
+    errors of the request.
     """
     try:
         return work()
@@ -398,9 +392,7 @@ def _raisable(work: Callable[[], T]) -> T:
 
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Return the results of all. The first error cancels the others, and is raised when they have
-    ended.
-    """
+    """Return the results of all awaitables. The first error cancels the others and is raised once they have ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -411,7 +403,7 @@ async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def whole_output(chunks: AsyncIterator[StreamChunk]) -> RequestOutput:
-    """Read a stream to its end and return the whole output."""
+    """Read a stream to its end and return the output."""
     output = None
     async for chunk in chunks:
         output = chunk.output or output

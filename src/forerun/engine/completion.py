@@ -1,6 +1,4 @@
-"""One answer in the making, and the request it belongs to: its tokens, their text as it grows, and
-where it stops.
-"""
+"""A request and its completions: their tokens, the detokenized text, and the stop conditions."""
 
 from __future__ import annotations
 
@@ -34,62 +32,62 @@ _INCOMPLETE = "\ufffd"
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Request:
-    """One prompt and the settings to answer it with."""
+    """One prompt with its sampling parameters, and the `n` completions that it gets."""
 
     id: str
     prompt: str | None
     prompt_tokens: list[int]
-    params: SamplingParams  # Resolved: no None where there is a neutral value
+    params: SamplingParams  # Resolved: neutral values instead of None
     speculative: SpeculativeConfig | None
     trace: bool
-    priority: int = 0  # The lowest of a client's waiting requests comes first
-    client: str | None = None  # Client of the request, if rows are to be shared fairly among clients
-    user: str | None = None  # User of the client, if its rows are to be shared fairly among its users
-    arrived: int = 0  # Prompt tokens that the engine had read when it came
-    timeout_s: float | None = None  # Time from queueing to the end, seconds
-    answers: list[Completion] = field(default_factory=list)
-    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Log-probabilities of the part read so far
-    queued_at: float | None = None  # Or when it arrived, where it waited before that; `time.perf_counter`
+    priority: int = 0  # Of a client's waiting requests the one with the lowest number comes first
+    client: str | None = None  # Rows are shared fairly among clients; None: a client of its own
+    user: str | None = None  # A client's rows are shared fairly among its users
+    arrived: int = 0  # Prompt tokens that the engine had prefilled when the request arrived
+    timeout_s: float | None = None  # Longest time from queueing to the end, seconds
+    completions: list[Completion] = field(default_factory=list)
+    prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of the part prefilled so far
+    queued_at: float | None = None  # `time.perf_counter`; an earlier arrival, where it waited before it was queued
     first_token_at: float | None = None
     last_token_at: float | None = None
-    cached_tokens: int = 0  # Prompt tokens that were in the cache already
+    cached_tokens: int = 0  # Prompt tokens that were found in the prefix cache
 
     def belong(self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int) -> None:
-        """Set whose request it is, see `LLM.submit`."""
+        """Set the request's isolation domain, client, user and priority, see `LLM.submit`."""
         self.client, self.user, self.priority = client, user, priority
-        for answer in self.answers:
-            answer.row.cache_salt = cache_salt
+        for completion in self.completions:
+            completion.row.cache_salt = cache_salt
 
     @property
     def scored(self) -> list[Mapping[int, TokenLogprob] | None] | None:
-        """The prompt's log-probabilities, once they are all there."""
+        """The prompt's log-probabilities, or None until they are complete."""
         found = self.prompt_logprobs
         return found if found is not None and len(found) == len(self.prompt_tokens) else None
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return all(completion.finish_reason is not None for completion in self.completions)
 
     def late(self, now: float) -> bool:
-        """Return whether its time is up at `now`, `time.perf_counter`."""
+        """Return whether the request has timed out at `now`, `time.perf_counter`."""
         return self.timeout_s is not None and self.queued_at is not None and now - self.queued_at >= self.timeout_s
 
     def closing(self, chunk: StreamChunk) -> StreamChunk:
         """Return the request's last chunk, with the whole output."""
-        row = self.answers[chunk.index].row
+        row = self.completions[chunk.index].row
         with Isolation(row):
             return replace(chunk, output=self.output())
         return replace(chunk, error=row.error)
 
     def release(self) -> None:
-        """Let go of the answers, once nothing more will be made of them.
+        """Drop the completions of a finished request, to break reference cycles.
 
-        They name their request, and their rows errors whose tracebacks name the rows: what they hold (masks, a
-        grammar's parser) would lie there until Python looks for such circles, which it seldom does in a large process.
+        Completions refer to their request, and rows to errors whose tracebacks refer to the rows. Masks and grammar
+        parsers would stay in memory until Python's cycle collector runs, which is rare in a large process.
         """
-        for answer in self.answers:
-            answer.row.error = None
-        self.answers.clear()
+        for completion in self.completions:
+            completion.row.error = None
+        self.completions.clear()
 
     def output(self) -> RequestOutput:
         """Return the output so far."""
@@ -98,7 +96,7 @@ class Request:
             request_id=self.id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_tokens,
-            outputs=[answer.completion() for answer in self.answers],
+            outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
             prompt_logprobs=self.scored,
             time_to_first_token_s=first - queued if first is not None and queued is not None else None,
@@ -109,27 +107,27 @@ class Request:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Completion:
-    """One of a request's `n` answers."""
+    """One of a request's `n` completions while it is generated."""
 
     request: Request
     index: int
     row: Row
     detokenizer: Detokenizer
-    text: AnswerText
-    drafter: str | None = None  # Key of the drafter that works for it; None decodes plainly
+    text: CompletionText
+    drafter: str | None = None  # Key of the drafter that drafts for it; None decodes plainly
     tokens: list[OutputToken] = field(default_factory=list)
     traces: list[StepTrace] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    order: int = 0  # Rises with every answer that is queued
-    preemptions: int = 0  # Times that it had to give its row back
-    introduced: bool = False  # Its drafter has been shown what it holds
-    failed: bool = False  # The row's content is of no use to others
+    order: int = 0  # Position in the order of arrival
+    preemptions: int = 0  # Times that it was preempted
+    introduced: bool = False  # Its drafter has read its text
+    failed: bool = False  # Its row in the cache must not be reused as a prefix
 
     def append(self, emitted: Emitted) -> StreamChunk:
-        """Append one step's tokens, up to the first that ends the answer. If the row failed in the
-        step, or its text fails here, the whole request ends, and no other.
+        """Append one step's tokens, up to the first that ends the completion. If the row failed in the step, or its
+        text cannot be decoded, the whole request ends; other requests go on.
         """
         with Isolation(self.row):
             if self.row.error is None:
@@ -144,16 +142,16 @@ class Completion:
             if self.finish_reason is not None:
                 break
         if surplus := len(emitted.tokens) - len(new):
-            self.row.shorten(surplus)  # what was committed behind the end of the answer
+            self.row.shorten(surplus)  # Tokens that were committed after the end
         first = not self.tokens
         self._count(emitted, new)
         text = self.text.release(final=self.finish_reason is not None)
         trace = emitted.trace if self.request.trace and not first else None  # The prompt's pass drafts nothing
         return self._chunk(text, new, trace, first=first)
 
-    def end_unbegun(self) -> StreamChunk:
-        """End an answer of no tokens, whose prompt has been read; the returned chunk is its first
-        one, too.
+    def end_empty(self) -> StreamChunk:
+        """End a completion of zero tokens (``max_tokens=0``) after its prompt was prefilled, and return its only
+        chunk.
         """
         if self.row.error is not None:
             return self._fail()
@@ -161,12 +159,12 @@ class Completion:
         return self._chunk("", [], first=True)
 
     def abort(self) -> None:
-        """End the answer where it stands."""
+        """End the completion with the tokens that it has."""
         self.finish_reason = self.finish_reason or "abort"
 
     def expire(self) -> StreamChunk:
-        """End the answer because its time is up, and return a last chunk, with the text that was
-        held back.
+        """End the completion because its request timed out, and return its last chunk, with the text held back so
+        far.
         """
         self.abort()
         with Isolation(self.row):
@@ -175,20 +173,16 @@ class Completion:
         return self._fail()
 
     def _fail(self) -> StreamChunk:
-        """End the whole request with the row's error; its text may be what failed, and is left
-        alone.
-        """
-        for answer in self.request.answers:
-            answer.abort()
+        """End the whole request with the row's error. The text is not touched, because decoding it may have failed."""
+        for completion in self.request.completions:
+            completion.abort()
         self.failed = True
         return self._chunk("", [])
 
     def _chunk(
         self, text: str, tokens: list[OutputToken], trace: StepTrace | None = None, *, first: bool = False
     ) -> StreamChunk:
-        """Return a chunk of the answer; with `first` it is the answer's first one, which carries
-        the prompt's figures.
-        """
+        """Return a chunk of the completion. The `first` one carries the prompt's token ids and log-probabilities."""
         return StreamChunk(
             request_id=self.request.id,
             index=self.index,
@@ -202,8 +196,8 @@ class Completion:
             error=self.row.error,
         )
 
-    def completion(self) -> CompletionOutput:
-        """Return the answer so far."""
+    def output(self) -> CompletionOutput:
+        """Return the output so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text.text,
@@ -228,7 +222,7 @@ class Completion:
         )
 
     def _check_end(self, token: int, piece: str, length: int) -> None:
-        """Set `finish_reason` if the token that made the answer `length` long ends it."""
+        """Set `finish_reason` if the token, which is number `length` of the completion, ends it."""
         params = self.request.params
         self.row.tokens_left -= 1
         stop = self.text.add(piece, search=length >= params.min_tokens)
@@ -259,21 +253,18 @@ class Completion:
 
 
 class Detokenizer:
-    """Turns output ids into text as they come; a character that spans tokens appears with its last
-    token.
+    """Detokenizes output ids incrementally. A character that spans several tokens appears with its last token.
 
-    Decodes a short window with every token and takes the difference to the text before, so it holds for every
+    With every token a short window is decoded, and the difference to its earlier text is returned. This works for every
     tokenizer.
     """
 
-    _WINDOW = 5  # Tokens of the prompt, or before an incomplete character, that are decoded with what follows
+    _WINDOW = 5  # Tokens of context in the window: of the prompt, or before an incomplete character
     _LONGEST = 12
-    """Tokens of a window after which it begins anew with the last piece, which takes a decoding of
-    its own.
-    """
+    """Length of the window, in tokens, after which a new one begins, which takes an additional decoding."""
     _SPAN = 4
-    """Most tokens that a character spans. If so many bring no complete text (bytes that form no
-    character, or tokens that each end within one), all but the last character is certain.
+    """Most tokens that one character spans. If so many tokens give no complete text (bytes that form no character, or
+    tokens that each end within one), all characters but the last are final.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, prompt: Sequence[int], *, skip_special: bool) -> None:
@@ -281,8 +272,8 @@ class Detokenizer:
         self._ids = list(prompt[-self._WINDOW :])
         self._start = 0
         self._read = len(self._ids)
-        self._held = False  # The last character of what was read is held back
-        self._told: int | None = None  # Characters of the window that were handed out; None before it is needed
+        self._held = False  # The last decoded character is incomplete and held back
+        self._told: int | None = None  # Characters of the window that were returned; None: computed on demand
 
     def add(self, token: int) -> str:
         """Return the text that `token` adds; empty while a character is incomplete."""
@@ -290,7 +281,7 @@ class Detokenizer:
         return self._advance(final=False)
 
     def flush(self) -> str:
-        """Return what is left of an incomplete character at the end of the answer."""
+        """Return the text of an incomplete character at the end of the completion."""
         return self._advance(final=True)
 
     def _advance(self, *, final: bool) -> str:
@@ -317,17 +308,17 @@ class Detokenizer:
 
 
 @dataclass(slots=True)
-class AnswerText:
-    """The text of one answer as it grows: finds stop strings and holds back what may become one."""
+class CompletionText:
+    """The text of one completion. It finds stop strings, and holds back text that may become one."""
 
     stops: tuple[str, ...]
     include_stop: bool
     text: str = ""
-    sent: int = 0  # Characters already handed out by `release`
+    sent: int = 0  # Characters already returned by `release`
 
     def add(self, piece: str, *, search: bool = False) -> str | None:
-        """Append a piece. With `search`, returns the stop string that it completed (the text is
-        then cut), or None.
+        """Append a piece of text. With `search`, cut the text at a stop string that it completes, and return that
+        string; else return None.
         """
         start = len(self.text)
         self.text += piece
@@ -339,7 +330,7 @@ class AnswerText:
         return stop
 
     def release(self, *, final: bool) -> str:
-        """Return new text that can no longer be taken back; everything if `final`."""
+        """Return the new text that cannot become part of a stop string; all of it if `final`."""
         held = 0 if final else begun(self.text, self.stops)
         end = max(self.sent, len(self.text) - held)
         piece, self.sent = self.text[self.sent : end], end

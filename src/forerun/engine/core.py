@@ -1,7 +1,6 @@
-"""The engine: rows that advance unevenly, finish, are replaced by waiting requests, and are
-preempted when memory runs out.
+"""The engine: continuous batching of requests over the rows of the target's KV cache.
 
-Who gets the next row is decided in `scheduling`, what a step does in `decode.step`.
+`scheduling` decides which request gets a row or is preempted; `decode.step` is one step of all running rows.
 """
 
 from __future__ import annotations
@@ -42,20 +41,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenedWeights:
-    """The weights of a checkpoint that fits the target, not yet taken over."""
+    """The weights of a checkpoint that fits the target, before they are written."""
 
     folder: Path
     weights: Any  # In the back end's form
 
 
 class Engine:
-    """Continuous batching over a target's cache rows, which bound how many answers run at once. Not
-    thread-safe: one caller steps it. `check` verifies the step's invariants (debug mode).
+    """Continuous batching over a target's cache rows; at most one completion runs in each row. Not thread-safe: one
+    caller steps it. `check` verifies the step's invariants (debug mode).
     """
 
     def __init__(self, target: Target, drafting: DrafterPool, scheduling: Scheduling, *, check: bool = False) -> None:
         self.target, self.drafting, self.scheduling, self._check = target, drafting, scheduling, check
-        self.preemptions = 0  # Times that a running answer had to give its row back
+        self.preemptions = 0  # Times that a running completion was preempted
         self.prefix_queries = 0  # Prompt tokens that were looked up
         self.prefix_hits = 0  # Prompt tokens that were found in the cache
         self._order = itertools.count()
@@ -63,61 +62,59 @@ class Engine:
         self._waiting: list[Completion] = []
         self._running: list[Completion] = []
         self._prefilling: list[Prefill] = []
-        self._unshown: list[Prefill] = []  # Prompts of which drafters have not been shown all that was read
+        self._unshown: list[Prefill] = []  # Prompts with prefilled tokens that their drafters have not read yet
         self._prefixes = PrefixCache(target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
         self._queue = PrefillQueue(scheduling, padded=target.pads_prompts)
         self._times, self._introducing_s = PassTimes(), 0.0
-        self._kept_from: int | None = None  # Order of the first answer that is kept waiting
-        self._cut_before = 0  # Order below which answers end at the next step
+        self._kept_from: int | None = None  # While admission is paused: order of the first completion that must wait
+        self._cut_before = 0  # Completions with a smaller order are aborted at the next step
 
     @property
     def busy(self) -> bool:
-        """True if a step would do anything."""
+        """True if there is work for a step."""
         return bool(self._running or self._admissible())
 
     @property
     def running(self) -> int:
-        """Number of answers that hold a row."""
+        """Number of completions that hold a row."""
         return len(self._running)
 
     @property
     def waiting(self) -> int:
-        """Number of answers that wait for a row."""
+        """Number of completions that wait for a row."""
         return len(self._waiting)
 
     def add(self, request: Request) -> None:
-        """Queue all answers of a request. Raises ArgumentError if one could not be held even if it
-        ran alone.
+        """Queue all completions of a request. Raises ArgumentError if the cache could not hold one of them even
+        alone.
         """
         request.queued_at = request.queued_at or time.perf_counter()
         most = self.scheduling.kv_cache_tokens
-        needed = max(len(answer.row.tokens) + answer.row.tokens_left for answer in request.answers)
+        needed = max(len(completion.row.tokens) + completion.row.tokens_left for completion in request.completions)
         if most is not None and needed > most:
             raise ArgumentError(
-                f"prompt and answer need up to {needed} tokens, the cache may hold {most}; lower max_tokens, shorten "
+                f"prompt and output need up to {needed} tokens, the cache may hold {most}; lower max_tokens, shorten "
                 "the prompt, or raise kv_cache_tokens"
             )
         request.arrived = self._queue.clock
-        for answer in request.answers:
-            answer.order = next(self._order)
+        for completion in request.completions:
+            completion.order = next(self._order)
         self._requests[request.id] = request
-        self._waiting.extend(request.answers)
+        self._waiting.extend(request.completions)
 
     def abort(self, request_id: str) -> None:
-        """End a request's answers and free their rows; unknown ids are ignored, they may just have
-        finished.
-        """
+        """Abort a request and free its rows. Unknown ids are ignored, because the request may just have finished."""
         request = self._requests.pop(request_id, None)
-        for answer in request.answers if request is not None else ():
-            answer.abort()
+        for completion in request.completions if request is not None else ():
+            completion.abort()
         self._retire()
         if request is not None:
             request.release()
 
     def hold(self, *, cut: bool) -> None:
-        """Keep the requests to come waiting until `resume`. With `cut` those that are here end at the next step, with
-        what there is of them."""
+        """Let new requests wait until `resume`. With `cut`, present ones are aborted at the next step; their outputs
+        hold the tokens that they have."""
         now = next(self._order)
         if self._kept_from is None:
             self._kept_from = now
@@ -125,18 +122,18 @@ class Engine:
             self._cut_before = now
 
     def resume(self) -> None:
-        """Admit again all that waits."""
+        """Admit waiting requests again."""
         self._kept_from = None
 
     def open_weights(self, model_path: str | Path, tokenizer: Any) -> OpenedWeights:
-        """Open a checkpoint for `write_weights`, which takes time and memory; raises as `LLM.update_weights_from_disk`
-        does. `tokenizer` is that of the model that runs."""
+        """Load a checkpoint for `write_weights`, which takes time and memory. Raises as `LLM.update_weights_from_disk`
+        does. `tokenizer` is that of the present model."""
         folder = Path(model_path).expanduser()
         return OpenedWeights(folder=folder, weights=self.target.open_weights(folder, tokenizer))
 
     def write_weights(self, opened: OpenedWeights) -> None:
-        """Run the target with other weights, with nothing running. What was computed with the former ones is forgotten,
-        and what drafters have learned of texts stays."""
+        """Replace the target's weights while no request runs. Cached prefixes are dropped; drafters keep what they have
+        learned from texts."""
         began = time.perf_counter()
         self.target.write_weights(opened.weights, opened.folder)
         self.forget()
@@ -144,32 +141,30 @@ class Engine:
         log.info("weights taken over from %s in %.2f s", opened.folder, time.perf_counter() - began)
 
     def load_drafter(self, key: str, model: str) -> None:
-        """Have the requests to come drafted for by the model of another directory. Answers that wait or run finish with
-        the drafter that they have, which goes with the last of them. ForerunError: the new one cannot be loaded, and
-        nothing has changed."""
+        """Draft for new requests with the model of another directory. Requests that wait or run keep their drafter,
+        which is freed after the last of them. Raises ForerunError if the new model cannot be loaded; nothing changes
+        then."""
         former = self.drafting.swap(key, model)
         for row in self._prefixes.disown(key):
             self.drafting.forget(former, [row], [0])
-        for answer in [*self._waiting, *self._running]:
-            if answer.drafter == key:
-                answer.drafter = former
+        for completion in [*self._waiting, *self._running]:
+            if completion.drafter == key:
+                completion.drafter = former
         self._discard_replaced()
 
     def _discard_replaced(self) -> None:
-        for key in self.drafting.replaced - {answer.drafter for answer in [*self._waiting, *self._running]}:
+        for key in self.drafting.replaced - {completion.drafter for completion in [*self._waiting, *self._running]}:
             self.drafting.discard(key)
 
     def forget(self) -> None:
-        """Empty all free rows, with nothing running; they are then taken in the order of a new
-        engine.
-        """
+        """Drop all cached prefixes while no request runs. Rows are then allocated in the order of a new engine."""
         for row, drafter in self._prefixes.drop(0):
             self.drafting.forget(drafter, [row], [0])
         self._prefixes = PrefixCache(self.target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
 
     def grow(self, rows: int, slots: int) -> None:
-        """Give the cache so many rows of so many slots, with nothing running; drafters keep what they have learned."""
+        """Give the cache this many rows and slots while no request runs; drafters keep what they have learned."""
         self.forget()
         self.target.grow(rows, slots)
         self.drafting.grow(rows, slots)
@@ -177,15 +172,15 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[StreamChunk]:
-        """Run one pass: over prompts, or over the next tokens of all that have been read; returns
-        one chunk an answer. While there are both, they take turns: a long prompt delays the others
-        by a chunk. Answers whose time is up end first, with what there is of them.
+        """Run one pass, either a prefill of prompt chunks or a decoding step of all prefilled rows, and return the new
+        chunks. If there is work of both kinds, they alternate, so a long prompt delays the others by one chunk at a
+        time. Requests that have timed out end first.
         """
         chunks = self._expire()
         self._preempt_youngest()
         self._admit()
-        reading = {answer for text in self._prefilling for answer in text.answers}
-        decoding = [answer for answer in self._running if answer not in reading]
+        reading = {completion for prefill in self._prefilling for completion in prefill.completions}
+        decoding = [completion for completion in self._running if completion not in reading]
         self._prefilled_last = bool(reading) and not (decoding and self._prefilled_last)
         if self._prefilled_last:
             chunks += self._prefill(beside=bool(decoding))
@@ -198,27 +193,27 @@ class Engine:
 
     def _admit(self) -> None:
         while waiting := self._admissible():
-            answer = next_in_line(waiting, self._running)
-            if not self._make_room(answer):
+            completion = next_in_line(waiting, self._running)
+            if not self._make_room(completion):
                 break
-            self._waiting.remove(answer)
-            self._allocate(answer)
-            self._running.append(answer)
-        self._running.sort(key=lambda answer: answer.row.cache_row)
+            self._waiting.remove(completion)
+            self._allocate(completion)
+            self._running.append(completion)
+        self._running.sort(key=lambda completion: completion.row.cache_row)
         self._drop_prefixes()
 
     def _admissible(self) -> list[Completion]:
-        """Return the answers that may have a row when one is free."""
+        """Return the waiting completions that may get a row."""
         kept_from = self._kept_from
-        return [answer for answer in self._waiting if kept_from is None or answer.order < kept_from]
+        return [completion for completion in self._waiting if kept_from is None or completion.order < kept_from]
 
-    def _make_room(self, answer: Completion) -> bool:
-        """Return whether there are a row and memory for an answer, if need be by preempting answers
-        of whoever holds more than its share, but none in vain.
+    def _make_room(self, completion: Completion) -> bool:
+        """Return whether there are a row and memory for a completion, after preempting completions of clients or users
+        with more than their share. None is preempted if that would not suffice.
         """
         staying, leaving = list(self._running), list[Completion]()
-        while not (leaving or len(self._prefixes)) or not self._fits([*staying, answer]):
-            other = row_for(answer, staying, self.target.lengths)
+        while not (leaving or len(self._prefixes)) or not self._fits([*staying, completion]):
+            other = row_for(completion, staying, self.target.lengths)
             if other is None:
                 return False
             staying.remove(other)
@@ -227,73 +222,74 @@ class Engine:
             self._preempt(other)
         return True
 
-    def _allocate(self, answer: Completion) -> None:
-        """Give the answer a row; what it lacks there is prefilled with an answer to the same
-        prompt, or by itself.
+    def _allocate(self, completion: Completion) -> None:
+        """Give the completion a row, and queue the prefill of the tokens that are not cached there; completions of one
+        request share a prefill.
         """
-        request = answer.request
-        same = [text for text in self._prefilling if text.begins and text.answers[0].request is request]
-        if same and not answer.tokens:
-            same[0].answers.append(answer)
-            answer.row.cache_row = self._take((), answer).row
+        request = completion.request
+        same = [prefill for prefill in self._prefilling if prefill.begins and prefill.completions[0].request is request]
+        if same and not completion.tokens:
+            same[0].completions.append(completion)
+            completion.row.cache_row = self._take((), completion).row
             return
-        requires = self.drafting.requires(answer.drafter)
-        lacking = answer.row.tokens[:-1] if answer.tokens else list(answer.row.tokens)
-        text = Prefill(answers=[answer], tokens=lacking, requires=requires)
-        # A request that scores or times the whole prompt, or hands its hidden states on, reads all of it.
+        requires = self.drafting.requires(completion.drafter)
+        lacking = completion.row.tokens[:-1] if completion.tokens else list(completion.row.tokens)
+        prefill = Prefill(completions=[completion], tokens=lacking, requires=requires)
+        # Prompt log-probabilities, traces, and hidden states for several completions need the whole prompt prefilled.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
-        found = self._take(() if whole else text.tokens, answer, needs_drafter=bool(requires))
-        answer.row.cache_row, text.done, text.known = found.row, found.shared, found.known
-        self._prefilling.append(text)
-        if self.scheduling.enable_prefix_caching and not answer.preemptions:
-            self.prefix_queries += len(text.tokens)
+        found = self._take(() if whole else prefill.tokens, completion, needs_drafter=bool(requires))
+        completion.row.cache_row, prefill.done, prefill.known = found.row, found.shared, found.known
+        self._prefilling.append(prefill)
+        if self.scheduling.enable_prefix_caching and not completion.preemptions:
+            self.prefix_queries += len(prefill.tokens)
             self.prefix_hits += found.shared
             request.cached_tokens = max(request.cached_tokens, found.shared)
 
-    def _take(self, wanted: Sequence[int], answer: Completion, *, needs_drafter: bool = False) -> Allocation:
+    def _take(self, wanted: Sequence[int], completion: Completion, *, needs_drafter: bool = False) -> Allocation:
         busy = {other.row.cache_row: self._held(other) for other in self._running}
-        salt, drafter = answer.row.cache_salt, answer.drafter
+        salt, drafter = completion.row.cache_salt, completion.drafter
         found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
         if found.drafter is not None:
             self.drafting.forget(found.drafter, [found.row], [found.known])
         return found
 
-    def _held(self, answer: Completion) -> CachedText:
-        row = answer.row
+    def _held(self, completion: Completion) -> CachedText:
+        row = completion.row
         return row.tokens[: self.target.lengths[row.cache_row]], row.cache_salt
 
-    def _release(self, answer: Completion, *, keep: bool) -> None:
-        """Free the answer's row; with `keep`, what it holds serves prompts that begin alike."""
-        row, drafter = answer.row, answer.drafter
+    def _release(self, completion: Completion, *, keep: bool) -> None:
+        """Free the completion's row; with `keep`, its content stays as a cached prefix."""
+        row, drafter = completion.row, completion.drafter
         keep = keep and self._prefixes.enabled
-        held: CachedText = self._held(answer) if keep else ((), None)
-        remembers = keep and answer.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
-        if drafter is not None and answer.introduced:
+        held: CachedText = self._held(completion) if keep else ((), None)
+        remembers = keep and completion.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
+        if drafter is not None and completion.introduced:
             self.drafting.finish(drafter, row)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.cache_row], [0])
         self._prefixes.release(row.cache_row, held, drafter if remembers else None)
-        self._running.remove(answer)
-        for text in [*self._prefilling, *self._unshown]:
-            if answer in text.answers:
-                text.answers.remove(answer)
-        self._prefilling = [text for text in self._prefilling if text.answers]
-        self._unshown = [text for text in self._unshown if text.answers]
-        answer.introduced, row.cache_row = False, -1
+        self._running.remove(completion)
+        for prefill in [*self._prefilling, *self._unshown]:
+            if completion in prefill.completions:
+                prefill.completions.remove(completion)
+        self._prefilling = [prefill for prefill in self._prefilling if prefill.completions]
+        self._unshown = [prefill for prefill in self._unshown if prefill.completions]
+        completion.introduced, row.cache_row = False, -1
 
     def _retire(self) -> None:
-        self._waiting = [answer for answer in self._waiting if answer.finish_reason is None]
-        for answer in [answer for answer in self._running if answer.finish_reason is not None]:
-            self._release(answer, keep=not answer.failed)
-            if answer.drafter is not None:
-                self.drafting.watch(answer.drafter, answer.stats)
+        self._waiting = [completion for completion in self._waiting if completion.finish_reason is None]
+        for completion in [completion for completion in self._running if completion.finish_reason is not None]:
+            self._release(completion, keep=not completion.failed)
+            if completion.drafter is not None:
+                self.drafting.watch(completion.drafter, completion.stats)
         if self.drafting.replaced:
             self._discard_replaced()
 
     def _expire(self) -> list[StreamChunk]:
-        now, here = time.perf_counter(), [*self._waiting, *self._running]
-        ending = [answer for answer in here if answer.order < self._cut_before or answer.request.late(now)]
-        chunks = [answer.expire() for answer in ending]
+        now, chunks = time.perf_counter(), list[StreamChunk]()
+        for completion in [*self._waiting, *self._running]:
+            if completion.order < self._cut_before or completion.request.late(now):
+                chunks.append(completion.expire())
         if chunks:
             self._retire()
         return chunks
@@ -301,29 +297,29 @@ class Engine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _preempt_youngest(self) -> None:
-        """Preempt the youngest running answers until what all may hold after the coming pass fits."""
+        """Preempt the youngest running completions until the tokens of all rows after the next pass fit the cache."""
         while not self._fits(self._running):
-            self._preempt(max(self._running, key=lambda answer: answer.order))
+            self._preempt(max(self._running, key=lambda completion: completion.order))
         self._drop_prefixes()
 
-    def _preempt(self, answer: Completion) -> None:
-        """Take an answer's row. It waits, and continues where it stood when what it held has been
-        read again.
+    def _preempt(self, completion: Completion) -> None:
+        """Take a completion's row. It goes back to the waiting ones, and continues once its tokens are prefilled
+        again.
         """
-        self._release(answer, keep=False)
-        answer.preemptions += 1
+        self._release(completion, keep=False)
+        completion.preemptions += 1
         self.preemptions += 1
-        self._waiting.append(answer)
+        self._waiting.append(completion)
 
-    def _fits(self, answers: Sequence[Completion]) -> bool:
+    def _fits(self, completions: Sequence[Completion]) -> bool:
         most = self.scheduling.kv_cache_tokens
-        return most is None or sum(map(self._claim, answers)) <= most
+        return most is None or sum(map(self._claim, completions)) <= most
 
-    def _claim(self, answer: Completion) -> int:
-        """Return the tokens that an answer's row may hold after the next step."""
-        row, config = answer.row, answer.request.speculative
+    def _claim(self, completion: Completion) -> int:
+        """Return the most tokens that a completion's row may hold after the next step."""
+        row, config = completion.row, completion.request.speculative
         asked = config.num_speculative_tokens if config is not None else None
-        return len(row.tokens) + min(row.tokens_left, 1 + self.drafting.depth(answer.drafter, asked))
+        return len(row.tokens) + min(row.tokens_left, 1 + self.drafting.depth(completion.drafter, asked))
 
     def _drop_prefixes(self) -> None:
         most = self.scheduling.kv_cache_tokens
@@ -335,43 +331,43 @@ class Engine:
     # --- passes -----------------------------------------------------------------------------------------------------
 
     def _prefill(self, *, beside: bool) -> list[StreamChunk]:
-        """Run the next chunks of prompts, and emit the first tokens of those that have been read to
-        the end. `beside` says that answers wait for their next tokens meanwhile.
+        """Prefill the next chunks of prompts, and emit the first token of each prompt that is complete. `beside` says
+        that running completions wait meanwhile.
         """
         self._introduce()
         began = time.perf_counter()
         pieces = self._queue.next_pass(self._prefilling, self._budget(beside=beside))
-        texts = [text for text, _ in pieces]
+        texts = [prefill for prefill, _ in pieces]
         logits = run_prefills(self.target, pieces)
-        # What drafters make of a chunk comes with the next pass; that of the chunk before took about as long.
+        # Drafters read this chunk before the next pass; the time for the chunk before stands for that.
         took = time.perf_counter() - began + self._introducing_s
         self._times.add_pass(sum(len(tokens) for _, tokens in pieces), took)
-        self._prefilling = [text for text in self._prefilling if not text.finished]
-        self._unshown += [text for text in texts if text.finished or not text.shared]
-        finished = ((index, text) for index, text in enumerate(texts) if text.finished)
-        beginning = [(index, answer) for index, text in finished for answer in text.answers if not answer.tokens]
-        ended = [answer.end_unbegun() for _, answer in beginning if not answer.row.tokens_left]
-        beginning = [(index, answer) for index, answer in beginning if answer.row.tokens_left]
+        self._prefilling = [prefill for prefill in self._prefilling if not prefill.finished]
+        self._unshown += [prefill for prefill in texts if prefill.finished or not prefill.shared]
+        finished = ((index, prefill) for index, prefill in enumerate(texts) if prefill.finished)
+        beginning = [(index, one) for index, prefill in finished for one in prefill.completions if not one.tokens]
+        ended = [completion.end_empty() for _, completion in beginning if not completion.row.tokens_left]
+        beginning = [(index, completion) for index, completion in beginning if completion.row.tokens_left]
         if not beginning:
             return ended
-        rows, indices = [answer.row for _, answer in beginning], [index for index, _ in beginning]
+        rows, indices = [completion.row for _, completion in beginning], [index for index, _ in beginning]
         emitted = first_tokens(rows, logits[indices], isolate=True)
-        return ended + [answer.append(tokens) for (_, answer), tokens in zip(beginning, emitted, strict=True)]
+        return ended + [completion.append(tokens) for (_, completion), tokens in zip(beginning, emitted, strict=True)]
 
     def _budget(self, *, beside: bool) -> int:
         """Return the number of prompt tokens for the next pass."""
         if self.scheduling.max_num_batched_tokens is not None:
             return self.scheduling.max_num_batched_tokens
-        # An accelerator runs some hundred tokens in about the time of a few: shorter passes would gain nothing.
+        # On an accelerator hundreds of tokens take about as long as a few, so shorter passes would gain nothing.
         return self._times.tokens(beside=beside) if self.target.device.type == "cpu" else PREFILL_CHUNK
 
-    def _decode(self, answers: Sequence[Completion]) -> list[StreamChunk]:
+    def _decode(self, completions: Sequence[Completion]) -> list[StreamChunk]:
         self._introduce()
         began = time.perf_counter()
-        rows = [answer.row for answer in answers]
-        configs = [answer.request.speculative for answer in answers]
+        rows = [completion.row for completion in completions]
+        configs = [completion.request.speculative for completion in completions]
         depths = [config.num_speculative_tokens if config is not None else None for config in configs]
-        keys = [answer.drafter for answer in answers]
+        keys = [completion.drafter for completion in completions]
         groups = self.drafting.groups(rows, keys, depths, awaited=bool(self._prefilling))
 
         def admit(trees: list[TokenTree]) -> list[TokenTree]:
@@ -381,37 +377,38 @@ class Engine:
         self.drafting.learn(emitted)
         self.drafting.count_failures(rows)
         self._times.add_step(time.perf_counter() - began)
-        return [answer.append(tokens) for answer, tokens in zip(answers, emitted, strict=True)]
+        return [completion.append(tokens) for completion, tokens in zip(completions, emitted, strict=True)]
 
     def _introduce(self) -> None:
-        """Show drafters what was read of prompts since: before the next pass, so that no first
-        token waits for it, and a chunk at a time, so that a long prompt holds nobody up. They
-        bound themselves how many of its hidden states are kept.
+        """Let drafters read the prompt chunks that were prefilled since the last call. This happens before the next
+        pass, so that no first token waits for it, and chunk by chunk, so that a long prompt does not delay the others.
+        Drafters themselves limit how many hidden states they keep.
         """
         if not self._unshown:
             return
         began = time.perf_counter()
         new_sequences = defaultdict[str, list[NewSequence]](list)
-        for text in self._unshown:
-            states = text.hidden_states()
-            for index, answer in enumerate(text.answers):
-                if answer.drafter is None:
+        for prefill in self._unshown:
+            states = prefill.hidden_states()
+            for index, completion in enumerate(prefill.completions):
+                if completion.drafter is None:
                     continue
-                answer.introduced = text.finished
-                known, length = text.known if index == 0 else 0, len(answer.row.tokens) if text.finished else text.done
+                completion.introduced = prefill.finished
+                known = prefill.known if index == 0 else 0
+                length = len(completion.row.tokens) if prefill.finished else prefill.done
                 if length > known:
                     count = min(length - known, length - 1)
                     part = {boundary: whole[:count] for boundary, whole in states.items()}
-                    new = NewSequence(row=answer.row, known=known, length=length, states=part)
-                    new_sequences[answer.drafter].append(new)
-            text.shown()
+                    new = NewSequence(row=completion.row, known=known, length=length, states=part)
+                    new_sequences[completion.drafter].append(new)
+            prefill.shown()
         self._unshown.clear()
         for key, found in new_sequences.items():
             self.drafting.introduce(key, found)
         self._introducing_s = time.perf_counter() - began
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
-        """Return the chunks, each finished request's last one carrying its whole output."""
+        """Return the chunks; the last chunk of each finished request carries the request's whole output."""
         last = {chunk.request_id: index for index, chunk in enumerate(chunks)}
         closed = []
         for index, chunk in enumerate(chunks):
@@ -427,10 +424,10 @@ class Engine:
 # --- the prefix cache -------------------------------------------------------------------------------------------------
 
 BLOCK = 16
-"""Tokens of a block, vLLM's size. Prompts share prefixes in whole blocks: otherwise the time of a
-prompt would tell, token by token, how far a guess at another one is right.
+"""Tokens of a block, as in vLLM. Prompts share prefixes in whole blocks only: otherwise the latency of a prompt would
+reveal, token by token, how much of another request's prompt a guess has right.
 """
-_FEW = FREE // 8  # Rows that a recorded pass over a few tokens of each runs without being asked
+_FEW = FREE // 8  # A recorded pass over a few tokens of each row runs at least this many rows
 CachedText = tuple[Sequence[int], str | None]  # The content of a row's slots, and its isolation domain
 
 
@@ -440,10 +437,10 @@ class Allocation:
 
     row: int
     shared: int  # Tokens that the row holds already
-    drafter: str | None  # Key of the drafter that has not forgotten the row
+    drafter: str | None  # Key of the drafter that still has a state for the row
     known: int = 0
-    """Number of these tokens that the drafter may keep: one more than are shared, for the hidden
-    state of the last shared token is gone, and the token behind it is the next that is run.
+    """Number of tokens that the drafter may keep: one more than are shared, because the hidden state of the last shared
+    token is gone, and the token after it is the next one to be run.
     """
 
 
@@ -453,15 +450,15 @@ class _FreeRow:
     salt: str | None = None
     drafter: str | None = None
     writes: int = 0
-    """Count `Target.writes` when the row became free: a pass that has written to it since, to
-    measure, made its content worthless.
+    """`Target.writes` of the row when it became free. If a pass has written to it since, for a measurement, its content
+    is lost.
     """
-    used: int = 0  # Rises with every row that becomes free
+    used: int = 0  # Counter value when it became free, for least recently used
 
 
 class PrefixCache:
-    """The free rows of a target, and what still stands in their slots: a prompt that begins with
-    that is read only from there on.
+    """The free rows of a target and their content. A prompt that begins with a row's content is prefilled only from the
+    end of the common prefix on.
     """
 
     def __init__(self, target: Target, *, enabled: bool) -> None:
@@ -478,9 +475,7 @@ class PrefixCache:
         return sum(len(kept.tokens) for kept in self._free.values())
 
     def release(self, row: int, held: CachedText, drafter: str | None) -> None:
-        """Free a row. Its slots keep their content, and so does the state of `drafter`, if one is
-        named.
-        """
+        """Free a row. Its content stays in the slots, with the state that `drafter` has of it, if one is given."""
         self._clock += 1
         self._target.truncate([row], [0])
         self._free[row] = _FreeRow(
@@ -488,14 +483,14 @@ class PrefixCache:
         )
 
     def disown(self, drafter: str) -> list[int]:
-        """Return the free rows of which a drafter keeps a state, and let the rows keep their tokens alone."""
+        """Return the free rows of which a drafter keeps a state, and forget that it does; the tokens stay."""
         rows = [row for row, kept in self._free.items() if kept.drafter == drafter]
         self._free |= {row: replace(self._free[row], drafter=None) for row in rows}
         return rows
 
     def drop(self, most: int) -> list[tuple[int, str]]:
-        """Keep at most so many tokens, those used last. Returns the rows to be forgotten, with
-        their drafters' keys.
+        """Keep at most `most` tokens, those used most recently. Return the rows that were emptied and whose drafter has
+        a state to drop, with the drafter's key.
         """
         forgotten = []
         for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
@@ -515,56 +510,71 @@ class PrefixCache:
         drafter: str | None = None,
         needs_drafter: bool = False,
     ) -> Allocation:
-        """Take a row: the one that holds most of the wanted text or, if a running row holds more, a
-        copy of that. Otherwise it is the row that keeps the busy ones side by side (the cache reads
-        neighbours without a copy), and of several such rows the one used least recently.
+        """Allocate the free row with the longest prefix of the wanted tokens. If a running row has a longer one, that
+        is copied to a free row. Without any prefix, it is the row that keeps the busy rows adjacent (the cache reads
+        adjacent rows without a copy), and of several such rows the one used least recently.
 
         Args:
-            wanted: tokens, of which at least one is left to be read.
-            running: what the busy rows hold.
-            salt: isolation domain: what rows of another hold is as good as unknown.
-            drafter: key of the one that will work for the row.
-            needs_drafter: it reads hidden states: without its own state of the prefix, the target's is of no use.
+            wanted: tokens of the sequence, at least one of which has to be run.
+            running: content of the busy rows.
+            salt: isolation domain; rows of another domain are not reused.
+            drafter: key of the drafter that will draft for the row.
+            needs_drafter: the drafter reads hidden states, so a prefix is useless without the drafter's own state of
+                it.
         """
-        shared = dict[int, int]()
-        for row, kept in self._free.items():
-            lost = kept.writes != self._target.writes[row] or (needs_drafter and kept.drafter != drafter)
-            shared[row] = 0 if lost or kept.salt != salt else self._reusable(row, kept.tokens, wanted)
-        best = max(shared, key=lambda row: shared[row])
-        copied = {
-            row: self._reusable(row, tokens, wanted)
-            for row, (tokens, domain) in running.items()
-            if self.enabled and domain == salt and not needs_drafter
-        }
-        source = max(copied, key=lambda row: copied[row], default=-1)
-        lent = copied.get(source, 0)
-        row = best
-        if shared[best] < max(1, lent):
+        row, length = self._find_free(wanted, salt, drafter if needs_drafter else None)
+        source, copied = -1, 0
+        if self.enabled and not needs_drafter:
+            source, copied = self._find_running(wanted, running, salt)
+        if length < max(1, copied):
             row = min(self._free, key=lambda row: (*self._row_span((*running, row)), self._free[row].used, row))
-        length = shared[best] if row == best and shared[best] >= lent else 0
+            length = 0
         kept = self._free.pop(row)
-        self._target.restore(row, length)  # its slots still hold them: see `_FreeRow.writes`
+        self._target.restore(row, length)  # Its slots still hold the tokens, see `_FreeRow.writes`
         self._target.clear(row)
-        if lent > length:
-            self._target.copy_row(source, row, lent)
-            return Allocation(row=row, shared=lent, drafter=kept.drafter)
+        if copied > length:
+            self._target.copy_row(source, row, copied)
+            return Allocation(row=row, shared=copied, drafter=kept.drafter)
         known = length + 1 if length and kept.drafter == drafter else 0
         return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
 
+    def _find_free(self, wanted: Sequence[int], salt: str | None, drafter: str | None) -> tuple[int, int]:
+        """Return the free row with the longest reusable prefix, and that prefix's length; only of rows with a state of
+        `drafter`, if it is not None.
+        """
+        shared = dict[int, int]()
+        for row, kept in self._free.items():
+            lost = kept.writes != self._target.writes[row] or (drafter is not None and kept.drafter != drafter)
+            shared[row] = 0 if lost or kept.salt != salt else self._reusable(row, kept.tokens, wanted)
+        best = max(shared, key=lambda row: shared[row])
+        return best, shared[best]
+
+    def _find_running(
+        self, wanted: Sequence[int], running: Mapping[int, CachedText], salt: str | None
+    ) -> tuple[int, int]:
+        """Return the busy row with the longest reusable prefix, and that prefix's length; (-1, 0) if there is none."""
+        shared = {
+            row: self._reusable(row, tokens, wanted) for row, (tokens, domain) in running.items() if domain == salt
+        }
+        source = max(shared, key=lambda row: shared[row], default=-1)
+        return source, shared.get(source, 0)
+
     def _reusable(self, row: int, held: Sequence[int], wanted: Sequence[int]) -> int:
-        """Return how many tokens a sequence can take over from a row that holds, or held, these."""
+        """Return how many of the wanted tokens a sequence can reuse from a row that holds, or held, the tokens
+        `held`.
+        """
         return self._target.reusable(row, _common(held, wanted))
 
     def _row_span(self, rows: Sequence[int]) -> tuple[int, int]:
-        """Return how far apart busy rows lie; and, where passes are recorded, how many rows these
-        run, which is all up to the last, in powers of two: up to `_FEW` cost no more than one.
+        """Return the distance between the first and the last busy row, and, where passes are recorded, the number of
+        rows that these run: all up to the last busy one, rounded up to a power of two and at least `_FEW`.
         """
         return max(rows) - min(rows), max(_FEW, bucket(max(rows) + 1)) if self._target.records else 0
 
 
 def _common(held: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the length of the common beginning in whole blocks, in tokens. Its last token is not
-    included: its state is needed anew.
+    """Return the length of the common prefix, in tokens, rounded down to whole blocks. The last common token is
+    excluded, because it has to be run again.
     """
     pairs = enumerate(zip(held, wanted, strict=False))
     length = next((index for index, (left, right) in pairs if left != right), min(len(held), len(wanted)))

@@ -1,5 +1,5 @@
-"""The drafters of an engine: built when first asked for, fed in groups, watched for acceptance at
-chance level.
+"""The drafters of an engine: built on the first request that names them, run in groups of rows, and monitored for
+acceptance at chance level.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from forerun.types import Boundary, SamplingParams, SpeculationStats
 
 log = logging.getLogger(__name__)
 
-_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Samples if any request does
+_SAMPLED = Sampler(SamplingParams(temperature=1.0), ())  # Stands for a sampled request
 _CHANCE_STEPS = 200
 _CHANCE_RATE = 0.02
 
@@ -39,18 +39,18 @@ class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
     def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: PassCost | None = None) -> None:
-        """Create an empty pool. `nodes` is the most drafted nodes of a row in one step; `costs` are
-        for policies, None takes those kept of the target.
+        """Create an empty pool. `nodes` is the most drafted nodes of a row in one step; `costs` are the policies'
+        costs, None takes the target's from disk.
         """
         self._setup, self._nodes, self._costs = setup, nodes, costs
         self._active: dict[str, _Active] = {}
-        self._numbers = itertools.count(1)  # Of drafters that were replaced
-        self.replaced = set[str]()  # Keys of those that some answers still finish with
+        self._numbers = itertools.count(1)  # Numbers replaced drafters
+        self.replaced = set[str]()  # Keys of replaced drafters that running requests still use
         self._planned: list[Policy] = []
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
-        """Return the key of a drafter with this configuration, built if there is none yet; None for
-        None. Raises ArgumentError for an unknown rule, drafter or option.
+        """Return the key of the drafter with this configuration, which is built if there is none yet; None for None.
+        Raises ArgumentError for an unknown rule, drafter or option.
         """
         if config is None:
             return None
@@ -71,25 +71,25 @@ class DrafterPool:
         return key
 
     def swap(self, key: str, model: str) -> str:
-        """Build the drafter of a key anew with the model of another directory; from then on the key means that one.
-        Return the key of the former, which works on until it is discarded. ForerunError: whatever keeps the new one
-        from being built, and nothing has changed."""
+        """Replace the drafter of a key by one with the model of another directory, and return a new key for the old
+        drafter, which works until it is discarded. Raises the ForerunError that keeps the new one from being built;
+        nothing changes then."""
         former, kept = self._active[key], f"{key}, replaced {next(self._numbers)}"
         made = self._built(former.config.with_model(model))
-        # Requests name the drafter as it was configured, by whichever model it drafts.
+        # Requests name the drafter by its configuration, whichever model it was replaced with.
         self._active |= {kept: former, key: replace(made, config=former.config)}
         self.replaced.add(kept)
         return kept
 
     def discard(self, key: str) -> None:
-        """Let go of a drafter that was replaced, and of its memory."""
+        """Free a replaced drafter."""
         self.replaced.remove(key)
         self._planned = []
         del self._active[key]
 
     def _wider(self, config: SpeculativeConfig) -> str | None:
-        """Return the key of a drafter that differs in drafting more; the request's own limit makes
-        it draft less.
+        """Return the key of a drafter with this configuration but a larger draft length, if there is one: a request's
+        own limit shortens its drafts.
         """
         if config.num_speculative_tokens is None:
             return None
@@ -122,15 +122,14 @@ class DrafterPool:
         return _Active(config=config, drafters=[(config.method, drafter)], policy=None, depth=depth)
 
     def grow(self, rows: int, slots: int) -> None:
-        """Let all drafters make room for so many cache rows of so many slots; none of them knows a row at present."""
+        """Let all drafters make room for `rows` cache rows of `slots` slots, while they know no row."""
         self._setup = replace(self._setup, rows=rows, slots=slots)
         for active in self._active.values():
             for _, drafter in active.drafters:
                 drafter.grow(rows, slots)
 
     def reread(self) -> None:
-        """Let all drafters make anew what they have made of the target's weights; none of them knows a row at
-        present."""
+        """Let all drafters rebuild what they derive from the target's weights, while they know no row."""
         for active in self._active.values():
             for _, drafter in active.drafters:
                 drafter.reread()
@@ -143,8 +142,12 @@ class DrafterPool:
     def groups(
         self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None], *, awaited: bool = False
     ) -> list[Group]:
-        """Return the groups of a step of `rows`, one per drafter, by the `keys` and per-request
-        depth limits (None: the drafter's); `awaited` says that others wait for their first token.
+        """Return the groups of a step of `rows`, one per drafter.
+
+        Args:
+            keys: of each row's drafter.
+            depths: of each row, most tokens on a path; None: the drafter's own limit.
+            awaited: other requests wait for their first token.
         """
         groups = list[Group]()
         self._planned = []
@@ -161,25 +164,25 @@ class DrafterPool:
         return groups
 
     def admit(self, trees: list[TokenTree]) -> list[TokenTree]:
-        """Return what is scored of the drafts of the groups that were planned."""
+        """Return the drafted trees without the nodes that policies prune."""
         for policy in self._planned:
             trees = policy.admit(trees)
         return trees
 
     def learn(self, emitted: Sequence[Emitted]) -> None:
-        """Learn from what the planned step committed, by row."""
+        """Let policies learn from what the step committed, by row."""
         for policy in self._planned:
             policy.learn(emitted)
 
     def keep_costs(self) -> None:
-        """Keep the measured times of all policies' steps for the next process; see `keep_steps`."""
+        """Write the measured times of all policies' steps to disk for the next process; see `keep_steps`."""
         for active in self._active.values():
             if active.policy is not None and active.policy.measure:
                 keep_steps(self._setup.target, active.policy.costs.passes)
 
     def depth(self, key: str | None, asked: int | None) -> int:
-        """Return the most tokens on one path that the drafter of a key may draft for a request that
-        `asked` for so many.
+        """Return the most tokens on one path that the drafter of a key may draft for a request whose own limit is
+        `asked`.
         """
         if key is None:
             return 0
@@ -189,8 +192,8 @@ class DrafterPool:
         return min(asked, active.depth)
 
     def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
-        """Show drafters the texts (prompts and first tokens) of rows that are new to them, as far
-        as they are read.
+        """Let drafters read the texts (prompts and first tokens) of rows that are new to them, as far as these are
+        prefilled.
         """
         rows, fresh = [new.row for new in found], [new.length - new.known for new in found]
         texts = [new.row.tokens if new.length == len(new.row.tokens) else new.row.tokens[: new.length] for new in found]
@@ -203,47 +206,40 @@ class DrafterPool:
             drafter.extend(replace(context_for(rows, range(len(rows)), fresh, wanted), tokens=texts))
 
     def count_failures(self, rows: Iterable[Row]) -> None:
-        """Add to these rows how often drafters have failed them since the last call."""
+        """Add to each row's count the drafter failures since the last call."""
         for row in rows:
             row.drafter_errors += self._setup.failures.pop(row.cache_row, 0)
 
     def remembers(self, key: str | None) -> bool:
-        """Return whether what the drafters hold of a row is worth keeping when the answer has
-        ended.
-        """
+        """Return whether the drafters' state of a row is worth keeping when its request has ended."""
         if key is None or key in self.replaced:
             return False
         return any(drafter.remembers for _, drafter in self._active[key].drafters)
 
     def finish(self, key: str, row: Row) -> None:
-        """Let the drafters of a key read the rest of a text that ends, as far as they remember texts."""
+        """Let the drafters of a key that learn from texts read the rest of a finished text."""
         policy = self._active[key].policy
         if policy is not None:
             policy.finish(row)
 
     def forget(self, key: str, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Shrink rows that the drafters of a key worked for to these lengths, 0 for those that are
-        free.
-        """
+        """Truncate the rows of the drafters of a key to these lengths; 0 frees a row."""
         active = self._active[key]
         if active.policy is not None:
             active.policy.forget(rows, lengths)
         else:
             active.drafter.truncate(rows, lengths)
-        active.stats.drafter_errors += sum(self._setup.failures.pop(row, 0) for row in rows)  # of no running answer
+        active.stats.drafter_errors += sum(self._setup.failures.pop(row, 0) for row in rows)  # Of finished rows
 
     def wrap(self, key: str, around: Callable[[Drafter], Drafter]) -> None:
-        """Put something around the drafters of a configuration; what they propose and are shown
-        then passes through it.
-        """
+        """Wrap the drafters of a configuration: the wrapper sees what they propose and read."""
         for _, guarded in self._active[key].drafters:
             guarded.wrap(around)
 
     @contextmanager
     def free_of_charge(self) -> Iterator[None]:
-        """Replace the policies, while open, by ones to which drafts are free: these draft wherever
-        something may be accepted. For proofs, which need drafts where they do not pay, too. No
-        request may be running.
+        """Replace the policies, within the context, by ones for which drafting is free: they draft wherever a token may
+        be accepted. Checks of losslessness need drafts also where they do not pay. No request may be running.
         """
         before = [(active, active.policy) for active in self._active.values()]
         for active, policy in before:
@@ -255,7 +251,7 @@ class DrafterPool:
                 active.policy = policy
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
-        """Add a finished answer's counts; warn once if acceptance is at the level of chance."""
+        """Add a finished completion's counts; warn once if acceptance is at chance level."""
         active = self._active[key]
         active.stats.add(stats)
         steps = active.stats.num_spec_steps
@@ -265,7 +261,7 @@ class DrafterPool:
         if rate < _CHANCE_RATE:
             active.warned = True
             log.warning(
-                f"drafter {active.config.method!r} is at the level of chance: {100 * rate:.1f} % of its first drafted "
+                f"drafter {active.config.method!r} is at chance level: {100 * rate:.1f} % of its first drafted "
                 f"tokens were accepted in {steps} steps. Was it trained for this target and tokenizer? The output is "
                 "right, but nothing is gained."
             )
@@ -288,11 +284,11 @@ class _Active:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewSequence:
-    """A row whose text its drafter has not been shown."""
+    """A row whose text its drafter has not read yet."""
 
     row: Row
-    known: int  # First tokens that the drafter holds already
-    length: int  # Tokens of the text that have been read
+    known: int  # Number of first tokens that the drafter has read already
+    length: int  # Number of tokens that are prefilled
     states: Mapping[Boundary, Tensor]
     """Hidden states (M, H) of the tokens before each of those that are new; M is one less if no
     token is known.

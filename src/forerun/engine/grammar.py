@@ -1,10 +1,10 @@
 """Structured outputs: a JSON schema, a regular expression, a choice or a grammar as a logits processor (llguidance).
 
-The mask after a node is a function of the node's own path, so drafts, sampling and verification need nothing of their
-own for it: the distribution that a rule sees is the masked one, for every branch.
+The mask after a node depends on the node's path only, so drafting, sampling and verification need no special case: for
+every branch the rule sees the masked distribution.
 
-What a grammar costs is bounded: its size and depth are checked in linear time, a process of its own compiles it first
-(`grammar_trial`) with less stack than the engine has, and each answer has a budget of time for its masks.
+The cost of a grammar is bounded: its size and depth are checked in linear time, a separate process compiles it first
+(`grammar_trial`) with less stack than the engine has, and each request has a time budget for its masks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_CHOICE_CHARACTERS = 4096
 
 
 def check(kind: str, text: str) -> None:
-    """Raise ArgumentError for a grammar that is too large or too deep, before a process tries it."""
+    """Raise ArgumentError for a grammar that is too large or too deep, before it is compiled."""
     most = MAX_CHARACTERS[kind]
     if len(text) > most:
         raise ArgumentError(f"structured outputs: the {kind} has {len(text)} characters; at most {most} are compiled")
@@ -56,26 +56,23 @@ def check(kind: str, text: str) -> None:
 
 # --- the processor ----------------------------------------------------------------------------------------------------
 
-GRACE_S = 0.1  # Time that the masks of one request may take together, seconds of the thread, and
+GRACE_S = 0.1  # Thread time that all masks of one request may take, seconds, plus
 MASK_S = 0.005
-"""Further time for each mask. A grammar that needs more would keep all others waiting. With 128,000
-tokens ordinary schemas take 0.1 ms for a mask and up to 15 ms for the first; a programming language
-takes 2 ms.
+"""this time for each mask. A slower grammar would delay all other requests. With a vocabulary of 128,000 tokens, common
+schemas take 0.1 ms for a mask and up to 15 ms for the first one; the grammar of a programming language takes 2 ms.
 """
-MAX_KNOWN = 64  # Compiled grammars that are kept for requests to come
+MAX_KNOWN = 64  # Compiled grammars that are cached
 
 
 class MaskBudget:
-    """A time budget for the masks of one request, all of its answers together."""
+    """A time budget for the masks of one request, all its completions together."""
 
     def __init__(self) -> None:
         self._spent_s, self._asked = 0.0, 0
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Time the block, which asks a parser for something. Raises ArgumentError if no time is
-        left.
-        """
+        """Count the block's time, which runs a parser. Raises ArgumentError if the budget is used up."""
         self._check()
         began = time.thread_time()
         yield
@@ -91,15 +88,15 @@ class MaskBudget:
 
 
 class GrammarProcessor:
-    """A logits processor that leaves only the tokens that the grammar allows after an output, and
-    the end tokens where it may end.
+    """A logits processor that masks the tokens that the grammar forbids after an output. End tokens are allowed where
+    the output may end.
 
-    One parser follows whatever output was asked about last: it takes back what differs and reads what is new. Behind
-    an end token, or any other that the grammar forbids, nothing can be kept: there only the end tokens are left.
+    One parser follows the output of the latest call: it rolls back the tokens that differ and consumes the new ones.
+    After an end token, or after a token that the grammar forbids, only end tokens are allowed.
 
     Args:
-        beginning: a matcher at the beginning of the grammar; copied when the first mask is asked for.
-        prompt_length: tokens of each call that are not the output.
+        beginning: a matcher at the beginning of the grammar; copied for the first mask.
+        prompt_length: number of first tokens of each call that belong to the prompt.
     """
 
     def __init__(self, beginning: Any, prompt_length: int, end_ids: Sequence[int], budget: MaskBudget) -> None:
@@ -108,9 +105,8 @@ class GrammarProcessor:
         self._budget = budget
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """Return (V,) logits with what is forbidden after `tokens` at minus infinity. Raises
-        ArgumentError if the grammar failed at its limits, or took more time than an answer has for
-        it.
+        """Return (V,) logits in which the tokens that are forbidden after `tokens` are minus infinity. Raises
+        ArgumentError if the grammar exceeds its limits or the request's time budget.
         """
         allowed = torch.zeros(len(logits), dtype=torch.bool)
         with self._asking():
@@ -122,9 +118,7 @@ class GrammarProcessor:
         return logits.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def valid(self, output: Sequence[int], draft: Sequence[int]) -> int:
-        """Return how many of the drafted tokens the grammar allows behind an output; raises as a
-        call does.
-        """
+        """Return how many of the drafted tokens the grammar allows after an output; raises as a call does."""
         with self._asking():
             return int(self._matcher.validate_tokens(list(draft))) if self._follow(output) else 0
 
@@ -134,23 +128,22 @@ class GrammarProcessor:
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
-        """Run the block, which asks the parser: an error of the parser, or too much time, ends the
-        request.
+        """Run the block, which runs the parser; raise ArgumentError for a parser error or if the time budget is
+        used up.
         """
         with self._budget.spent():
             yield
         if self._matcher.is_error():
-            raise ArgumentError(f"structured outputs: the grammar could not go on: {complaint(self._matcher)}")
+            raise ArgumentError(f"structured outputs: the grammar failed: {complaint(self._matcher)}")
 
     def _bits(self) -> Tensor:
-        """Return the parser's mask as bool, one for each token id and some more."""
+        """Return the parser's mask as bool, for every token id and some padding."""
         words = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         return ((words.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1).flatten().bool()
 
     def _follow(self, output: Sequence[int]) -> bool:
-        """Bring the parser to the end of `output`. Returns False if the grammar does not allow it
-        that far: a parser that was made to read a forbidden token never recovers, so it is asked
-        first.
+        """Move the parser to the end of `output`, or return False if the grammar forbids that output. Tokens are
+        checked before the parser consumes them, because it does not recover from a forbidden one.
         """
         pairs = enumerate(zip(self._read, output, strict=False))
         same = next((index for index, (mine, theirs) in pairs if mine != theirs), min(len(self._read), len(output)))
@@ -166,8 +159,12 @@ class GrammarProcessor:
 
 
 class GrammarCompiler:
-    """Makes processors for one model's tokenizer; `vocab_size` is the model's, which may be larger,
-    `end_ids` may end an answer. Raises ArgumentError if llguidance is not installed.
+    """Compiles grammars to logits processors for one model's tokenizer. Raises ArgumentError if llguidance is not
+    installed.
+
+    Args:
+        vocab_size: the model's, which may be larger than the tokenizer's.
+        end_ids: token ids that may end an output.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Sequence[int]) -> None:
@@ -175,51 +172,50 @@ class GrammarCompiler:
             raise ArgumentError("structured outputs need llguidance: pip install 'forerun[serve]'")
         self.tokenizer, self._vocab_size, self._end_ids = tokenizer, vocab_size, sorted(end_ids)
         self._known: OrderedDict[tuple[str, str], Any] = OrderedDict()
-        """Compiled grammars, the one used last at the end."""
+        """Compiled grammars, the most recently used one last."""
         self._compiling = threading.Lock()
 
     def processor(
         self, outputs: StructuredOutputs, prompt_length: int, budget: MaskBudget | None = None
     ) -> GrammarProcessor:
-        """Return a processor for one answer; those of one request share a budget. Raises
-        ArgumentError, saying why, if the schema, expression or grammar is too large, or llguidance
-        does not accept it.
+        """Return a processor for one completion; those of one request share a budget. Raises ArgumentError with the
+        reason if the schema, expression or grammar is too large, or llguidance refuses it.
         """
         key = source(outputs)
-        if (beginning := self._known.get(key)) is None:  # who is known does not wait for who is not
+        if (
+            beginning := self._known.get(key)
+        ) is None:  # A compiled grammar does not wait for the compilation of others
             with self._compiling:
                 beginning = self._known.get(key) or self._compile(*key)
                 self._known[key] = beginning
                 if len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
-        with suppress(KeyError):  # dropped meanwhile
+        with suppress(KeyError):  # It was dropped meanwhile
             self._known.move_to_end(key)
         return GrammarProcessor(beginning, prompt_length, self._end_ids, budget or MaskBudget())
 
     def knows(self, outputs: StructuredOutputs) -> bool:
-        """Return whether a grammar has been compiled already, so that a processor costs next to
-        nothing.
-        """
+        """Return whether a grammar is compiled already, so that a processor is cheap."""
         return source(outputs) in self._known
 
     def mark(self, text: str) -> str:
-        """Return how a grammar in Lark's notation names `text`: as a string, or by its token's id
-        if the tokenizer has one token for it that llguidance never matches as text.
+        """Return `text` in Lark's notation: as a string, or as a token id, if the tokenizer has a token for it that
+        llguidance does not match as text.
         """
         token = self._marks.get(text)
         return json.dumps(text, ensure_ascii=False) if token is None else f"<[{token}]>"
 
     @cached_property
     def _marks(self) -> dict[str, int]:
-        """Added tokens that no string of a grammar matches: the special ones, and all others that
-        look like ``<...>``, as the marks of Qwen, GLM and DeepSeek R1 do, which are not special.
+        """Added tokens that no string of a grammar matches: special tokens, and all others of the form ``<...>``, such
+        as the marks of Qwen, GLM and DeepSeek R1, which are not special.
         """
         added = self.tokenizer.added_tokens_decoder.items()
         return {token.content: number for number, token in added if self._tokenizer.is_special_token(number)}
 
     @cached_property
     def _described(self) -> dict[str, Any]:
-        """Arguments of llguidance's tokenizer; transformers' may cut and pad, this one never does."""
+        """Arguments of llguidance's tokenizer, which, unlike that of transformers, never truncates or pads."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ArgumentError("structured outputs need a tokenizer of the tokenizers library, one that is_fast")
         own = copy(self.tokenizer.backend_tokenizer)
@@ -245,7 +241,7 @@ class GrammarCompiler:
 
 
 def source(outputs: StructuredOutputs) -> tuple[str, str]:
-    """Return kind (``json``, ``regex`` or ``grammar``) and text, as llguidance reads them."""
+    """Return the grammar's kind (``json``, ``regex`` or ``grammar``) and its text for llguidance."""
     if outputs.json is not None:
         try:
             return "json", outputs.json if isinstance(outputs.json, str) else json.dumps(outputs.json)
@@ -267,8 +263,8 @@ def source(outputs: StructuredOutputs) -> tuple[str, str]:
 
 
 def drop_forbidden(trees: list[TokenTree], rows: Sequence[Row]) -> list[TokenTree]:
-    """Return the trees of a step of `rows` without the deterministic nodes that their grammars
-    forbid, and everything below those.
+    """Return the trees of a step of `rows` without the deterministic nodes that a row's grammar forbids, and without
+    everything below these.
     """
     keep = dict[int, list[int]]()
     for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
@@ -293,14 +289,13 @@ def _allowed(grammar: GrammarProcessor, output: list[int], tree: TokenTree) -> l
 
 # --- the process that tries grammars ----------------------------------------------------------------------------------
 
-DEADLINE_S = 20.0  # Until one grammar has been compiled, which has `TRIAL_S` of the processor's time for it
-START_S = 60.0  # Time for the process to start: a tokenizer of 256,000 tokens takes seconds on a machine that is busy
+DEADLINE_S = 20.0  # Wall time for compiling one grammar, which may take `TRIAL_S` of processor time
+START_S = 60.0  # Wall time for the process to start: a tokenizer of 256,000 tokens takes seconds on a busy machine
 
 
 class GrammarTrials:
-    """Tries one grammar at a time, in a process (`grammar_trial`) that is started when first
-    needed, and again when a grammar has ended it. `tokenizer` holds the arguments of llguidance's
-    tokenizer.
+    """Compiles one grammar at a time in a child process (`grammar_trial`), which is started on demand, and again after
+    a grammar has crashed it. `tokenizer` holds the arguments of llguidance's tokenizer.
     """
 
     def __init__(self, tokenizer: Mapping[str, Any]) -> None:
@@ -309,17 +304,17 @@ class GrammarTrials:
         self._over: Callable[[], object] = lambda: None
 
     def refusal(self, kind: str, text: str) -> str:
-        """Return why a grammar is refused; empty if it is not."""
-        answer = _ask(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
-        if answer is not None:
-            return answer
+        """Return the reason for which a grammar is refused; empty if it is accepted."""
+        reply = _ask(self._started(), {"kind": kind, "text": text}, DEADLINE_S)
+        if reply is not None:
+            return reply
         taken = f"more than {TRIAL_S:g} s or more memory than there is"
         return f"is too complex: compiling it took {taken}, or its references go too deep"
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
             self._over()
-            # -P: the modules beside the script are not its own.
+            # -P: the script must not import the modules beside it.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(Path(grammar_trial.__file__))],
                 stdin=subprocess.PIPE,
@@ -330,32 +325,30 @@ class GrammarTrials:
             )
             self._over = weakref.finalize(self, _end, self._process)
             if _ask(self._process, self._tokenizer, START_S) is None:
-                raise RuntimeError("the process that tries grammars does not start")
+                raise RuntimeError("the process that compiles grammars first does not start")
         return self._process
 
 
 def _ask(process: subprocess.Popen[str], question: Mapping[str, Any], seconds: float) -> str | None:
-    """Return the process's answer; None, and the process is ended, if there is none in so many
-    seconds.
-    """
+    """Return the process's reply. If it does not come in time, end the process and return None."""
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
     timer = threading.Timer(seconds, process.kill)
     timer.start()
     try:
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.flush()
-        answer = process.stdout.readline()
+        reply = process.stdout.readline()
     except OSError:
-        answer = ""
+        reply = ""
     finally:
         timer.cancel()
-    if answer.endswith("\n"):
-        return str(json.loads(answer))
+    if reply.endswith("\n"):
+        return str(json.loads(reply))
     _end(process)
     return None
 
 
 def _end(process: subprocess.Popen[str]) -> None:
     process.kill()
-    with suppress(OSError), process:  # closes its pipes, in which something may be left, and waits for it
+    with suppress(OSError), process:  # Closes its pipes, which may hold unread data, and waits for it
         pass

@@ -1,8 +1,8 @@
-"""A child process that compiles grammars before the engine does: one that crashes the compiler ends
-only this process.
+"""A child process that compiles grammars before the engine does, so that a grammar that crashes the compiler ends only
+this process.
 
-Run as a script: it imports llguidance and nothing of forerun, which would take seconds. The first line of its input
-is the tokenizer, every other one a grammar; each is answered by a line: why it is refused, or nothing.
+It runs as a script and imports llguidance but nothing of forerun, which would take seconds. The first line of its input
+is the tokenizer, every further line a grammar. It replies to each with one line: the reason for a refusal, or nothing.
 """
 
 from __future__ import annotations
@@ -15,28 +15,26 @@ from functools import partial
 from typing import Any
 
 STACK_BYTES = 1 << 20
-"""Stack of the thread that compiles here. Threads of the engine have at least twice as much: what
-fits here fits there.
+"""Stack of the thread that compiles, bytes. The engine's threads have at least twice as much, so what compiles here
+compiles there.
 """
-MEMORY_BYTES = 2 << 30  # Address space of this process
+MEMORY_BYTES = 2 << 30  # Limit of this process's address space
 TRIAL_S = 2.0
-"""Processor time for compiling one grammar; beyond it this process ends. Ordinary schemas take
-milliseconds. By the clock they take ten times as long where others work.
+"""Most processor time for compiling one grammar, after which this process ends. Common schemas take milliseconds. Wall
+time is no measure: on a busy machine it is ten times as long.
 """
 MAX_ITEMS = 15_000
-"""Most items of the parser in one step; llguidance's own limit is 50,000. With 128,000 tokens a
-schema of 25 alternatives, objects that begin alike, needs 10,000, other ordinary ones less than
-2,000. An ambiguous grammar takes 40 ms to get to this limit, and 470 ms to get to 50,000.
+"""Most items of the parser in one step; llguidance's own limit is 50,000. With a vocabulary of 128,000 tokens, a schema
+of 25 alternative objects that begin alike needs 10,000, other common ones less than 2,000. An ambiguous grammar reaches
+this limit after 40 ms, and 50,000 after 470 ms.
 """
 _BLANKS = r"( |\n{1,2}[ \t]{0,20})?"
-"""Whitespace between the parts of a JSON text: as models write it, on one line or indented, but no
-answer full of blanks.
-"""
+"""Whitespace allowed between the parts of a JSON text: on one line or indented, as models write it, but bounded."""
 
 
 def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
-    """Return a matcher at the beginning of a grammar (`kind` ``json``, ``regex`` or ``grammar``),
-    or in an error state. Raises ValueError if the text is none of its kind.
+    """Return a matcher at the beginning of a grammar (`kind`: ``json``, ``regex`` or ``grammar``); it is in an error
+    state if the grammar is wrong. Raises ValueError if the text cannot be parsed as that kind.
     """
     from llguidance import LLMatcher, LLParserLimits
 
@@ -50,7 +48,7 @@ def compile_grammar(tokenizer: Any, kind: str, text: str) -> Any:
 
 
 def complaint(matcher: Any) -> str:
-    """Return why a matcher cannot go on, in one line; empty if it can."""
+    """Return a matcher's error in one line; empty if there is none."""
     if not matcher.is_error():
         stuck = matcher.is_stopped() and not matcher.is_accepting()
         return "no text that it begins can be ended" if stuck else ""
@@ -59,7 +57,7 @@ def complaint(matcher: Any) -> str:
 
 
 def try_grammar(tokenizer: Any, kind: str, text: str) -> str:
-    """Return why a grammar is refused; empty if it is not."""
+    """Return the reason for which a grammar is refused; empty if it is accepted."""
     try:
         matcher = compile_grammar(tokenizer, kind, text)
     except ValueError as error:
@@ -84,8 +82,8 @@ def _answer_all() -> None:
 
 
 def _limit(seconds: float) -> None:
-    """End this process after so much processor time; 0: never. On systems other than Unix only the
-    deadline does.
+    """Let the operating system end this process after `seconds` of processor time; 0: no limit. Outside Unix only the
+    engine's deadline applies.
     """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -103,7 +101,7 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
-        pass  # the deadline is left
+        pass  # The deadline applies
     threading.stack_size(STACK_BYTES)
     thread = threading.Thread(target=_answer_all)
     thread.start()

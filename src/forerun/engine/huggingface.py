@@ -1,11 +1,11 @@
 """A forerun decoding loop inside transformers: ``model.generate(...,
 custom_generate=forerun.hf("ngram"))``.
 
-transformers prepares inputs, processors and stopping criteria as always; the decoding loop is ours. Its processors are
-applied at every node of the tree, so whatever it knows (temperature, n-gram bans, forced tokens) holds here too.
+transformers prepares inputs, processors and stopping criteria as always; the decoding loop is forerun's. The processors
+are applied at every node of the tree, so all of transformers' options (temperature, n-gram bans, forced tokens) work.
 
-A loop is made for training: the model's weights are read where they stand, one engine serves a model for its life, and
-the model is left in training mode if it was.
+The loop also serves training: the model's weights are used in place, a model keeps its engine between calls, and its
+training mode is restored.
 """
 
 from __future__ import annotations
@@ -35,26 +35,24 @@ from forerun.types import LogitsProcessor, OutputToken, SamplingParams, Speculat
 
 _SLOT_STEP = 512
 _REPACKS_FROM = 16
-"""New tokens of a row from which it pays to repack the weights for one call. On SmolLM2-135M (one core of an AMD EPYC)
-that takes as long as 5 passes over 1 to 64 rows gain by it.
+"""New tokens of a row from which on it pays to repack the weights for one call. On SmolLM2-135M (one core of an AMD
+EPYC) repacking takes as long as it saves in 5 passes over 1 to 64 rows.
 """
 _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
-"""Tensors that `generate` hands on besides the token ids; any other one would be part of the
-prompt.
-"""
+"""Tensors that `generate` passes besides the token ids; any other tensor would be part of the prompt and is refused."""
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
-"""Stopping criteria that the engine itself obeys; all others are asked after every token."""
+"""Stopping criteria that the engine itself implements; all others are called after every token."""
 _WARPERS = (("TopPLogitsWarper", "top_p"), ("TopKLogitsWarper", "top_k"), ("TemperatureLogitsWarper", "temperature"))
-"""Processors that the engine itself applies where they come last, the last first, by its own parameters."""
+"""Processors that the engine applies as sampling parameters if they come last, listed from the last one backwards."""
 _BY_ROW = (
     "PrefixConstrainedLogitsProcessor",
     "RepetitionPenaltyLogitsProcessor",
     "EncoderRepetitionPenaltyLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
 )
-"""transformers' processors that treat each row of a batch otherwise."""
+"""transformers' processors that treat the rows of a batch differently."""
 _STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
-"""Processors that count their calls, of which a tree makes more than there are tokens."""
+"""Processors that count their calls; a tree makes more calls than there are tokens."""
 
 
 def hf(
@@ -69,17 +67,17 @@ def hf(
     """Return a decoding loop for transformers: ``model.generate(**inputs,
     custom_generate=forerun.hf("ngram"))``.
 
-    transformers 5 does not hand `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer
+    transformers 5 does not pass `generate`'s own ``streamer`` and ``tokenizer`` to a custom loop: give the streamer
     here, and stop strings as ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Args:
         drafter: a name from ``forerun drafters``; None decodes plainly.
         streamer: a transformers streamer that gets the tokens as they are accepted.
-        logprobs_mode: of which distribution the log-probabilities in `GenerateOutput` are, as in `SamplingParams`.
-        allow_biased: take a rule that is lossy (``rule="typical"``), and `logprobs` that are the target's and not those
-            of what was sampled from; without it such a rule is an ArgumentError.
-        repack: on a CPU, multiply by copies of the weights in a faster layout, made anew for each call of at least 16
-            new tokens and given up behind it; they take as much memory as the weights.
+        logprobs_mode: the distribution of the log-probabilities in `GenerateOutput`, as in `SamplingParams`.
+        allow_biased: accept a lossy rule (``rule="typical"``), under which `logprobs` are the target's, not those of
+            the distribution that was sampled from; without it such a rule is an ArgumentError.
+        repack: on a CPU, use copies of the weights in a faster layout, made for each call of at least 16 new tokens and
+            freed after it; they take as much memory as the weights.
         options: as in ``speculative_config``: ``num_speculative_tokens``, ``model``, ``rule``, ...
     """
     if drafter is None and options:
@@ -90,12 +88,12 @@ def hf(
 
 @dataclass
 class GenerateOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]
-    """The output of `generate` with ``return_dict_in_generate=True``. `scores` and `logits` are transformers', behind
-    an answer's end they are 0.
+    """The output of `generate` with ``return_dict_in_generate=True``. `scores` and `logits` are those of transformers,
+    and 0 after a row's end.
     """
 
     logprobs: Tensor | None = None
-    """(B, new) float32 log-probabilities of the new tokens as verification computed them; 0 behind an answer's end."""
+    """(B, new) float32 log-probabilities of the new tokens as verification computed them; 0 after a row's end."""
 
 
 class HuggingFaceGenerate:
@@ -119,27 +117,27 @@ class HuggingFaceGenerate:
         rule = None if parsed is None else parsed.rule
         if rule is not None and not (allow_biased or rule_named(rule).lossless):
             raise ArgumentError(
-                f"rule {rule!r} is lossy: answers are not sampled from the policy, and a gradient from them is biased; "
+                f"rule {rule!r} is lossy: tokens are not sampled from the policy, and a gradient from them is biased; "
                 "leave the rule out, or accept that with allow_biased=True"
             )
         self._engines: WeakKeyDictionary[Any, _Served] = WeakKeyDictionary()
         self.speculation = SpeculationStats()
-        """Counts of the last call, all rows together; answers that a stopping criterion of one's own ended are not in
-        them.
-        """
+        """Counts of the last call, all rows together, without the rows that a custom stopping criterion ended."""
 
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
-        """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if transformers' output
-        object was asked for. Raises ArgumentError for beams, attentions and hidden states, which a speculative loop
-        does not compute, for weights that are spread over processes, or a prompt that is more than token ids and a
-        mask: embeddings, images, positions of one's own.
+        """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if ``return_dict_in_generate`` is set.
+        Raises ArgumentError for beams, attentions and hidden states, which a speculative loop does not compute, for
+        weights that are sharded over processes, and for prompts with more than token ids and a mask: embeddings,
+        images, custom positions.
         """
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
         _refuse_sharded(model)
         repacks = self._repack and generation_config.max_length - input_ids.shape[1] >= _REPACKS_FROM
-        repacks = repacks and not torch.is_autocast_enabled("cpu")  # Under it, states have another dtype than weights
+        repacks = repacks and not torch.is_autocast_enabled(
+            "cpu"
+        )  # Autocast gives states another dtype than the weights have
         with self._turn, turn_of(base_of(model)), evaluating(model):
             weights = _WeightWatch(model)
             with packing.packed_for_now(model, model.get_output_embeddings()) if repacks else nullcontext():
@@ -167,7 +165,8 @@ class HuggingFaceGenerate:
         served = self._engine(model, len(rows), generation_config.max_length)
         llm = served.llm
         params = self._params(generation_config, generation_config.max_length - input_ids.shape[1], warpers)
-        # Rows of one prompt are the answers to one request, which reads it once; not where each is treated by itself.
+        # Rows with the same prompt become one request with several completions, unless a processor treats rows
+        # differently.
         alike = not (scores or len(processors) or criteria)
         groups = dict[Any, list[_BatchRow]]()
         for row in rows:
@@ -177,11 +176,11 @@ class HuggingFaceGenerate:
             running[llm.submit(group[0].prompt, group[0].params(params, len(group), scores))] = group
 
         def stops(row: _BatchRow, token: OutputToken) -> bool:
-            """Append a token, and return whether a criterion ends the answer with it."""
+            """Append a token, and return whether a stopping criterion ends the row with it."""
             row.append(token)
             if streamer is not None:
                 streamer.put(torch.tensor([token.id]))
-            ids = torch.tensor([[*row.ids, *row.answer]], device=input_ids.device)
+            ids = torch.tensor([[*row.ids, *row.output]], device=input_ids.device)
             return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
 
         if streamer is not None:
@@ -213,8 +212,8 @@ class HuggingFaceGenerate:
         )
 
     def _engine(self, model: Any, rows: int, length: int) -> _Served:
-        """Return the model's engine, with room for so many rows of that length. It is made anew only where the modules
-        at the model's ends, its dtype or its device are others.
+        """Return the model's engine, with room for `rows` rows of this length. A new one is made only if the model's
+        embeddings, output head, dtype or device have changed.
         """
         context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
         longest = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
@@ -244,8 +243,8 @@ def _run(
     stops: Callable[[_BatchRow, OutputToken], bool],
     weights: _WeightWatch,
 ) -> SpeculationStats:
-    """Step the engine until every row of these requests has ended, and return what was counted. Raises ArgumentError if
-    a weight changes.
+    """Step the engine until every row of these requests has ended, and return the counts. Raises ArgumentError if a
+    weight changes meanwhile.
     """
     counts, rows = SpeculationStats(), sum(map(len, running.values()))
     while running:
@@ -265,8 +264,8 @@ def _run(
             row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
             row.seen.clear()
             if chunk.output is not None:
-                for answer in chunk.output.outputs:
-                    counts.add(answer.speculation)
+                for output in chunk.output.outputs:
+                    counts.add(output.speculation)
             if all(other.ended for other in group):
                 llm.abort(chunk.request_id)
                 del running[chunk.request_id]
@@ -274,7 +273,7 @@ def _run(
 
 
 class _WeightWatch:
-    """The weights of a model as they are now, for seeing that one was written to in place or exchanged."""
+    """A snapshot of a model's weight versions, which shows whether a weight was written to in place or replaced."""
 
     def __init__(self, model: Any) -> None:
         self._weights = [(name, one) for name, one in model.named_parameters() if not one.is_inference()]
@@ -284,7 +283,7 @@ class _WeightWatch:
         return [(weight._version, weight.data_ptr()) for _, weight in self._weights]
 
     def changed(self) -> str | None:
-        """Return the name of a weight that has changed since, or None."""
+        """Return the name of a weight that has changed since the snapshot, or None."""
         now = self._states()
         if now == self._before:
             return None
@@ -299,7 +298,7 @@ class _Served:
     llm: LLM
     ends: tuple[Any, ...]  # Embeddings and output head, the modules that it refers to, and the model's dtype and device
     folds: bool  # Whether attention may read the keys of grouped heads without copies of them
-    kernels: list[str] | None = None  # Names of modules that kernels of ours stand for; None: not compared yet
+    kernels: list[str] | None = None  # Names of modules that forerun's kernels replace; None: not compared yet
 
 
 def _tokens_for(model: Any) -> Tensor:
@@ -308,7 +307,7 @@ def _tokens_for(model: Any) -> Tensor:
 
 @contextmanager
 def _folding(model: Any, folds: bool) -> Iterator[None]:
-    """Let attention read the keys of grouped heads without copies while open, if it `folds`."""
+    """Let attention read the keys of grouped heads without copies within the context, if it `folds`."""
     if not folds:
         yield
         return
@@ -321,8 +320,8 @@ def _folding(model: Any, folds: bool) -> Iterator[None]:
 
 @contextmanager
 def _in_kernels(model: Any, served: _Served) -> Iterator[None]:
-    """Run norms, MLPs and layers of packed weights in kernels of ours while open. The first time, these are compared
-    with the modules that they stand for.
+    """Run norms, MLPs and layers of packed weights in forerun's kernels within the context. The first time, the kernels
+    are compared with the modules that they replace.
     """
     if not packing.packed_bytes(model):
         yield
@@ -336,7 +335,7 @@ def _in_kernels(model: Any, served: _Served) -> Iterator[None]:
 
 
 def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return the processors without the last ones that the engine applies itself, and these as its parameters."""
+    """Split off the last processors that the engine applies itself, and return the others, and these as parameters."""
     left, taken = list(processors), dict[str, Any]()
     for kind, name in _WARPERS:
         if left and type(left[-1]).__name__ == kind and getattr(left[-1], "min_tokens_to_keep", 1) == 1:
@@ -367,7 +366,7 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
 
 
 def _refuse_sharded(model: Any) -> None:
-    """Raise ArgumentError if processes hold parts of the weights: they would have to run the same number of passes."""
+    """Raise ArgumentError if the weights are sharded over processes, which would all have to run as many passes."""
     for name, weight in model.named_parameters():
         if hasattr(weight, "ds_id") and weight.numel() == 0:
             raise ArgumentError(
@@ -379,42 +378,42 @@ def _refuse_sharded(model: Any) -> None:
         for module in model.modules()
     ):
         raise ArgumentError(
-            "FSDP gathers weights pass by pass, in all processes at once, and speculation takes another number of "
-            "passes in each: generate with a whole copy of the model, or leave custom_generate out"
+            "FSDP gathers weights in every pass, in all processes at once, and with speculation the numbers of passes "
+            "differ: generate with a whole copy of the model, or leave custom_generate out"
         )
 
 
 @dataclass(kw_only=True, eq=False)
 class _BatchRow:
-    """One row of the batch, and its answer as it grows."""
+    """One row of the batch, with its output so far."""
 
     index: int
-    ids: list[int]  # As given, padding included
-    prompt: list[int]  # Padding left out
+    ids: list[int]  # As given, with padding
+    prompt: list[int]  # Without padding
     batch: int  # Rows of the batch
     processors: Any  # transformers'
-    answer: list[int] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
     ended: bool = False
     logprobs: list[float] = field(default_factory=list)
     scored: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # Raw and processed logits (V,) of each token
     seen: dict[tuple[int, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Raw and processed logits behind every output that this step has looked at, where they are wanted."""
+    """Raw and processed logits after every output that this step has scored, if they are wanted."""
 
     def params(self, params: SamplingParams, count: int, scores: bool) -> SamplingParams:
-        """Return the parameters of a request for `count` answers to this row's prompt, from those of all rows; with
-        `scores` they keep all logits for `append`.
+        """Return the parameters of a request for `count` completions of this row's prompt, from those of all rows; with
+        `scores` its processor keeps all logits for `append`.
         """
         own: tuple[LogitsProcessor, ...] = (self._process,) if len(self.processors) else ()
         own = (self._keep,) if scores else own
         return replace(params, n=count, seed=int(torch.randint(2**62, (1,))), logits_processors=own)
 
     def append(self, token: OutputToken) -> None:
-        """Append a token to the answer, with its log-probability and logits where these are wanted."""
+        """Append a token to the output, with its log-probability and logits if these are wanted."""
         if token.logprob is not None:
             self.logprobs.append(token.logprob.logprob)
         if self.seen:
-            self.scored.append(self.seen[tuple(self.answer)])
-        self.answer.append(token.id)
+            self.scored.append(self.seen[tuple(self.output)])
+        self.output.append(token.id)
 
     def _process(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Apply transformers' processors."""
@@ -424,14 +423,14 @@ class _BatchRow:
             kind = type(processor)
             if kind.__module__.startswith("transformers.") and kind.__name__ not in _BY_ROW:
                 values = processor(ids, values)
-            else:  # It may hold a state per row and insist on the whole batch: give it this row that many times
+            else:  # A processor may have a state for each row and need the whole batch, so it gets copies of this row
                 every = processor(ids.expand(self.batch, -1), values.expand(self.batch, -1).clone())
                 values = every[self.index : self.index + 1]
         return values[0]
 
     def _keep(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
-        """Apply transformers' processors, and keep what they were given and returned. What a drafter made of an output
-        is replaced when the target has run.
+        """Apply transformers' processors, and keep their input and output. Entries from a drafter's calls are
+        overwritten by those of the target.
         """
         processed = self._process(tokens, logits) if len(self.processors) else logits
         self.seen[tuple(tokens[len(self.prompt) :])] = logits.clone(), processed.clone()
@@ -443,8 +442,8 @@ def _result(input_ids: Tensor, rows: Sequence[_BatchRow], config: Any) -> Any:
     if pad is None:
         ends = config.eos_token_id
         pad = ends[0] if isinstance(ends, list) else ends or 0
-    answers = [torch.tensor(row.answer, dtype=input_ids.dtype) for row in rows]
-    new = pad_sequence(answers, batch_first=True, padding_value=pad).to(input_ids.device)
+    outputs = [torch.tensor(row.output, dtype=input_ids.dtype) for row in rows]
+    new = pad_sequence(outputs, batch_first=True, padding_value=pad).to(input_ids.device)
     sequences = torch.cat([input_ids, new], dim=1)
     if not config.return_dict_in_generate:
         return sequences

@@ -1,4 +1,4 @@
-"""`LLM`: the public face of the engine, with the names that vLLM's users know."""
+"""`LLM`: the engine's public interface, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -49,44 +49,44 @@ log = logging.getLogger(__name__)
 
 Conversation = Sequence[Mapping[str, Any]]  # Messages: ``{"role": ..., "content": ...}``
 
-REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about what one costs
+REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about as much as one
 
-_HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots behind the longest text, for drafted tokens
-SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags of what sleeps and wakes up
+_HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots after the longest text, for drafted tokens
+SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags for `LLM.wake_up`
 
 
 class LLM:
-    """A language model that decodes speculatively. Threads may share it: their requests run together.
+    """A language model with speculative decoding. Threads may share it: their requests run in one batch.
 
-    Use as ``with LLM(...) as llm``, or call `close`, where its memory is needed before Python lets go of it.
+    Use it as ``with LLM(...) as llm`` or call `close` to free its memory at a known time.
 
     Args:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
         tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
         speculative_config: a method's name (``"auto"``), or vLLM's dict, e.g. ``{"method": "ngram",
-            "num_speculative_tokens": 8}``; None is plain.
+            "num_speculative_tokens": 8}``; None is plain decoding.
         dtype: ``"auto"`` (the checkpoint's; float32 on a CPU that only emulates that), ``"float32"``, ``"bfloat16"``,
             ``"float16"``.
-        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes what is there.
-        max_model_len: most tokens of prompt and completion together; None takes the model's context, at most 8192.
-        max_num_seqs: completions that run at once (rows of the cache).
-        max_num_batched_tokens: most prompt tokens of a pass. None: as many as keep others waiting for three decoding
-            steps at most, as measured while it runs, and 512 on an accelerator; `AsyncLLM` takes None.
-        enable_prefix_caching: a prompt that begins like what a row holds is read from there on only.
-        kv_cache_tokens: most tokens that all rows together hold, see `Scheduling`; also bounds `max_model_len`. None:
-            whatever the rows can hold. Completions that do not fit are preempted and go on later, with the same output.
-        seed: for requests that bring none: each gets one derived from it and from how many came before, so that a run
-            repeats and its completions differ. None draws one for each.
-        reproducible: give every pass the same number of nodes, so that in bfloat16 too plain and speculative decoding
-            compute the same bits for a chain (drafts are limited to 15 nodes); no prefix is reused then.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes an accelerator if there is one.
+        max_model_len: most tokens of prompt and output together; None takes the model's context, at most 8192.
+        max_num_seqs: most completions that run at once (rows of the cache).
+        max_num_batched_tokens: most prompt tokens of a pass. None: 512 on an accelerator; on a CPU as many, by measured
+            times, as let no other request wait longer than three decoding steps. The default of `AsyncLLM` is None.
+        enable_prefix_caching: reuse the cached prefix of an earlier request.
+        kv_cache_tokens: most tokens in all rows together, see `Scheduling`; it also bounds `max_model_len`. None: as
+            many as the rows can hold. Requests that do not fit are preempted and continue later, with the same output.
+        seed: for requests without a seed: each gets one derived from it and from the number of requests before, so that
+            a run repeats and its outputs differ. None: each gets a random one.
+        reproducible: run every pass with the same number of nodes, so that plain and speculative decoding of a chain
+            compute the same bits in bfloat16, too. Drafts are limited to 15 nodes, and no prefix is reused.
         check: verify the step's invariants while running (slow).
-        loading: how the model is opened, `LoadingArguments`: backend, device_map, tp_plan, adapter, revision,
+        loading: how the model is loaded, `LoadingArguments`: backend, device_map, tp_plan, adapter, revision,
             trust_remote_code, token, self_check, repack, compile. The older keywords ``speculative_model``,
-            ``num_speculative_tokens``, ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` are understood too.
+            ``num_speculative_tokens``, ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` work, too.
 
     Raises:
-        TypeError: an unknown keyword; the message names the nearest, or what takes the place of vLLM's.
-        ForerunError: whatever keeps the model or the drafter from being loaded.
+        TypeError: an unknown keyword; the message names the nearest one, or what takes the place of vLLM's.
+        ForerunError: the model or the drafter cannot be loaded.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class LLM:
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
-        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # When first needed: a second
+        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # Loaded on demand: it takes a second
         weights, cached = drafter_bytes(self.speculative)
         opening["backend"] = _back_end(opening.get("backend", "auto"), self.speculative)
         target = load_target(
@@ -143,7 +143,7 @@ class LLM:
             default_seed=seed,
             speculative=self.speculative,
         )
-        cost = cache(partial(known_or_nominal, target))  # Read when a drafter needs it
+        cost = cache(partial(known_or_nominal, target))  # Read on demand
         setup = DrafterSetup(
             target=target,
             tokenizer=self.tokenizer,
@@ -167,8 +167,8 @@ class LLM:
         self._asleep = set[str]()  # Of `SLEEPING_PARTS`
         self._keep_costs = weakref.finalize(self, pool.keep_costs)
         self._inbox: dict[str, deque[StreamChunk]] = {}
-        self._line, self._turn = Lock(), Lock()  # Who waits for the engine next; who has it
-        self._ending = deque[str]()  # Requests to end: whoever has the engine does so
+        self._line, self._turn = Lock(), Lock()  # Held by the next thread in line, and by the one that uses the engine
+        self._ending = deque[str]()  # Requests to abort: done by the thread that uses the engine
 
     def __enter__(self) -> LLM:
         return self
@@ -196,13 +196,13 @@ class LLM:
         return self.engine.target
 
     def close(self) -> None:
-        """Free the memory of the model, the drafters and their caches. A step that runs ends first, and requests that
-        have not ended, and all that come later, end with an EngineError. A second call does nothing.
+        """Free the memory of the model, the drafters and their caches. A running step ends first; unfinished and later
+        requests end with an EngineError. A second call does nothing.
         """
         with self._alone():
             if self._engine is None:
                 return
-            self._keep_costs()  # And so lets go of the drafters
+            self._keep_costs()  # Before the drafters are freed
             self._engine = None
             self._inbox.clear()
         gc.collect()  # Modules and hooks refer to each other
@@ -210,7 +210,7 @@ class LLM:
             torch.accelerator.empty_cache()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Return the tokenizer. ArgumentError: there is none (``tokenizer=False``)."""
+        """Return the tokenizer. Raises ArgumentError if there is none (``tokenizer=False``)."""
         if self.tokenizer is None:
             raise ArgumentError("there is no tokenizer: the LLM was made with tokenizer=False")
         return self.tokenizer
@@ -226,18 +226,19 @@ class LLM:
         cache_salt: str | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete all prompts; the outputs come in the prompts' order.
+        """Generate completions for all prompts, and return the outputs in the prompts' order.
 
         Args:
             prompts: one or many: text, token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids": ...}``.
             sampling_params: one for all or one for each; None takes the model's defaults.
-            speculative: for these requests: None as configured, False off, or a method's name or configuration.
+            speculative: the drafter of these requests: None is the engine's own, False is plain decoding; else a
+                method's name or a configuration.
             trace: keep a `StepTrace` of every step in the outputs.
-            timeout_s: time from queueing to the end, seconds; a completion that needs longer is cut off there, with
-                the finish reason ``"abort"``.
-            cache_salt: isolation domain: cached prefixes and what drafters have learned serve the requests of their own
-                domain only. None is a domain, too: all requests without a salt share it.
-            use_tqdm: show how many are completed while it runs, on stderr.
+            timeout_s: longest time from queueing to the end, seconds; a request that takes longer ends with the tokens
+                that it has and the finish reason ``"abort"``.
+            cache_salt: isolation domain: cached prefixes, and what drafters have learned, are used within a domain
+                only. All requests without a salt share one domain.
+            use_tqdm: show the number of finished requests on stderr.
         """
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         ids: list[str] = []
@@ -260,7 +261,9 @@ class LLM:
         timeout_s: float | None = None,
         cache_salt: str | None = None,
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt, a chunk per step; the last chunk has the whole output. Closing the iterator aborts."""
+        """Yield one prompt's completion, a chunk per step; the last chunk has the whole output. Closing the iterator
+        aborts the request.
+        """
         submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
         return self._chunks(submit(prompt, sampling_params or SamplingParams()))
 
@@ -270,21 +273,22 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **keywords: Any,
     ) -> list[RequestOutput]:
-        """Complete one or many conversations (``[{"role": ..., "content": ...}]``) through the model's chat template.
+        """Generate the next message of one or many conversations (``[{"role": ..., "content": ...}]``), with the
+        model's chat template.
 
         Args:
-            keywords: as of `generate`.
+            keywords: those of `generate`.
         """
         return self.generate(self.chat_prompts(messages), sampling_params, **keywords)
 
     def stream_chat(
         self, messages: Conversation, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
-        """Complete a conversation as `chat` does, a chunk per step."""
+        """Yield a conversation's next message as `chat` returns it, a chunk per step."""
         return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
 
     def chat_prompts(self, messages: Conversation | Sequence[Conversation]) -> list[dict[str, Any]]:
-        """Return one or many conversations as `chat_prompt` does."""
+        """Apply `chat_prompt` to one or many conversations."""
         several = isinstance(messages, Sequence) and all(isinstance(one, list | tuple) for one in messages)
         conversations: Sequence[Any] = messages if several else [messages]
         return [self.chat_prompt(one) for one in conversations]
@@ -292,15 +296,15 @@ class LLM:
     def chat_prompt(
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
     ) -> dict[str, Any]:
-        """Return the conversation as the model reads it: text and token ids, ending where the
-        completion begins.
+        """Apply the chat template, and return text and token ids, including the generation prompt.
 
-        Whatever messages and tools say is text: only the template writes control tokens, such as the marks of roles.
-        ArgumentError: no template, it refuses the conversation, or a control token in that cannot be read as text.
+        Messages and tools are read as plain text: only the template writes control tokens, such as the marks of roles.
+        Raises ArgumentError if there is no template, if it refuses the conversation, or if the text of a control token
+        in a message cannot be tokenized as text.
 
         Args:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
-            template: more variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
+            template: further variables, e.g. ``enable_thinking=False``; ``continue_final_message``, as in transformers.
         """
         if self.tokenizer is None or not self.has_chat_template:
             raise ArgumentError("the tokenizer has no chat template; use generate() with a prompt of your own")
@@ -310,26 +314,24 @@ class LLM:
 
     @property
     def has_chat_template(self) -> bool:
-        """True if `chat_prompt` can be called."""
+        """True if the tokenizer has a chat template."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's default sampling parameters, from its ``generation_config.json``:
-        what a request takes where it says nothing itself.
+        """Return the checkpoint's default sampling parameters, from its ``generation_config.json``. A request has these
+        where it sets no others.
         """
         return self.reader.resolve(SamplingParams())
 
     def read_prompt(self, prompt: Prompt, sampling_params: SamplingParams) -> dict[str, Any]:
-        """Read a prompt, and return it as `chat_prompt` does: its text, if it is read whole, and
-        the token ids that are read. Raises ArgumentError if it is empty or does not fit.
+        """Tokenize a prompt, and return its text (None if it was truncated) and token ids. Raises ArgumentError if it
+        is empty or does not fit.
         """
         text, ids = self.reader.tokens(prompt, sampling_params)
         return {"prompt": text, "prompt_token_ids": ids}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Raises ArgumentError if it is longer than anything that
-        the context holds.
-        """
+        """Return the token ids of a text. Raises ArgumentError if it is longer than the context."""
         with about("prompt"):
             return self.reader.encode("prompt", text, add_special_tokens=add_special_tokens)
 
@@ -351,9 +353,9 @@ class LLM:
 
         Args:
             cache_salt: isolation domain, see `generate`.
-            client: whose request it is; rows are shared evenly among clients. None: one that nobody else is.
-            user: of the client; its rows are shared evenly among its users, of whom None is one.
-            priority: of the client's requests the lowest goes first.
+            client: rows are shared evenly among clients. None: a client of its own.
+            user: a client's rows are shared evenly among its users, of whom None is one.
+            priority: of a client's requests the one with the lowest number goes first.
         """
         request = self.reader.request(
             next(self.reader.numbers),
@@ -368,22 +370,24 @@ class LLM:
             return self.queue(request)
 
     def queue(self, request: Request) -> str:
-        """Queue a request of `reader` and return its id; raises as `submit` does. For whoever steps the engine."""
+        """Queue a request of `reader` and return its id; raises as `submit` does. Only for the thread that steps
+        the engine.
+        """
         if self.is_sleeping:
             raise ArgumentError("the engine sleeps and takes no requests: call wake_up first")
         drafter = self.engine.drafting.ensure(request.speculative)
-        for completion in request.answers:
+        for completion in request.completions:
             completion.drafter = drafter
         self.engine.add(request)
         return request.id
 
     def grow(self, max_num_seqs: int, max_model_len: int) -> None:
-        """Make room for more completions at once and for longer ones, while nothing runs. Nothing is loaded or checked
-        again, and drafters keep what they have learned.
+        """Make room for more or longer requests, while none runs. Nothing is loaded or checked again, and drafters keep
+        what they have learned.
 
         Args:
-            max_num_seqs: as of `LLM`, at least as many as there are.
-            max_model_len: as of `LLM`; at most the model's context counts.
+            max_num_seqs: as for `LLM`; at least the present value.
+            max_model_len: as for `LLM`; at most the model's context.
 
         Raises:
             ArgumentError: requests are waiting or running, or llama.cpp runs the model.
@@ -391,21 +395,20 @@ class LLM:
         """
         with self._alone():
             if self.engine.busy:
-                raise ArgumentError("the engine grows between requests: wait for those that run, or abort them")
+                raise ArgumentError("the engine grows between requests only: wait for the running ones, or abort them")
             length = min(max_model_len, self.target.max_length)
             self.engine.grow(max_num_seqs, length + _HEADROOM)
             self.max_model_len = length
             self.reader = replace(self.reader, context=length)
 
     def load_drafter(self, model: str | Path) -> None:
-        """Have the requests to come drafted for by another head or draft model: the one in the directory `model`, of
-        the configured method, in the place of the one there is. Requests that have been submitted finish with that
-        one, whose memory is free once the last of them has ended. Completions keep the target's distribution, whichever
-        drafts for them.
+        """Replace the configured method's head or draft model by the one in the directory `model`, for new requests.
+        Submitted requests finish with the old one, whose memory is freed after the last of them. Outputs have the
+        target's distribution with either.
 
         Raises:
-            ForerunError: no drafter with one model is configured, there is no such directory, or what it holds does
-                not fit the target. The drafter that there is stays.
+            ForerunError: no drafter with a single model is configured, there is no such directory, or its model does
+                not fit the target. The old drafter stays.
         """
         if self._drafter is None:
             raise ArgumentError("no drafter is configured (speculative_config), so there is none to replace")
@@ -418,14 +421,13 @@ class LLM:
         log.info("drafter loaded from %s in %.2f s; it drafts for new requests", folder, time.perf_counter() - began)
 
     def update_weights_from_disk(self, model_path: str | Path) -> None:
-        """Complete the requests to come with the weights of another checkpoint of the same model, as a trainer saves it
-        in the directory `model_path`. They are packed as the former ones are, and read back; cached prefixes are
-        dropped, and what drafters have learned of texts stays. Heads and draft models keep their own weights, see
-        `load_drafter`.
+        """Replace the target's weights by those of another checkpoint of the same model, in the directory `model_path`,
+        as a trainer saves it. Cached prefixes are dropped; drafters keep what they have learned from texts. Heads and
+        draft models keep their own weights, see `load_drafter`.
 
         Raises:
             ForerunError: requests are waiting or running, there is no such directory, or it holds a model of another
-                shape, another tokenizer, or weights that are not finite. The weights that there are stay.
+                shape, another tokenizer, or weights that are not finite. The old weights stay.
         """
         opened = self.engine.open_weights(model_path, self.tokenizer)
         with self._alone():
@@ -437,32 +439,31 @@ class LLM:
             self.engine.write_weights(opened)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the cache, the target's and the drafters', and take no requests until `wake_up`. Weights
-        stay where they are.
+        """Free the KV caches of the target and the drafters, and take no requests until `wake_up`. Weights stay where
+        they are.
 
         Args:
-            level: 1, vLLM's levels being the names: 2 would drop the weights.
+            level: 1. vLLM's level 2, which drops the weights, is not supported.
 
         Raises:
             ArgumentError: there is no such level, requests are running, or llama.cpp runs the model.
         """
         if level != 1:
             raise ArgumentError(
-                f"sleep level {level}: there is level 1, which frees the cache and keeps the weights; "
-                "update_weights_from_disk writes others over them, awake or asleep"
+                f"sleep level {level}: only level 1 is supported, which frees the cache and keeps the weights; "
+                "update_weights_from_disk replaces them, awake or asleep"
             )
         with self._alone():
             if self.engine.busy:
-                raise ArgumentError("the engine sleeps between requests: wait for those that run, or abort them")
+                raise ArgumentError("the engine sleeps between requests only: wait for the running ones, or abort them")
             self.engine.grow(self.target.rows, self.target.slots)
         self._asleep = set(SLEEPING_PARTS)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take requests again; memory is allocated by the first of them.
+        """Take requests again; the first of them allocates the caches.
 
         Args:
-            tags: vLLM's: what wakes up, of ``"weights"`` and ``"kv_cache"``; requests are taken once both have. None:
-                both.
+            tags: vLLM's, of ``"weights"`` and ``"kv_cache"``; requests are taken once both are awake. None: both.
         """
         wanted = SLEEPING_PARTS if tags is None else tags
         for tag in wanted:
@@ -475,16 +476,14 @@ class LLM:
         return bool(self._asleep)
 
     def abort(self, request_id: str) -> None:
-        """End a request and free its rows; unknown ids are ignored. Waits for nothing: a step that
-        runs, in this thread or another, ends first, and then the request.
+        """Abort a request and free its rows; unknown ids are ignored. Does not block: if a step runs, the request is
+        aborted after it.
         """
         self._ending.append(request_id)
         self._end()
 
     def _end(self) -> None:
-        """End the requests that are to be aborted; every thread that has had the engine calls this
-        when it gives it back.
-        """
+        """Abort the requests for which `abort` was called; every thread calls this when it has used the engine."""
         while self._ending and self._turn.acquire(blocking=False):
             try:
                 while self._ending:
@@ -497,8 +496,8 @@ class LLM:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Run the block with the engine to itself. Threads take turns: who has just had it stands
-        in line behind who waits.
+        """Run the block with exclusive use of the engine. Threads take turns: one that has just used it goes to the end
+        of the line.
         """
         with self._line:
             self._turn.acquire()
@@ -509,8 +508,8 @@ class LLM:
             self._end()
 
     def _chunks(self, request_id: str) -> Iterator[StreamChunk]:
-        """Return the chunks of a queued request. A generator that has not begun does nothing when
-        it is closed; this one has begun.
+        """Return a generator of a queued request's chunks, already started: closing a generator that was not started
+        would not abort the request.
         """
         chunks = self._received(request_id)
         next(chunks)
@@ -533,7 +532,7 @@ class LLM:
             self.abort(request_id)
 
     def _step(self, inbox: deque[StreamChunk]) -> None:
-        """Step for the reader of `inbox`; does nothing if another thread's step has filled it."""
+        """Run a step, unless another thread's step has put chunks into `inbox`."""
         with self._alone():
             for chunk in () if inbox else self.engine.step():
                 self._inbox.setdefault(chunk.request_id, deque()).append(chunk)
@@ -546,8 +545,8 @@ class LLM:
 
 
 def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) -> SpeculativeConfig | None:
-    """Return the drafter's configuration, from ``speculative_config`` or from the older keywords, which are taken out
-    of `opening`. ArgumentError: both are given.
+    """Return the drafter's configuration, from ``speculative_config`` or from the older keywords, which are removed
+    from `opening`. Raises ArgumentError if both are given.
     """
     old = from_old_keywords(opening)
     if old is not None and given is not None:
@@ -556,5 +555,5 @@ def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) 
 
 
 def _back_end(requested: str, config: SpeculativeConfig | None) -> str:
-    """Return the back end that is requested, or that hands out what a drafter reads."""
+    """Return the requested back end, or the one that the drafter needs."""
     return "transformers" if requested == "auto" and reads_layers(config) else requested

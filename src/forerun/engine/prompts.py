@@ -1,7 +1,6 @@
-"""Turns what a user passes into a queued request: chat template, token ids, resolved sampling
-parameters, stop ids.
+"""Turns prompts and parameters into requests: chat template, token ids, resolved sampling parameters, stop ids.
 
-Also the threads in which that is done, so that neither the engine nor an event loop waits for it.
+It also has the threads that do this, so that neither the engine nor an event loop waits for it.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from forerun.control.config import SpeculativeConfig
-from forerun.core.rng import answer_seed, request_seed
+from forerun.core.rng import completion_seed, request_seed
 from forerun.core.rules import rule_named
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.decode.row import Row
 from forerun.devices import trim_heap
-from forerun.engine.completion import AnswerText, Completion, Detokenizer, Request
+from forerun.engine.completion import Completion, CompletionText, Detokenizer, Request
 from forerun.engine.grammar import GrammarCompiler, MaskBudget
 from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, nearest
 from forerun.params import NEUTRAL, token_ids
@@ -41,14 +40,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a
-``"prediction"`` of the answer, text or token ids, for the drafter of that name. Ids may be an array
-or tensor of one dimension.
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
+the output, text or token ids, for the drafter of that name. Ids may be an array or tensor of one dimension.
 """
 
 Speculative = SpeculativeConfig | Mapping[str, Any] | str | bool | None
-"""The drafter of a request: None as the engine is configured, False off, True as configured where that must not be
-nothing, or a configuration of its own: a method's name, or vLLM's dict.
+"""The drafter of a request: None is the engine's own configuration, False is plain decoding, True is the engine's own
+configuration and an error if it has none; or a configuration: a method's name, or vLLM's dict.
 """
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "prediction")
@@ -61,18 +59,16 @@ class PromptReader:
     tokenizer: PreTrainedTokenizerBase | None
     generation_config: Any  # transformers' `GenerationConfig` of the checkpoint, or None
     vocab_size: int
-    context: int  # Most tokens of prompt and answer together
+    context: int  # Most tokens of prompt and output together
     default_seed: int | None
-    """Seed of the engine: a request that brings none gets one derived from it and its number. None
-    draws one.
+    """Seed of the engine: a request without a seed gets one derived from it and from the request's number. None: a
+    random one.
     """
-    speculative: SpeculativeConfig | None = None  # Of a request that does not say
+    speculative: SpeculativeConfig | None = None  # Of requests that set none
     numbers: Iterator[int] = field(default_factory=itertools.count)  # Of the requests, in the order of their arrival
 
     def __post_init__(self) -> None:
-        """Try the generation configuration's defaults. Raises CheckpointError if no request could
-        be answered with them.
-        """
+        """Check the generation configuration's defaults. Raises CheckpointError if they are not valid."""
         try:
             self.resolve(SamplingParams())
             self.end_ids()
@@ -82,9 +78,8 @@ class PromptReader:
             ) from error
 
     def tokens(self, prompt: Prompt, params: SamplingParams | None = None) -> tuple[str | None, list[int]]:
-        """Return the prompt's text, if it is read whole, and its token ids. `params` says how it is
-        to be answered; None: by at least one token. Raises ArgumentError if it is empty, too long,
-        or has ids outside the vocabulary.
+        """Return the prompt's text (None if it was truncated) and its token ids. Raises ArgumentError if it is empty,
+        too long, or has ids outside the vocabulary. Without `params` there must be room for at least one more token.
         """
         with about("prompt"):
             return self._tokens(prompt, params)
@@ -110,12 +105,12 @@ class PromptReader:
         trace: bool = False,
         timeout_s: float | None = None,
     ) -> Request:
-        """Return a request with its `n` completions, for `LLM.queue`: everything that it costs before the model sees
-        it. May be called in any thread, beside a step.
+        """Build a request with its `n` completions for `LLM.queue`: tokenize it and compile its grammar. May be called
+        in any thread while a step runs.
 
         Args:
-            number: the next one of `numbers`; the request's id and, with `default_seed`, its seed follow from it.
-            speculative, trace, timeout_s: as of `LLM.generate`.
+            number: the next one of `numbers`; the request's id and, with `default_seed`, its seed are derived from it.
+            speculative, trace, timeout_s: as for `LLM.generate`.
 
         Raises:
             ArgumentError: the prompt does not fit, or an option is out of range.
@@ -147,7 +142,7 @@ class PromptReader:
                 tokens=list(ids),
                 prompt_length=len(ids),
                 sampler=sampler,
-                seed=answer_seed(seed, index),
+                seed=completion_seed(seed, index),
                 stop_ids=stop_ids,
                 tokens_left=min(
                     self.context - len(ids), self.context if params.max_tokens is None else params.max_tokens
@@ -157,14 +152,14 @@ class PromptReader:
                 prediction=prediction,
             )
             tokenizer = self.tokenizer if params.detokenize else None
-            answer = Completion(
+            completion = Completion(
                 request=request,
                 index=index,
                 row=row,
                 detokenizer=Detokenizer(tokenizer, ids, skip_special=params.skip_special_tokens),
-                text=AnswerText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
+                text=CompletionText(stops=params.stop_strings, include_stop=params.include_stop_str_in_output),
             )
-            request.answers.append(answer)
+            request.completions.append(completion)
         return request
 
     def _config(self, speculative: Speculative) -> SpeculativeConfig | None:
@@ -179,9 +174,7 @@ class PromptReader:
         return None if speculative is False else SpeculativeConfig.parse(speculative)
 
     def lane(self, prompt: Prompt, params: SamplingParams) -> Lane:
-        """Return the lane in which `request` should run, so that it keeps nothing waiting that
-        costs less.
-        """
+        """Return the lane in which `request` should run, so that no cheaper work waits for it."""
         outputs = params.structured_outputs
         if outputs is not None and not self.grammars.knows(outputs):
             return Lane.GRAMMAR
@@ -189,9 +182,8 @@ class PromptReader:
         return Lane.of(sum(len(part) for part in parts if isinstance(part, Sized)))
 
     def prediction(self, prompt: Prompt) -> list[int]:
-        """Return the token ids of the answer that the client predicts; empty if it predicts none.
-        Raises ArgumentError if it is longer than any answer, has ids outside the vocabulary, or is
-        text without a tokenizer.
+        """Return the token ids of the output that the client predicts; empty if it predicts none. Raises ArgumentError
+        if it is longer than the context, has ids outside the vocabulary, or is text without a tokenizer.
         """
         given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
         if given is None:
@@ -200,9 +192,8 @@ class PromptReader:
         return self._fitting("prediction", token_ids("the prediction", ids))
 
     def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
-        """Return the token ids of a text; one that is to fit as a `whole` and cannot is refused
-        before it costs anything. Raises ArgumentError if the context holds fewer characters, even
-        if every token were the longest; or there is no tokenizer.
+        """Return the token ids of a text. Raises ArgumentError if there is no tokenizer. With `whole` it also raises,
+        before tokenizing, if the text has more characters than the context can hold even with the longest tokens.
         """
         if self.tokenizer is None:
             raise ArgumentError(
@@ -214,13 +205,13 @@ class PromptReader:
 
     @cached_property
     def most_characters(self) -> int:
-        """Most characters of a text that the context may hold: as many of the longest token."""
+        """Most characters of a text that the context can hold: its length times that of the longest token."""
         assert self.tokenizer is not None, "who has a text has a tokenizer"
         return self.context * max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def _too_long(self, name: str, length: str) -> ArgumentError:
         return ArgumentError(
-            f"the {name} has {length}, but the context holds {self.context} for prompt and answer; shorten the {name}, "
+            f"the {name} has {length}, but the context holds {self.context} for prompt and output; shorten the {name}, "
             "or raise max_model_len if the model allows it"
         )
 
@@ -231,9 +222,7 @@ class PromptReader:
         return ids
 
     def resolve(self, params: SamplingParams) -> SamplingParams:
-        """Fill what is None from the generation configuration, else with the neutral value; check
-        token ids.
-        """
+        """Replace None by the generation configuration's value, or else by the neutral one, and check token ids."""
         values: dict[str, Any] = {}
         for name, neutral in NEUTRAL.items():
             if getattr(params, name) is None:
@@ -245,8 +234,8 @@ class PromptReader:
         return replace(params, **values)
 
     def _samplers(self, params: SamplingParams, prompt: Sequence[int], banned: Sequence[int]) -> list[Sampler]:
-        """Return the sampler of each answer: one for all, or with structured outputs one for each,
-        whose processor follows its path and comes last.
+        """Return the sampler of each completion: one for all or, with structured outputs, one for each, because its
+        grammar processor, which comes last, has a state.
         """
         words = self._bad_words(params.bad_words or ())
         outputs = params.structured_outputs
@@ -261,15 +250,13 @@ class PromptReader:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """The compiler of structured outputs for this tokenizer. Raises ArgumentError without a
-        tokenizer.
-        """
+        """The grammar compiler for this tokenizer. Raises ArgumentError without a tokenizer."""
         if self.tokenizer is None:
             raise ArgumentError("structured outputs need a tokenizer")
         return GrammarCompiler(self.tokenizer, self.vocab_size, sorted(self.end_ids()))
 
     def end_ids(self) -> frozenset[int]:
-        """Return the model's own end tokens: the generation configuration's and the tokenizer's."""
+        """Return the model's end tokens: the generation configuration's and the tokenizer's."""
         given = getattr(self.generation_config, "eos_token_id", None)
         ids = set(given) if isinstance(given, list | tuple) else {given}
         ids.add(getattr(self.tokenizer, "eos_token_id", None))
@@ -302,7 +289,9 @@ class PromptReader:
 
 
 def _check_bias(rule: str | None, params: SamplingParams) -> None:
-    """Raise ArgumentError for log-probabilities of what was sampled from under a rule that samples from another."""
+    """Raise ArgumentError if processed log-probabilities are requested under a lossy rule, which samples from another
+    distribution.
+    """
     asked = params.logprobs is not None and params.logprobs_mode == "processed_logprobs"
     if rule is None or params.greedy or params.allow_biased or not asked or rule_named(rule).lossless:
         return
@@ -316,9 +305,8 @@ def _check_bias(rule: str | None, params: SamplingParams) -> None:
 def pair_prompts(
     prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Pair each prompt with its parameters, one or many of both; a list of ints is one prompt of
-    token ids. Raises ArgumentError if it is neither, or there are not as many parameters as
-    prompts.
+    """Pair each prompt with its parameters; both may be one or many, and a list of ints is one prompt. Raises
+    ArgumentError for another type, or if the numbers of prompts and parameters differ.
     """
     given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
     if not isinstance(given, str | Mapping | Sequence) or isinstance(given, bytes | bytearray):
@@ -336,7 +324,7 @@ def pair_prompts(
 
 # --- the chat template ------------------------------------------------------------------------------------------------
 
-_SANITIZE = "sanitize_control_tokens"  # transformers' argument: what stands in messages is text
+_SANITIZE = "sanitize_control_tokens"  # transformers' argument: control tokens in messages are read as text
 _marks: WeakKeyDictionary[PreTrainedTokenizerBase, re.Pattern[str]] = WeakKeyDictionary()
 
 
@@ -347,19 +335,19 @@ def conversation(
     variables: Mapping[str, Any],
     encode: Callable[[str], Sequence[int]],
 ) -> dict[str, Any]:
-    """Return the conversation as text and token ids, ending where the answer begins.
+    """Apply the chat template, and return text and token ids.
 
-    Control tokens, such as the marks of roles, come from the template alone: where messages, tools or variables hold
-    the text of one, that is read as text.
+    Control tokens, such as the marks of roles, come from the template only. If messages, tools or variables contain the
+    text of one, it is tokenized as plain text.
 
     Args:
-        variables: of the template, besides messages and tools; also ``add_generation_prompt`` (whether it ends with
-            what opens the answer; True) and ``continue_final_message`` (whether it ends within the last one; False).
-        encode: makes token ids of a text that is not too long.
+        variables: of the template, besides messages and tools; also ``add_generation_prompt`` (default True) and
+            ``continue_final_message`` (the last message is left open; default False).
+        encode: tokenizes a text, unless it is too long.
 
     Raises:
-        ArgumentError: a variable that is not the template's, a conversation that it refuses, the text of a control
-            token where it cannot be read as text, or whatever `encode` refuses.
+        ArgumentError: a variable is not the template's, the template refuses the conversation, the text of a control
+            token cannot be tokenized as text, or `encode` refuses the text.
     """
     if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
         raise ArgumentError('a conversation is a list of messages, each {"role": ..., "content": ...}')
@@ -379,9 +367,9 @@ def rendered(
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
 ) -> Any:
-    """Render a conversation with the chat template, transformers' `options` and the template's
-    variables. Only the template writes control tokens into token ids: this is how a conversation is
-    read and how it is learned from. Raises ArgumentError as `conversation` does.
+    """Render a conversation with the chat template, transformers' options and the template's variables. Only the
+    template writes control tokens into token ids. Serving and training both use this. Raises ArgumentError as
+    `conversation` does.
     """
     if options.get("tokenize", True) and (mark := written_mark(tokenizer, [messages, tools, options])) is not None:
         if _SANITIZE not in _arguments(tokenizer):
@@ -390,13 +378,13 @@ def rendered(
     given = template_messages(tokenizer, messages)
     try:
         return tokenizer.apply_chat_template(given, tools=[dict(tool) for tool in tools or ()] or None, **options)
-    except Exception as error:  # a template is a program that came with the checkpoint
+    except Exception as error:  # A template is code of the checkpoint and may raise anything
         raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
 
 def check_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
-    """Raise ArgumentError for names that are no variables of the chat template, but arguments of
-    what renders it.
+    """Raise ArgumentError for names that are arguments of transformers' renderer, not variables of the chat
+    template.
     """
     if reserved := sorted((_arguments(tokenizer) | {"messages"}).intersection(names)):
         raise ArgumentError(f"{', '.join(reserved)}: not a variable of the chat template; leave it out")
@@ -406,13 +394,14 @@ def _arguments(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     return set(inspect.signature(tokenizer.apply_chat_template).parameters)
 
 
-_TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"  # In templates that take arguments as text: DeepSeek's
+# DeepSeek's templates, which contain this, take a call's arguments as text.
+_TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 
 
 def template_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return messages as the chat template reads them: most want the arguments of calls as an
+    """Return messages in the form that the chat template reads: most templates want a tool call's arguments as an
     object, some as JSON text.
     """
     messages = list(messages)
@@ -434,8 +423,8 @@ def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
-    """Return the text of some control token that stands in what users wrote, or None. Raises
-    ArgumentError if it stands in the name of a field, which transformers does not look at.
+    """Return the text of a control token that occurs in the user's messages, or None. Raises ArgumentError if it occurs
+    in the name of a field, which transformers does not check.
     """
     marks, found = _marks.get(tokenizer), None
     if marks is None:
@@ -450,7 +439,7 @@ def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
 
 
 def _strings(given: Any) -> Iterator[tuple[str, bool]]:
-    """Yield every string in nested lists and mappings, and whether it names a field."""
+    """Yield every string in nested lists and mappings, and whether it is a field's name."""
     left = [given]
     while left:
         one = left.pop()
@@ -472,28 +461,24 @@ def _cannot(mark: str, reason: str) -> ArgumentError:
 # --- the threads in which it is done ----------------------------------------------------------------------------------
 
 LARGE = 50_000
-"""Characters, bytes or tokens from which on something is large: reading it then takes more than
-some milliseconds.
-"""
+"""Characters, bytes or tokens from which on a request is large: preparing it takes more than some milliseconds."""
 
 
 class Lane(Enum):
-    """Kinds of work: work of one kind waits for other work of that kind, and not for that of
-    another.
-    """
+    """Kinds of work that have a thread each, so that work of one kind does not wait for another kind."""
 
     SMALL = "small"
     LARGE = "large"
-    GRAMMAR = "grammar"  # Compiled in another process, for which the thread waits
+    GRAMMAR = "grammar"  # The thread waits for another process that compiles it
 
     @classmethod
     def of(cls, size: int) -> Lane:
-        """Return the lane for something of so many characters, bytes or tokens."""
+        """Return the lane for work of this size in characters, bytes or tokens."""
         return cls.LARGE if size >= LARGE else cls.SMALL
 
 
 class OneThread(ThreadPoolExecutor):
-    """An executor with one thread; submitting after its end raises EngineError."""
+    """An executor with one thread; submitting to it after it was shut down raises EngineError."""
 
     def __init__(self, name: str) -> None:
         super().__init__(max_workers=1, thread_name_prefix=name)
@@ -508,10 +493,11 @@ class OneThread(ThreadPoolExecutor):
 class Lanes:
     """An executor with a thread for each lane.
 
-    What is large rests for as long as it took: while one thread runs Python, each operation of another one waits until
-    it is let in, so that the engine would all but stand still under large requests that come one after the other.
+    After large work its thread sleeps for as long as the work took. A thread that runs Python code delays every
+    operation of the engine's thread (the GIL), so that without pauses a series of large requests would almost stop the
+    engine.
 
-    Of each client at most one thing stands in a line, so that clients take turns; only what is small comes as it came.
+    Each client has at most one task in a line, so that clients take turns; only small tasks run in order of arrival.
     """
 
     def __init__(self, name: str) -> None:
@@ -520,9 +506,9 @@ class Lanes:
         self._threads = {lane: OneThread(f"{name}-{lane.value}") for lane in Lane}
 
     async def run(self, lane: Lane, task: Callable[[], T], *, client: str | None = None) -> T:
-        """Run a task in a lane's thread, and return or raise what it does. Raises EngineError if
-        closed. A cancelled task that has begun runs to its end. `client` is whose it is; None: one
-        that nobody else is.
+        """Run a task in a lane's thread, and return its result. Raises its exception, or EngineError if the lanes are
+        closed. A task that is cancelled after it has begun runs to its end. `client` is the task's client; None: a
+        client of its own.
         """
         if client is None or lane is Lane.SMALL:
             return await self._run(lane, task)
@@ -545,19 +531,17 @@ class Lanes:
                 raise EngineError(CLOSED) from None
             raise
         finally:
-            del done  # whose error names this frame
+            del done  # Its exception refers to this frame
 
     def close(self) -> None:
-        """Take no more tasks; what has not begun is dropped."""
+        """Take no more tasks, and drop those that have not begun."""
         self._closed = True
         for threads in self._threads.values():
             threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _rest(took: list[float]) -> None:
-    """Sleep for as long as the work before took; then give back its memory, which glibc would keep
-    for the thread.
-    """
+    """Sleep for as long as the work before took, then return its memory to the system, which glibc would keep."""
     time.sleep(sum(took))
     trim_heap()
 

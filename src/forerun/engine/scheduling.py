@@ -1,10 +1,12 @@
-"""The scheduler's choices: who gets the next row, whose prompts the next pass reads, who is
-preempted; and prefills.
+"""The scheduler decides which completion gets the next row, which is preempted, and which prompts are prefilled next.
 
-Policy and bookkeeping alone; `core` carries it out. The whole rule in three sentences. *Rows*: whoever holds the fewest
-is next, and where none is free takes one from whoever holds at least two more. *Passes*: the prompts of the client of
-whom the fewest tokens were read go first, of its prompts the one with the fewest left; what ends in the pass shares it,
-and a longer prompt is cut. *Cuts*: a pass is so short that nobody waits longer than `MAX_GAP` decoding steps for it.
+It only decides; `core` carries the decisions out. The rules are:
+
+* Rows: the client with the fewest rows gets the next one. If no row is free, it preempts a completion of a client that
+  has at least two rows more.
+* Prefill passes: the client of whom the fewest prompt tokens were prefilled comes first, and of its prompts the one
+  with the fewest tokens left. Prompts that end in the pass share it; a longer one is cut into chunks.
+* Chunk size: a pass is so short that no other request waits for it longer than `MAX_GAP` decoding steps.
 """
 
 from __future__ import annotations
@@ -24,31 +26,31 @@ from forerun.model import Scored, Target
 from forerun.model.target import PREFILL_CHUNK
 from forerun.types import Boundary, TokenLogprob
 
-CUT = 8  # Prompts are cut at multiples of so many tokens, or of the limit where it is less
+CUT = 8  # Prompts are cut at multiples of this many tokens, or of the limit where it is less
 MAX_GAP = 2.75
-"""Most decoding steps that a running answer's next token, or a prompt that has just come, waits for
-a pass over prompts, a step of its own included; with the way to the client it is three. So a pass
-takes less than two beside a stream: of SmolLM2-135M in bfloat16 on two cores 24 tokens behind none,
-8 behind 3,500.
+"""Most decoding steps that the next token of a running completion, or a prompt that has just arrived, waits for a
+prefill pass, a decoding step of its own included. Beside running completions a prefill pass therefore takes less than
+two
+decoding steps: for SmolLM2-135M in bfloat16 on two cores 24 tokens of an empty context, 8 after 3,500.
 """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scheduling:
-    """Limits of an engine. The names are vLLM's where it has one."""
+    """The limits of an engine, with vLLM's names where it has them."""
 
     max_num_batched_tokens: int | None = PREFILL_CHUNK
-    """Most prompt tokens of a pass; such a pass and a decoding step take turns. None: on a CPU, where every token of a
-    pass costs, as many as `MAX_GAP` allows by what passes take, else 512."""
+    """Most prompt tokens of a prefill pass, which alternates with decoding steps. None: on a CPU as many as `MAX_GAP`
+    allows, by measured times, else 512."""
     whole_chunks: bool = False
-    """True: prompts are cut only at multiples of 512, or of the limit where it is less, whatever
-    else runs.
+    """True: prompts are cut only at multiples of 512, or of the limit where it is less, independent of other
+    requests.
     """
-    enable_prefix_caching: bool = True  # Whether a free row still serves the prompts that begin with what it held
+    enable_prefix_caching: bool = True  # Whether free rows keep their content for prompts with that prefix
     kv_cache_tokens: int | None = None
-    """Most tokens that all rows together hold, prefixes kept for reuse included; None: rows x slots. Drafted nodes come
-    on top while a step runs. What is dropped can be held again, not given back: the cache has rows x slots from the
-    first pass on. A CPU gives memory only to slots that were ever written; on CUDA all of it is taken at once."""
+    """Most tokens in all rows together, cached prefixes included; None: rows x slots. Drafted nodes come on top while a
+    step runs. It limits use, not allocation: the cache has rows x slots from the first pass on. On a CPU only slots
+    that were written take memory; on CUDA all of them do."""
 
     def __post_init__(self) -> None:
         refuse_below("", self, max_num_batched_tokens=1, kv_cache_tokens=2)
@@ -58,59 +60,59 @@ class Scheduling:
 
 
 def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -> Completion:
-    """Return the answer that gets the next row.
+    """Return the waiting completion that gets the next row.
 
-    The client with the fewest rows is next, of its users the one with the fewest, of its requests likewise; among
-    equals an answer that has begun, then the prompt that is `due`: a request of 64 answers, or a client's burst, gets
-    every row that nobody else wants and not one more. What a client calls its users takes rows from its own users
-    alone, and its priorities decide which of its requests goes first when it is its turn.
+    It belongs to the client with the fewest rows, of its users to the one with the fewest, and of those requests to the
+    one with the fewest; among equals a completion that has already begun comes first, then the prompt that is `due`. So
+    a request with 64 completions, or a client's burst, gets all rows that no other client wants, and no more. Users and
+    priorities only matter among the requests of one client.
     """
     held = _held(running)
 
-    def rank(answer: Completion) -> tuple[list[int], bool, int, int]:
-        rows = [held[group] for group in _groups(answer.request)]
-        return rows, not answer.tokens, due(answer.request), answer.order
+    def rank(completion: Completion) -> tuple[list[int], bool, int, int]:
+        rows = [held[group] for group in _groups(completion.request)]
+        return rows, not completion.tokens, due(completion.request), completion.order
 
     first = min(waiting, key=rank)
-    own = [answer for answer in waiting if _groups(answer.request)[0] == _groups(first.request)[0]]
-    return min(own, key=lambda answer: (not answer.tokens, answer.request.priority, *rank(answer)))
+    own = [completion for completion in waiting if _groups(completion.request)[0] == _groups(first.request)[0]]
+    return min(own, key=lambda completion: (not completion.tokens, completion.request.priority, *rank(completion)))
 
 
-def row_for(answer: Completion, running: Sequence[Completion], lengths: Sequence[int]) -> Completion | None:
-    """Return the running answer that gives its row to `answer`; None where it has to wait.
+def row_for(completion: Completion, running: Sequence[Completion], lengths: Sequence[int]) -> Completion | None:
+    """Return the running completion to preempt for `completion`, or None if it has to wait.
 
-    It is one of whoever holds the most rows, if that still holds as many as the other without it: among clients, users
-    of one client, and requests of one user. Of its answers the one goes that has least to be read again, by `lengths`,
-    the tokens in each row of the cache; among equals the youngest. One of which nothing has been read makes room for a
-    prompt that would be read before it, too.
+    A completion is preempted if its client (among users of one client: its user; of one user: its request) has at least
+    two rows more than that of `completion`. If nothing of it has been prefilled yet, one row more suffices, if the
+    other prompt is due earlier. It is taken from the holder of the most rows: the one with the fewest tokens to prefill
+    again, by `lengths`, the tokens in each row of the cache; among equals the youngest.
     """
-    held, own = _held(running), _groups(answer.request)
+    held, own = _held(running), _groups(completion.request)
     found = list[tuple[int, int, int, Completion]]()
     for other in running:
         pairs = zip(_groups(other.request), own, strict=True)
         theirs, ours = next(((held[group], held[mine]) for group, mine in pairs if group != mine), (0, 0))
         length = lengths[other.row.cache_row]
-        if theirs >= ours + 2 or (theirs > ours and not length and due(answer.request) < due(other.request)):
+        if theirs >= ours + 2 or (theirs > ours and not length and due(completion.request) < due(other.request)):
             found.append((-theirs, length, -other.order, other))
     return min(found, key=lambda one: one[:3])[3] if found else None
 
 
 def due(request: Request, done: int = 0) -> int:
-    """Return when a prompt is read, of which `done` tokens have been: a client's lowest comes
-    first. The fewer are left the sooner, and each token that was read since the request came counts
-    as one less, so that none waits for ever.
+    """Return the sort key of a prompt of which `done` tokens are prefilled; of a client's prompts the smallest comes
+    first. It is the number of tokens left, plus those that the engine had prefilled when the request arrived: so older
+    requests come forward, and none waits for ever.
     """
     return request.arrived + len(request.prompt_tokens) - done
 
 
 def _held(running: Sequence[Completion]) -> Counter[tuple[str | None, ...]]:
     """Count the rows of each group."""
-    return Counter(group for answer in running for group in set(_groups(answer.request)))
+    return Counter(group for completion in running for group in set(_groups(completion.request)))
 
 
 def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
-    """Return the groups among whom rows are shared, the widest first; a request that no client was
-    named for is a group of its own.
+    """Return the groups of a request among which rows are shared: client, user, request. A request without a client is
+    a group of its own.
     """
     if request.client is None:
         return (("", request.id),) * 3
@@ -120,30 +122,30 @@ def _groups(request: Request) -> tuple[tuple[str | None, ...], ...]:
 # --- passes over prompts ----------------------------------------------------------------------------------------------
 
 
-_SPARSE = 4  # Rows x longest piece of a pass, which its masks are as large as, over its budget, where padding is free
-_ASSUMED = 64  # Tokens of a pass while nothing was measured
+_SPARSE = 4  # Where padding is free: most rows x longest chunk of a pass (its masks' size), relative to its budget
+_ASSUMED = 64  # Tokens of a pass until times are measured
 
 
 class PrefillQueue:
-    """A queue that decides which prompts the next pass reads, and how much of each.
+    """Decides which prompts the next pass prefills, and how many tokens of each.
 
-    The client of whom the fewest prompt tokens were read comes first (a virtual token counter: Sheng et al., OSDI
-    2024); one that comes back starts with as many as the least of those in line. Of its prompts the one goes first that
-    has the fewest tokens left, see `due`. Prompts that end in the pass share it; a longer one is cut, and only where it
-    stands first: nobody's short prompt waits for the end of a long one.
+    The client of whom the fewest prompt tokens were prefilled comes first (a virtual token counter: Sheng et al., OSDI
+    2024). One that comes back starts with the smallest counter of the waiting ones. Of its prompts the one with the
+    fewest tokens left comes first, see `due`. Prompts that end in the pass share it. A longer one is cut, and runs only
+    if it comes first: no short prompt waits for the end of a long one.
 
     Args:
-        padded: whether a pass costs what its longest piece costs in every row.
+        padded: whether all rows of a pass cost as much as its longest chunk.
     """
 
     def __init__(self, limits: Scheduling, *, padded: bool) -> None:
         self._limits, self._padded = limits, padded
-        self.clock = 0  # Prompt tokens that were read
-        self._read = dict[str | None, int]()  # Virtual token counters, by client, of those that have any credit
+        self.clock = 0  # Prompt tokens prefilled so far
+        self._read = dict[str | None, int]()  # Virtual token counters by client
         self._in_line = frozenset[str | None]()
 
     def next_pass(self, prefills: Sequence[Prefill], budget: int) -> list[tuple[Prefill, list[int]]]:
-        """Return prompts and the next tokens of each, `budget` together, in the order of their rows; at least one."""
+        """Return prompts and the next tokens of each, at most `budget` in all but at least one, ordered by row."""
         self._lift(prefills)
         chosen, left, widest = list[tuple[Prefill, list[int]]](), budget, 0
         for prefill in sorted(prefills, key=lambda one: (self._read[one.request.client], due(one.request, one.done))):
@@ -158,7 +160,7 @@ class PrefillQueue:
         return sorted(chosen, key=lambda one: one[0].row)
 
     def _piece(self, prefill: Prefill, left: int, budget: int) -> list[int]:
-        """Return the prompt's next tokens, `left` at most, or up to the first place where it may be
+        """Return the prompt's next tokens: at most `left`, but at least up to the first position where it may be
         cut.
         """
         unit, done = min(PREFILL_CHUNK if self._limits.whole_chunks else CUT, budget), prefill.done
@@ -166,7 +168,7 @@ class PrefillQueue:
         return prefill.tokens[done : end if end >= len(prefill.tokens) else max(end // unit, done // unit + 1) * unit]
 
     def _lift(self, prefills: Sequence[Prefill]) -> None:
-        """Deny clients that have come since the last pass any credit for the time before."""
+        """Raise the counters of clients that have come since the last pass, so that being idle earns no credit."""
         in_line = frozenset(prefill.request.client for prefill in prefills)
         staying = [self._read[client] for client in in_line & self._in_line]
         floor, kept = min(staying, default=0), self._read if staying else {}
@@ -180,13 +182,13 @@ class PrefillQueue:
         for prefill, piece in chosen:
             read[prefill.request.client] += len(piece)
         for client, count in read.items():
-            self._read[client] += max(2 * CUT, count)  # A pass over fewer costs as much
+            self._read[client] += max(2 * CUT, count)  # Shorter passes cost as much
         self.clock += max(2 * CUT, read.total())
 
 
 class PassTimes:
-    """Decides how many prompt tokens a pass may have, from what recent passes took: it takes a
-    decoding step, which reads the weights as well, and so much for each token.
+    """Decides how many prompt tokens a pass may have, from the times of recent passes. A pass is modelled as a decoding
+    step, which reads the weights, too, and a time for each token.
     """
 
     def __init__(self) -> None:
@@ -198,13 +200,13 @@ class PassTimes:
         self._steps.append(seconds)
 
     def add_pass(self, tokens: int, seconds: float) -> None:
-        """Record a pass over prompts; one over very few tokens tells nothing of what each costs."""
+        """Record a prefill pass; very short ones are ignored, because they do not show the time for each token."""
         if tokens >= CUT:
             self._passes.append((tokens, seconds))
 
     def tokens(self, *, beside: bool) -> int:
-        """Return how many tokens keep within `MAX_GAP`, a multiple of `CUT`; `beside` says that a
-        step comes in between.
+        """Return how many tokens fit in `MAX_GAP`, a multiple of `CUT`; `beside` says that decoding steps come in
+        between.
         """
         if not self._steps or not self._passes:
             return _ASSUMED
@@ -220,33 +222,29 @@ class PassTimes:
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class Prefill:
-    """A prompt or, after a preemption, prompt and output, on its way into the cache; answers to one
-    prompt share it.
-    """
+    """The prefill of a prompt or, after a preemption, of prompt and output. Completions of one request share it."""
 
-    answers: list[Completion]  # The first one's row is filled; the others, to the same prompt, copy it
+    completions: list[Completion]  # The first one's row is filled, and then copied for the others
     tokens: list[int]
-    """Tokens that are to stand in the cache: of an answer that has begun, all but the last token,
-    which is the next root.
-    """
+    """The tokens to write to the cache; after a preemption all but the last token, which is the next root."""
     requires: frozenset[Boundary]  # The hidden states that its drafter reads
     done: int = 0  # Tokens in the cache
-    known: int = 0  # Tokens that the drafter of the first answer has been shown, or still holds from before
+    known: int = 0  # Tokens that the first completion's drafter has read, now or for a cached prefix
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)
-    """Hidden states (M, H) of each chunk that was run, from the last known token on."""
+    """Hidden states (M, H) of each chunk that was run, from the last `known` token on."""
 
     @property
     def row(self) -> int:
-        return self.answers[0].row.cache_row
+        return self.completions[0].row.cache_row
 
     @property
     def request(self) -> Request:
-        return self.answers[0].request
+        return self.completions[0].request
 
     @property
     def begins(self) -> bool:
-        """True if the answers have no token yet: their first ones come with the last chunk."""
-        return not self.answers[0].tokens
+        """True if the completions have no token yet: the last chunk gives their first ones."""
+        return not self.completions[0].tokens
 
     @property
     def finished(self) -> bool:
@@ -254,44 +252,38 @@ class Prefill:
 
     @property
     def shared(self) -> bool:
-        """True if several answers read it, or may yet: their drafters are shown it when it has been
-        read.
-        """
-        return self.answers[0].request.params.n > 1
+        """True if the request has several completions: their drafters read the prompt when the prefill has finished."""
+        return self.completions[0].request.params.n > 1
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the request wants the prompt's own log-probabilities, and from this prefill."""
-        first = self.answers[0]
+        """True if this prefill has to compute the prompt's log-probabilities."""
+        first = self.completions[0]
         return first.request.params.prompt_logprobs is not None and self.begins and first.index == 0
 
     def take(self, count: int, scored: Scored, line: int) -> None:
-        """Record that `count` more tokens were run, in `line` of a pass."""
+        """Record that `count` more tokens were run, as row `line` of a pass."""
         for boundary in self.requires:
             self.states.setdefault(boundary, []).append(scored.hidden_states[boundary][line, :count])
         if self.scores_prompt:
-            with Isolation(self.answers[0].row):
+            with Isolation(self.completions[0].row):
                 self._score_prompt(scored.logits[line, :count])
         self.done += count
 
     def hidden_states(self) -> dict[Boundary, Tensor]:
-        """Return the hidden states (M, H) of all tokens that were run since its drafter was last
-        shown some.
-        """
+        """Return the hidden states (M, H) of all tokens that were run since its drafter last read some."""
         return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
 
     def shown(self) -> None:
-        """Note that its drafter knows all that was run. The last hidden state is kept: that before
-        the next token.
-        """
+        """Note that its drafter has read all tokens that were run. The last hidden state is kept for the next token."""
         self.known = self.done
         self.states = {boundary: [parts[-1][-1:].clone()] for boundary, parts in self.states.items()}
 
     def _score_prompt(self, logits: Tensor) -> None:
-        """Store log-probabilities in vLLM's shape, from logits (M, V) of what was run now: None for
-        the first token, then per token a dict that holds it and the likeliest.
+        """Store log-probabilities in vLLM's form, from the logits (M, V) of the latest chunk: None for the first token,
+        then for each token a dict with it and the likeliest ones.
         """
-        request = self.answers[0].request
+        request = self.completions[0].request
         top = request.params.prompt_logprobs or 0
         found: list[Mapping[int, TokenLogprob] | None] = [None]
         if self.done and request.prompt_logprobs is not None:
@@ -303,8 +295,8 @@ class Prefill:
 
 
 def run_prefills(target: Target, pieces: Sequence[tuple[Prefill, list[int]]]) -> Tensor:
-    """Run one pass: the next tokens of each prefill; returns (B, 1, V) the logits after the last
-    ones. Rows of finished ones are copied for the answers that share them.
+    """Run the next tokens of each prefill in one pass, and return the logits (B, 1, V) after the last ones. Rows of
+    finished prefills are copied for the completions that share them.
     """
     scored = target.prefill(
         [prefill.row for prefill, _ in pieces],
@@ -314,8 +306,8 @@ def run_prefills(target: Target, pieces: Sequence[tuple[Prefill, list[int]]]) ->
     )
     for line, (prefill, tokens) in enumerate(pieces):
         prefill.take(len(tokens), scored, line)
-        for answer in prefill.answers[1:] if prefill.finished else ():
-            target.copy_row(prefill.row, answer.row.cache_row, prefill.done)
+        for completion in prefill.completions[1:] if prefill.finished else ():
+            target.copy_row(prefill.row, completion.row.cache_row, prefill.done)
     if scored.logits.shape[1] == 1:
         return scored.logits
     ends = torch.tensor([len(tokens) - 1 for _, tokens in pieces], device=scored.logits.device)

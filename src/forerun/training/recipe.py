@@ -78,7 +78,8 @@ class TrainRecipe(Generic[Settings]):
     mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "auto"  # The checkpoint's own, but float32 on a CPU that only emulates it
-    target_parallel: Literal["none", "fsdp", "tp"] = "none"  # If it does not fit one device; see `run.load_target`
+    target_parallel: Literal["none", "fsdp", "tp"] = "none"
+    """If it does not fit one device; see `run.open_frozen_target`."""
     trackers: tuple[str, ...] = ()  # ``tensorboard``, ``wandb`` or ``trackio``, beside the console and ``log.jsonl``
     draft: DraftSettings = field(default_factory=DraftSettings)
     objective: Settings

@@ -1,5 +1,5 @@
-"""A run is a recipe with its target, data, features, trained module, objective, evaluation, and
-results.
+"""`TrainingRun` loads what a recipe names (target, data, features, trained module, objective), trains, evaluates and
+exports the result.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,51 +44,56 @@ from forerun.training.loop.trackers import INTERVAL, tracker
 from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
 from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flatten, to_plain
-from forerun.training.trained import hash_checkpoints, rate_name, trained_class
-from forerun.types import SamplingParams, SpeculationStats
+from forerun.training.trained import Trained, hash_checkpoints, rate_name, trained_class
+from forerun.types import Boundary, SamplingParams, SpeculationStats
 from forerun.writing import alone
 
 log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """A `TrainingRun` is a recipe, loaded and checked on the device of this process. Every process makes
-    one and calls its methods.
+    """A recipe whose target, data and trained module are loaded and checked. With several processes each makes one, and
+    all call the same methods.
     """
 
     def __init__(self, recipe: TrainRecipe[Any], parallel: Parallel) -> None:
-        """Load everything without training; raises what loading does, and ArgumentError for a
-        recipe that contradicts itself.
+        """Load everything without training. Raises what loading does, and ArgumentError for a recipe that contradicts
+        itself.
         """
         kind = kind_named(recipe.kind)
         make_objective = objective_for(kind)
-        self.trained = trained_class(kind)(recipe)
         self.recipe, self.parallel = recipe, parallel
+        self.trained = trained_class(kind)(recipe)
         check_memory(recipe, parallel)
-        self.model, tokenizer = load_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
-        self.data = PreparedData(recipe.data, tokenizer=tokenizer)
-        wanted = recipe.evaluation  # Evaluation while training
-        self.held_out = None if wanted.prompts is None else PreparedData(wanted.prompts, tokenizer=tokenizer)
-        for data in filter(None, (self.data, self.held_out)):
-            data.check_ids(text_config(self.model).vocab_size, f"the target ({recipe.target})")
-        self.prompts = [] if self.held_out is None else select_prompts(self.held_out, wanted)
+        self.model, tokenizer = open_frozen_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
+        self.data = open_data(recipe.data, recipe.target, self.model, tokenizer)
+        held_out = recipe.evaluation.prompts
+        self.held_out = None if held_out is None else open_data(held_out, recipe.target, self.model, tokenizer)
+        self.prompts = [] if self.held_out is None else select_prompts(self.held_out, recipe.evaluation)
         self.trained.start(self.model, tokenizer, self.data)
         if parallel.world == 1 or recipe.target_parallel == "none":
             parallel.on_first(lambda: self.trained.check_target(self.model))
         self.module = self.trained.module.to(self.model.device)
-        forgetting = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
-        settings = dataclasses.replace(recipe.objective, gradient_checkpointing=forgetting)
+        checkpointing = recipe.objective.gradient_checkpointing or recipe.training.gradient_checkpointing
+        settings = dataclasses.replace(recipe.objective, gradient_checkpointing=checkpointing)
         self.objective: Objective = make_objective(self.module, FrozenTarget.of(self.model), settings)
-        self.batches = RunBatches(self, tokenizer)
+        self.batches = RunBatches(
+            PackedWindows(self.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows)),
+            make_source(recipe, self.data, self.model, tokenizer, self.trained.boundaries),
+            make_writer(recipe, parallel, self.data, self.model, self.trained),
+            device=self.model.device,
+            world=parallel.world,
+            # A pass of a tensor-parallel target needs all processes, with the same tokens.
+            together=recipe.target_parallel == "tp",
+        )
 
     def train(self, *, allow_changes: bool = False) -> dict[str, Any]:
-        """Train, take the best weights, write what is finished, and return the outcome for a
-        report.
-
-        ArgumentError: another process trains into the same output.
+        """Train, export the best weights, and return the outcome as a dict. Raises ArgumentError if another process
+        trains into the same output.
         """
         output, parallel = Path(self.recipe.output), self.parallel
         with ExitStack() as stack:
+            stack.enter_context(closing(self.batches))
             if not parallel.on_first(lambda: stack.enter_context(alone(output))):
                 raise ArgumentError(
                     f"another run is training into {output}: wait for it, end it, or choose another output"
@@ -122,8 +127,8 @@ class TrainingRun:
         }
 
     def fit(self) -> None:
-        """Fit what starts afresh to the target's states on the run's first batches; those whose answers are written
-        while it trains are not there yet.
+        """Fit new weights to the target's states on the run's first batches. Batches whose text the target has yet to
+        write are not used.
         """
         if self.batches.writer is not None:
             return
@@ -135,12 +140,14 @@ class TrainingRun:
         self.trained.fit(self.objective, seen, halves=self.recipe.training.halves(self.model.device))
 
     def evaluate(self, _step: int) -> dict[str, float]:
-        """Evaluate what is trained, as it is, on `prompts`."""
+        """Return the acceptance with the present weights on `prompts`, see `evaluate`."""
         settings, target = self.recipe.evaluation.settings, self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
 
     def measure(self) -> dict[str, Any]:
-        """Return parameters, bytes, and the measured seconds of a step; nothing is trained."""
+        """Return the number of parameters, the bytes they need, and the measured seconds of a step, without
+        training.
+        """
         settings = self.recipe.training
         weights = sum(weight.numel() for weight in self.module.parameters() if weight.requires_grad)
         steps = settings.total_steps(self.batches.steps_per_epoch)
@@ -148,10 +155,11 @@ class TrainingRun:
             self.batches.writer.folder = None
         model = wrap_parallel(self.objective, self.parallel)
         began = time.perf_counter()
-        # The last step: where a run has stages it is the dearest.
+        # The last step is measured: if a run has stages, it is the slowest.
         last = (steps - 1) * settings.accumulation
-        backward(model, self.batches, last, (steps - 1) / steps, settings, self.parallel)
-        seconds = time.perf_counter() - began
+        with closing(self.batches):
+            backward(model, self.batches, last, (steps - 1) / steps, settings, self.parallel)
+            seconds = time.perf_counter() - began
         self.module.zero_grad()
         return {
             "trainable_parameters": weights,
@@ -161,8 +169,8 @@ class TrainingRun:
         }
 
     def fixed(self) -> dict[str, Any]:
-        """Return what a resumed run must keep besides the settings of the loop, by key; directories
-        by what they hold.
+        """Return what a resumed run must not change, besides the settings of the loop, by key. Directories are
+        represented by hashes of their content.
         """
         values = flatten(self.recipe).items()
         found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
@@ -177,15 +185,13 @@ class TrainingRun:
         if isinstance(self.batches.source, FeatureStore):
             stored = self.batches.source.manifest
             found["features"] = f"{stored.dtype} by {stored.source}"
-        # Twice the processes with half the rows see the same batches.
+        # Twice as many processes with half the rows each have the same batches.
         found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
         return found
 
     def export(self, weights: Path) -> tuple[str, ...]:
-        """Write the weights of a checkpoint to folders of ``output`` as what drafts, and return the
-        folders' names.
-
-        Most engines read them.
+        """Write the weights of a checkpoint as drafters, in a format that most engines load, and return the names of
+        their folders in ``output``.
         """
         module = self.trained.blank()
         checkpoint.load_weights(weights, module)
@@ -196,45 +202,45 @@ class TrainingRun:
 
 
 def bytes_of_training(weights: int, settings: TrainSettings) -> int:
-    """Return the bytes of so many float32 weights, their gradients and what the optimizer keeps of them."""
+    """Return the bytes of `weights` float32 weights, their gradients and their optimizer states."""
     moments = 2 if settings.optimizer == "adamw" else 1
     return 4 * weights * (2 + moments)
 
 
 class RunBatches(Batches):
-    """`RunBatches` are packed windows with features, which are computed when they are wanted, or
-    read from disk.
+    """The batches of a run: packed windows, and the target's hidden states for them, computed or read from disk.
+
+    Args:
+        windows: the prepared documents, packed.
+        source: computes or reads the hidden states of a batch.
+        writer: replaces text in the windows by text that a model writes; None: the data stay as they are.
+        device: of the batches.
+        world: number of processes.
+        together: every process computes the states of all processes' shares, one share after the other.
     """
 
-    def __init__(self, run: TrainingRun, tokenizer: Any) -> None:
-        recipe, trained = run.recipe, run.trained
-        self.device: torch.device = run.model.device
-        # True where a pass of the target needs all processes, with the same tokens.
-        self.together = recipe.target_parallel == "tp"
-        self.writer = make_writer(run)
-        self.windows = PackedWindows(run.data, seed=recipe.training.seed, **dataclasses.asdict(recipe.windows))
-        self.steps_per_epoch = self.windows.steps_per_epoch(run.parallel.world)
-        # Stored features of the next batch are read by a thread while this one trains: arguments of `batch` -> states.
-        self.reader, self.ahead = ThreadPoolExecutor(max_workers=1), dict[tuple[int, int, int], Future[FeatureBatch]]()
-        self.source: OnlineFeatures | FeatureStore
-        if recipe.features is None:
-            self.source = OnlineFeatures(run.model, trained.boundaries)
-        else:
-            directory, size = find_loaded(recipe.target), text_config(run.model).hidden_size
-            wanted = describe(directory, recipe.target, tokenizer, run.data, trained.boundaries, hidden_size=size)
-            self.source = FeatureStore(recipe.features, wanted)
+    def __init__(
+        self,
+        windows: PackedWindows,
+        source: OnlineFeatures | FeatureStore,
+        writer: AnswerWriter | None,
+        *,
+        device: torch.device,
+        world: int,
+        together: bool = False,
+    ) -> None:
+        self.windows, self.source, self.writer = windows, source, writer
+        self.steps_per_epoch = windows.steps_per_epoch(world)
+        self._device, self._together = device, together
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead = dict[tuple[int, int, int], Future[FeatureBatch]]()
+        """The next batch, by arguments of `batch`: the reader loads its stored states while the current one trains."""
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
-        """Return the rank's share of a step.
-
-        With `together`, all shares run one after the other, and the rank keeps its own.
-        """
+        """Return the share of process `rank` of `world` in batch number `step`."""
         if isinstance(self.source, FeatureStore):
-            wanted, following = (step, rank, world), (step + 1, rank, world)
-            read = self.ahead.pop(wanted, None) or self.reader.submit(self.source.features, self.windows, *wanted)
-            self.ahead = {following: self.reader.submit(self.source.features, self.windows, *following)}
-            return dataclasses.replace(read.result().to(self.device), number=step)
-        for member in range(world) if self.together else (rank,):
+            return self._read(self.source, step, rank, world)
+        for member in range(world) if self._together else (rank,):
             windows = partial(self._windows, member, world)
             first_row = member * self.windows.rows
             tokens = windows(step) if self.writer is None else self.writer.batch(windows, step, first_row)
@@ -243,37 +249,73 @@ class RunBatches(Batches):
                 mine = found
         return dataclasses.replace(mine, number=step)
 
+    def close(self) -> None:
+        """End the thread that reads ahead; the next call of `batch` starts one again."""
+        if self._reader is not None:
+            self._reader.shutdown(cancel_futures=True)
+        self._reader = None
+        self._ahead.clear()
+
+    def _read(self, store: FeatureStore, step: int, rank: int, world: int) -> FeatureBatch:
+        """Return a batch with stored states, and start reading the next one."""
+        if self._reader is None:
+            self._reader = ThreadPoolExecutor(max_workers=1)
+        wanted, following = (step, rank, world), (step + 1, rank, world)
+        read = self._ahead.pop(wanted, None) or self._reader.submit(store.features, self.windows, *wanted)
+        self._ahead = {following: self._reader.submit(store.features, self.windows, *following)}
+        return dataclasses.replace(read.result().to(self._device), number=step)
+
     def _windows(self, rank: int, world: int, number: int) -> TokenBatch:
-        return self.windows.batch(number, rank, world).to(self.device)
+        return self.windows.batch(number, rank, world).to(self._device)
 
 
-def make_writer(run: TrainingRun) -> AnswerWriter | None:
-    """Return what writes the text that is trained on; None where the data stay as they are.
+def open_data(folder: str, target: str, model: Any, tokenizer: Any) -> PreparedData:
+    """Open prepared data, and check that all token ids are in the target's vocabulary."""
+    data = PreparedData(folder, tokenizer=tokenizer)
+    data.check_ids(text_config(model).vocab_size, f"the target ({target})")
+    return data
 
-    The target is drafted for by a copy of what is trained, as evaluation's chain is; a target that
-    learns, too, writes plainly, as it was.
+
+def make_source(
+    recipe: TrainRecipe[Any], data: PreparedData, model: Any, tokenizer: Any, boundaries: Sequence[Boundary]
+) -> OnlineFeatures | FeatureStore:
+    """Return the source of the target's hidden states: the recipe's feature store, else the target itself."""
+    if recipe.features is None:
+        return OnlineFeatures(model, boundaries)
+    directory, size = find_loaded(recipe.target), text_config(model).hidden_size
+    wanted = describe(directory, recipe.target, tokenizer, data, boundaries, hidden_size=size)
+    return FeatureStore(recipe.features, wanted)
+
+
+def make_writer(
+    recipe: TrainRecipe[Any], parallel: Parallel, data: PreparedData, model: Any, trained: Trained
+) -> AnswerWriter | None:
+    """Return the writer of the text that is trained on, or None if the data stay as they are.
+
+    When the target writes, a copy of the trained module drafts for it, as the chain does in evaluation. A target that
+    is trained itself writes without a drafter.
     """
-    recipe, settings, trained, drafting = run.recipe, run.recipe.objective, run.trained, None
+    settings, drafting = recipe.objective, None
     if settings.writer == "data":
-        run.data.check_written("objective.writer=data")
-    if settings.writer == "data" or not (settings.written or run.data.unwritten):
+        data.check_written("objective.writer=data")
+    if settings.writer == "data" or not (settings.written or data.unwritten):
         return None
-    module, writes, vocabulary = run.module, run.model, None
+    writes, vocabulary = model, None
     if kind_named(recipe.kind).trains in ("head", "draft_model"):
-        if run.parallel.mode == "fsdp":
+        if parallel.mode == "fsdp":
             raise ArgumentError(
                 f"objective.writer={settings.writer} needs the whole of what is trained on each process: --parallel ddp"
             )
-        drafting = trained.shapes(run.model, recipe.evaluation.settings)["chain"]
+        drafting = trained.shapes(model, recipe.evaluation.settings)["chain"]
         if settings.writer == "draft":
             writes, drafting = drafting["model"], None
-            sizes = [text_config(one).vocab_size for one in (run.model, writes)]
+            sizes = [text_config(one).vocab_size for one in (model, writes)]
             vocabulary = sizes[0] if sizes[0] < sizes[1] else None
     copied = writes if settings.writer == "draft" else (drafting or {}).get("model")
 
     def refresh() -> None:
         if copied is not None:
-            copied.load_state_dict(module.state_dict())
+            copied.load_state_dict(trained.module.state_dict())
 
     def needed() -> int:
         steps = [step for step, _ in checkpoint.checkpoints(Path(recipe.output))]
@@ -284,7 +326,7 @@ def make_writer(run: TrainingRun) -> AnswerWriter | None:
         settings,
         seed=recipe.training.seed,
         length=recipe.windows.length,
-        rows=recipe.windows.rows * run.parallel.world,
+        rows=recipe.windows.rows * parallel.world,
         drafting=drafting,
         vocabulary=vocabulary,
         refresh=refresh,
@@ -294,15 +336,16 @@ def make_writer(run: TrainingRun) -> AnswerWriter | None:
 
 
 def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[int]]:
-    """Return the prompts of the first documents of `data` that give one; DataError if none does.
+    """Return the prompts of the first documents of `data` that have one of at most `wanted.prompt_tokens` tokens.
+    Raises DataError if none does.
 
-    A prompt is what stands before the first counted token, whole, if it is no longer than `wanted`
-    says; for a text that counts from its first token on, it is the beginning.
+    A prompt is the text before the first counted token. If a document counts from its first token on, it is the first
+    `wanted.prompt_tokens` tokens.
     """
     found, shortest = list[list[int]](), 0
     for index in range(len(data)):
         tokens, mask = data.document(index)
-        # Cut in the middle, a conversation is none that the target is ever served.
+        # A conversation is not truncated: the target is never served one that is cut in the middle.
         length = int(mask.argmax()) or min(wanted.prompt_tokens, len(tokens))
         if length <= wanted.prompt_tokens:
             found.append(tokens[:length].tolist())
@@ -312,7 +355,7 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
     if not found:
         raise DataError(
             f"evaluation.prompts={data.folder}: the prompts of all {len(data):,} documents are longer than "
-            f"evaluation.prompt_tokens={wanted.prompt_tokens}; the shortest has {shortest:,} tokens: give so many, or "
+            f"evaluation.prompt_tokens={wanted.prompt_tokens}; the shortest has {shortest:,} tokens: raise it, or give "
             "data with shorter prompts"
         )
     if len(found) < min(wanted.count, len(data)):
@@ -327,13 +370,12 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
 def evaluate(
     shapes: Mapping[str, Mapping[str, Any]], model: Any, prompts: Sequence[Sequence[int]], settings: EvaluationSettings
 ) -> dict[str, float]:
-    """Measure acceptance in speculative decoding of held-out `prompts` (token ids) by the target
-    `model`.
+    """Measure the acceptance in speculative decoding of held-out `prompts` (token ids) with the target `model`.
 
-    The configurations of `Trained.shapes` draft. ``chain_t0``, ``tree_t0``, ``chain_t1``,
-    ``tree_t1`` are mean acceptance lengths, bonus included; ``acceptance_0`` ... say how often the
-    chain at temperature 0 got that far, and ``acceptance_tree_t1_0`` ... how often the others did.
-    ``chain_t0_interval`` is half of the 95 % interval of ``chain_t0``, by how much prompts differ; one prompt has none.
+    The drafters are the configurations of `Trained.shapes`. ``chain_t0``, ``tree_t0``, ``chain_t1`` and ``tree_t1`` are
+    mean acceptance lengths, bonus token included. ``acceptance_0`` ... are the chain's acceptance rates by depth at
+    temperature 0, and ``acceptance_tree_t1_0`` ... those of the others. ``chain_t0_interval`` is half of the 95 %
+    interval of ``chain_t0``, from the differences between prompts; with a single prompt there is none.
     """
     from forerun import LLM
 
@@ -363,14 +405,14 @@ def evaluate(
 def _stats(
     llm: Any, prompts: Sequence[Sequence[int]], params: SamplingParams, config: Mapping[str, Any]
 ) -> list[SpeculationStats]:
-    """Return what each prompt's answer cost."""
+    """Return the speculation statistics of each prompt's completion."""
     with torch.random.fork_rng(devices=[]):
         outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, speculative=config)
     return [output.outputs[0].speculation for output in outputs]
 
 
 def pool(each: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Return the sum of the statistics of several answers."""
+    """Return the sum of the statistics of several completions."""
     total = SpeculationStats()
     for one in each:
         total.add(one)
@@ -378,27 +420,25 @@ def pool(each: Sequence[SpeculationStats]) -> SpeculationStats:
 
 
 def half_interval(each: Sequence[SpeculationStats]) -> float:
-    """Return half of the 95 % interval of the mean acceptance length of several answers, two at least.
+    """Return half of the 95 % interval of the mean acceptance length of at least two completions.
 
-    It is that of a ratio of sums: prompts are drawn, the steps within an answer are not independent.
+    It is the interval of a ratio of sums, with prompts as the samples: steps of one completion are not independent.
     """
     total = pool(each)
     length = total.mean_acceptance_length - 1
     off = [one.num_accepted_draft_tokens - length * one.num_spec_steps for one in each]
-    spread = sum(value**2 for value in off) * len(each) / (len(each) - 1)
-    return 1.96 * math.sqrt(spread) / max(1, total.num_spec_steps)
+    variance = sum(value**2 for value in off) * len(each) / (len(each) - 1)
+    return 1.96 * math.sqrt(variance) / max(1, total.num_spec_steps)
 
 
 def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
-    """Raise OutOfMemoryError, before anything is loaded, if the models of a recipe do not fit on
-    this process's device.
-
-    Activations, and a fresh head, come on top and are not counted.
+    """Raise OutOfMemoryError, before anything is loaded, if the models of a recipe do not fit on this process's device.
+    Activations and a new head are not counted.
     """
     trained: dict[str, str | None] = {"target": recipe.target} if kind_named(recipe.kind).trains == "target" else {}
     if kind_named(recipe.kind).trains == "draft_model":
         trained = {"draft.start": recipe.draft.start}
-    # Weights and gradients, and what the optimizer keeps of each; FSDP spreads them.
+    # Weights, gradients and optimizer states; FSDP shards them.
     each = 1 if parallel.mode == "fsdp" else 4 if recipe.training.optimizer == "adamw" else 3
     needed = {
         f"{key} ({name}), trained in float32": each * _bytes_of(name, "float32", parallel.device)
@@ -419,33 +459,34 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
-    """Return the bytes of a checkpoint's weights, were they loaded in `dtype` on `device`."""
+    """Return the bytes of a checkpoint's weights when loaded in `dtype` on `device`."""
     path, options = resolve(name), LoadOptions(dtype=dtype, device=str(device), repack=False)
     return stored_bytes(path, options, read_config(path, options))
 
 
-def load_target(name: str, dtype: str, spread: str, parallel: Parallel) -> tuple[Any, Any]:
+def open_frozen_target(name: str, dtype: str, sharding: str, parallel: Parallel) -> tuple[Any, Any]:
     """Load the frozen causal LM and its tokenizer; every process must call it.
 
-    `spread`: ``fsdp`` shards the decoder layers and gathers one when it runs; ``tp`` computes a
-    part of each layer on every process, by transformers' ``tp_plan``, or ArgumentError. Embedding
-    and output head stay whole: the head that is trained reads both. A target that could not be
-    served is refused as there, where it is whole in a process.
+    `sharding`: ``fsdp`` shards the decoder layers and gathers each one while it runs; ``tp`` computes a part of each
+    layer on every process, by transformers' ``tp_plan``, and raises ArgumentError if there is none. Embedding and
+    output head stay whole, because the trained head reads both. A target that could not be served is refused here, too,
+    unless it is sharded.
     """
     path = resolve(name)
-    if parallel.world == 1 or spread == "none":
+    if parallel.world == 1 or sharding == "none":
         model = open_named(path, LoadOptions(dtype=dtype, device=str(parallel.device), repack=False))
     else:
-        model = _load_tensor_parallel(path, dtype, parallel) if spread == "tp" else _load_sharded(path, dtype, parallel)
+        load = _load_tensor_parallel if sharding == "tp" else _load_sharded
+        model = load(path, dtype, parallel)
     tokenizer = load_tokenizer(path, None)
-    if parallel.world == 1 or spread == "none":
+    if parallel.world == 1 or sharding == "none":
         parallel.on_first(lambda: refuse_unservable(TransformersTarget, model, tokenizer))
     return model.requires_grad_(False), tokenizer
 
 
 def _load_sharded(name: str | Path, dtype: str, parallel: Parallel) -> Any:
-    """Shard on the CPU, one process of a machine after the other, so that host and device hold one
-    copy at most.
+    """Load and shard on the CPU, one process of a machine after the other, so that host and device hold at most one
+    whole copy.
     """
     mesh = init_device_mesh(parallel.device.type, (parallel.world,))
     mine = int(os.environ.get("LOCAL_RANK", parallel.rank))
@@ -471,14 +512,14 @@ def _load_tensor_parallel(name: str | Path, dtype: str, parallel: Parallel) -> A
             f"{groups}: use target_parallel=fsdp, or a number of processes that divides {groups}"
         )
     model = open_named(name, options)
-    # Gather embedding and output head, and let them run as they would without a plan.
+    # Gather embedding and output head, and let them run without the plan.
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     tied = output.weight is embedding.weight
     for module in (embedding, output):
         for weight_name, weight in list(module.named_parameters(recurse=False)):
             if isinstance(weight, DTensor):
                 setattr(module, weight_name, nn.Parameter(weight.full_tensor(), requires_grad=False))
-        # transformers puts the plan's forward, with its exchange between processes, on the instance.
+        # transformers sets the plan's forward, which communicates between processes, on the instance.
         module.__dict__.pop("forward", None)
     if tied:
         output.weight = embedding.weight

@@ -69,5 +69,5 @@ def test_a_stopped_command_goes_on_with_other_prompts(forerun: Forerun, checkpoi
     assert len({line["prompt"] for line in lines}) == len({line["id"] for line in lines}) == 5
     assert {line["source"] for line in lines} == {"drawn"}
     assert "5 were there already" in forerun(*words, "--count", 5).out
-    with pytest.raises(DataError, match="holds no drawn prompts"):
+    with pytest.raises(DataError, match="is no drawn prompt"):
         PromptDraw(output=Path(__file__), count=1)

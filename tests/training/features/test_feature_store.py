@@ -4,8 +4,8 @@ import errno
 import json
 import shutil
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -393,10 +393,8 @@ def test_a_hub_id_is_fetched_without_the_same_weights_in_other_layouts(
 
 def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> None:
     """By the step that follows; whatever is asked for instead is read then, and damage is told of when it is."""
-    batches, asked, features = RunBatches.__new__(RunBatches), list[int](), store.features
-    batches.source, batches.windows, batches.device = store, cast(Any, None), torch.device("cpu")
-    batches.accumulation, batches.steps = 1, 10
-    batches.reader, batches.ahead = ThreadPoolExecutor(max_workers=1), {}
+    windows = cast(Any, SimpleNamespace(steps_per_epoch=lambda world: 10))
+    batches, asked, features = RunBatches(windows, store, None, device=torch.device("cpu"), world=1), [], store.features
     empty = torch.zeros(1, 1, dtype=torch.int64)
     tokens = TokenBatch(tokens=empty, loss_mask=empty.bool(), documents=empty, positions=empty)
 
@@ -410,8 +408,9 @@ def test_the_next_batch_is_read_while_this_one_trains(store: FeatureStore) -> No
     for step in (0, 1, 3):
         found = batches.batch(step, 0, 1)
         assert found.number == step and float(found.features[0][0, 0, 0]) == step
-        batches.reader.submit(int).result()  # all that was begun is done
+        batches._reader.submit(int).result()  # all that was begun is done
     assert asked == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match="a flipped byte"):
         batches.batch(4, 0, 1)
+    batches.close()
     store.features = features

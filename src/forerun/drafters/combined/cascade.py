@@ -1,10 +1,10 @@
-"""Drafts with a draft model that is itself sped up by a cheaper drafter, to any depth.
+"""Drafts with a draft model that is itself sped up by a cheaper drafter; cascades may be nested.
 
-Staged speculative decoding (Spector & Re, arXiv 2308.04623) and the vertical cascade of cascade speculative drafting
-(Chen et al., 2312.11462): the draft model is the target of an inner drafter and writes its chain with the engine's own
-`step`. The inner level walks the draft model's own draws, so the chain is the one that the draft model would have
-drafted by itself, each token drawn from the recorded distribution; only its cost falls. `tail` is the horizontal
-cascade: the inner drafter goes on where the chain ends.
+This is staged speculative decoding (Spector & Re, arXiv 2308.04623), and the vertical cascade of cascade speculative
+drafting (Chen et al., 2312.11462). The draft model is the target of an inner drafter, and generates its chain with the
+engine's own `step`. The inner step follows the draft model's own draws, so the chain is the one that the draft model
+would have drafted alone, with the recorded distributions; only its cost falls. Option `tail` is the horizontal cascade:
+the inner drafter continues where the chain ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from forerun.core.acceptance import Acceptance, by_draft_prob
 from forerun.core.rng import Rng
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, graft
-from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup, PerDomain, check_least, with_params
+from forerun.decode.drafter import (
+    DraftContext,
+    Drafted,
+    DrafterSetup,
+    LearningDrafter,
+    PerDomain,
+    check_least,
+    with_params,
+)
 from forerun.decode.row import Row
 from forerun.decode.step import Group, context_for, step
 from forerun.drafters.combined.composed import Spec, options_of
@@ -39,9 +47,9 @@ class CascadeConfig:
     """Options of `cascade`."""
 
     model: Any  # The draft model: directory, hub id, ``demo-draft``, or a loaded transformers model
-    inner: Spec = "ngram"  # Drafter of the draft model: a name or ``{"method": name, ...}``; also a `cascade`
-    num_speculative_tokens: int = 8  # Tokens that the draft model writes; what `tail` appends is not counted
-    tail: int = 0  # Most nodes that the inner drafter adds behind the chain; the draft model does not see them
+    inner: Spec = "ngram"  # The draft model's own drafter: a name or ``{"method": name, ...}``; it may be a `cascade`
+    num_speculative_tokens: int = 8  # Length of the draft model's chain, without `tail`
+    tail: int = 0  # Most nodes that the inner drafter adds after the chain; the draft model does not score them
     inner_nodes: int = 16  # Most nodes that the inner drafter may draft for one pass of the draft model
     dtype: str = "auto"  # Dtype of the draft model's weights: ``auto`` is what the checkpoint says
 
@@ -50,13 +58,14 @@ class CascadeConfig:
         check_least("cascade", self, num_speculative_tokens=1, tail=0, inner_nodes=1)
 
 
-class CascadeDrafter(Drafter):
-    """Drafts a chain with a smaller model, several of its tokens in one of its passes."""
+class CascadeDrafter(LearningDrafter[Drafted]):
+    """Drafts a chain with a smaller model, which itself decodes speculatively."""
 
     name = "cascade"
     Config = CascadeConfig
 
     def __init__(self, config: CascadeConfig, setup: DrafterSetup) -> None:
+        super().__init__()
         self.config = config
         self._behind = config.num_speculative_tokens + config.inner_nodes + config.tail
         slots = setup.slots + self._behind
@@ -67,9 +76,9 @@ class CascadeDrafter(Drafter):
         self._inner = Guarded.build(*options_of("member", config.inner), inner)
         if self._inner.requires and self.model.states is not None:
             raise UnsupportedModelError(
-                f"cascade: {self._inner.method} reads hidden states of the draft model, whose recurrent states go back "
-                "further than to the last accepted token: it would read tokens twice. Take an inner drafter without a "
-                "head, ngram say"
+                f"cascade: {self._inner.method} reads hidden states of the draft model, but the recurrent states of "
+                "that model cannot be rolled back to every token, so tokens would be read twice. Take an inner drafter "
+                "without a head, such as ngram"
             )
         self._estimates = PerDomain(Acceptance)
         self._rows = defaultdict[int, _CascadeRow](_CascadeRow)
@@ -89,17 +98,13 @@ class CascadeDrafter(Drafter):
         return self.model.memory_bytes() + self._inner.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
-        """Keep what the text confirmed of the last chain. New tokens are run when a draft is
-        wanted, not before.
-        """
+        """Keep the accepted part of the last chain in the caches. New tokens are run with the next proposal."""
+        super().extend(context)
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            state, known = self._rows[row_id], len(tokens) - fresh
-            submitted, state.submitted = state.submitted, None
-            if submitted is not None and state.text == known:
-                submitted.learn(tokens[known:])
-            self._agree(row_id, min(state.text, known), tokens)
+            self._agree(row_id, min(self._rows[row_id].text, len(tokens) - fresh), tokens)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        super().truncate(rows, lengths)
         for row_id, length in zip(rows, lengths, strict=True):
             self._shrink(row_id, min(self._rows[row_id].text, length), length)
             self.model.clear(row_id)
@@ -118,7 +123,7 @@ class CascadeDrafter(Drafter):
         self._write(list(rows.values()))
         for index, row in rows.items():
             self._submit(trees[index], row)
-            if row.error is not None:  # the draft model's numbers, or the row's own processors, which the target meets
+            if row.error is not None:  # The draft model's logits, or a processor, which fails for the target, too
                 if isinstance(row.error, NumericError) and not row.chain:
                     context.fail(index, row.error)
                 self._shrink(row.cache_row, row.begun, row.begun)
@@ -127,10 +132,10 @@ class CascadeDrafter(Drafter):
             self._append(going, trees, budget)
         return trees
 
-    # --- what is known ----------------------------------------------------------------------------------------------
+    # --- state of a row ----------------------------------------------------------------------------------------------
 
     def _agree(self, row_id: int, base: int, tokens: Sequence[int]) -> None:
-        """Shrink to what agrees with `tokens`, of which the first `base` are known to agree."""
+        """Cut a row's state to the prefix that agrees with `tokens`, of which the first `base` are known to agree."""
         state = self._rows[row_id]
         chain, agreed = state.chain if base == state.text else [], base
         for guess, token in zip(chain, self.model.readable(tokens[base : base + len(chain)]), strict=False):
@@ -140,9 +145,8 @@ class CascadeDrafter(Drafter):
         self._shrink(row_id, agreed, len(tokens))
 
     def _shrink(self, row_id: int, agreed: int, length: int) -> None:
-        """Forget all but `agreed` tokens of a text of `length`, whose last one is not run before a
-        step. An inner drafter that reads hidden states wants that of the token before the first new
-        one, so this one runs again.
+        """Forget all but `agreed` tokens of a text of `length` tokens, the last of which is run in the next step. An
+        inner drafter that reads hidden states needs the one before the first new token, so that token is run again.
         """
         state = self._rows[row_id]
         kept = agreed - 1 if self._inner.requires else agreed
@@ -153,7 +157,7 @@ class CascadeDrafter(Drafter):
         state.text, state.chain = agreed, []
 
     def _enter(self, context: DraftContext, index: int, room: int) -> InnerRow:
-        """Return the context's row as the inner level's."""
+        """Return one of the context's rows as a row of the inner step."""
         row_id, tokens, sampler = context.rows[index], context.tokens[index], context.samplers[index]
         self._agree(row_id, min(self._rows[row_id].text, len(tokens)), tokens)
         greedy = sampler.greedy
@@ -161,7 +165,7 @@ class CascadeDrafter(Drafter):
             cache_row=row_id,
             tokens=self.model.readable(tokens),
             prompt_length=context.prompt_lengths[index],
-            # At temperature 0 the sampler also tells how probable each token was.
+            # At temperature 0 the log-probabilities give the draft model's confidence in each token.
             sampler=with_params(sampler, logprobs=0, logprobs_mode="raw_logprobs") if greedy else sampler,
             seed=context.rng[index].seed,
             stop_ids=frozenset(),
@@ -173,7 +177,9 @@ class CascadeDrafter(Drafter):
         )
 
     def _catch_up(self, rows: Sequence[InnerRow]) -> None:
-        """Run what the draft model lacks but the root, and show the inner drafter what is new."""
+        """Prefill the draft model with the tokens that it lacks, except the root, and let the inner drafter read
+        them.
+        """
         lacking = [len(row.tokens) - 1 - self.model.lengths[row.cache_row] for row in rows]
         alone = [[row] for row, count in zip(rows, lacking, strict=True) if count > CHUNK]
         short = [row for row, count in zip(rows, lacking, strict=True) if 0 < count <= CHUNK]
@@ -193,9 +199,7 @@ class CascadeDrafter(Drafter):
     # --- the chain --------------------------------------------------------------------------------------------------
 
     def _write(self, rows: Sequence[InnerRow]) -> None:
-        """Step until every row's chain is as long as it should be: a length that no drawn token
-        decides.
-        """
+        """Run inner steps until every row's chain has its length, which does not depend on drawn tokens."""
         running = list(rows)
         while running:
             members, depths, most = range(len(running)), [row.tokens_left for row in running], self.config.inner_nodes
@@ -209,12 +213,9 @@ class CascadeDrafter(Drafter):
             running = [row for row in running if row.tokens_left > 0 and row.error is None]
 
     def _submit(self, tree: TokenTree, row: InnerRow) -> None:
-        """Add the chain to the tree, each sampled token with the distribution that it was drawn
-        from.
-        """
-        state = self._rows[row.cache_row]
-        state.chain = row.chain
-        state.submitted = submitted = Drafted(tree, self._estimates.of(row.cache_salt))
+        """Add the chain to the tree, each sampled token with the distribution that it was drawn from."""
+        self._rows[row.cache_row].chain = row.chain
+        submitted = self._drafted[row.cache_row] = Drafted(tree, self._estimates.of(row.cache_salt))
         for position, token in enumerate(row.chain):
             probs = row.probs.get(position)
             if probs is None:
@@ -225,9 +226,7 @@ class CascadeDrafter(Drafter):
             submitted.add(token, position, by_draft_prob(drawn, 0, prob), drawn)
 
     def _append(self, going: Mapping[int, InnerRow], trees: Sequence[TokenTree], budget: Budget) -> None:
-        """Hang what the inner drafter expects behind each chain below its end, within what is left
-        of the budget.
-        """
+        """Append the inner drafter's proposal after each chain, within the rest of the budget."""
         rows, nodes, depth = list(going.values()), list[int](), list[int]()
         for index, row in going.items():
             size, room = trees[index].size, self.model.max_length - len(row.tokens)
@@ -236,43 +235,41 @@ class CascadeDrafter(Drafter):
         context = context_for(rows, range(len(rows)), [0] * len(rows), {})
         tails = self._inner.propose(context, Budget(nodes=nodes, depth=depth))
         for tail, (index, row) in zip(tails, going.items(), strict=True):
-            tree, submitted = trees[index], self._rows[row.cache_row].submitted
-            assert submitted is not None, "its chain was submitted"
+            tree, submitted = trees[index], self._drafted[row.cache_row]
             end = tree.size
             graft(tree, tail, end, since=end)
             for node in range(end + 1, tree.size + 1):
-                # Counted apart from the chain's own nodes, all of rank 0: this is the inner drafter's word alone.
+                # These have rank 1, so they are counted separately from the chain's nodes, which have rank 0: only the
+                # inner drafter stands behind them.
                 evidence = submitted.evidence[node] = by_draft_prob(Drawn.DETERMINISTIC, 1, tree.confidence[node])
                 tree.confidence[node] = submitted.acceptance.estimate(*evidence)
 
 
 @dataclass(kw_only=True, slots=True)
 class _CascadeRow:
-    """The state of draft model and inner drafter for one row: `text` committed tokens, and the
-    chain behind them.
-    """
+    """The state of draft model and inner drafter for one row: `text` committed tokens, and the last chain."""
 
     text: int = 0
     chain: list[int] = field(default_factory=list)
-    submitted: Drafted | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class InnerRow(Row):
-    """A sequence whose next tokens an inner level drafts."""
+    """A row of the inner step."""
 
-    outer: Rng  # Random numbers of the outer level's step
+    outer: Rng  # Random numbers of the outer step
     begun: int  # Committed tokens when the draft began
-    probs: dict[int, Tensor] = field(default_factory=dict)  # Distribution (V,) of each index of the chain
-    drawn: dict[int, int] = field(default_factory=dict)  # Position in the chain -> that token
-    certainty: list[float] = field(default_factory=list)  # At temperature 0: the draft model's probability of each
+    probs: dict[int, Tensor] = field(default_factory=dict)  # Index in the chain -> distribution (V,) of the token
+    drawn: dict[int, int] = field(default_factory=dict)  # Index in the chain -> token drawn from it
+    certainty: list[float] = field(default_factory=list)
+    """At temperature 0: the draft model's probability of each token."""
 
     def rng(self) -> Rng:
         return InnerRng(self)
 
     def end(self) -> None:
-        """End the chain after a failed step, behind what that step drew, whose fate may not depend
-        on what followed.
+        """End the chain after a failed step. The tokens that the step had drawn stay in it, because whether they are
+        submitted must not depend on what followed.
         """
         self.shorten(1)
         while (token := self.drawn.get(len(self.chain))) is not None:
@@ -284,9 +281,9 @@ class InnerRow(Row):
 
 
 class InnerRng(Rng):
-    """The random numbers of an inner step. The token it draws for a position is the outer level's
-    draft draw for it, so whoever drafts inside, the chain is the one that the draft model would
-    sample. The inner drafter draws from the next stream.
+    """The random numbers of an inner step. The token for a position is drawn with the outer step's draft numbers, so
+    the chain is the one that the draft model would sample alone, whatever the inner drafter proposes. The inner drafter
+    draws from the next stream.
     """
 
     def __init__(self, row: InnerRow) -> None:
@@ -294,7 +291,7 @@ class InnerRng(Rng):
         super().__init__(row.outer.seed, row.outer.position + self._offset, row.outer.draft_stream + 1)
 
     def draw(self, probs: Tensor, depth: int = 0) -> int:
-        """Draw a token from `probs` (V,), which is remembered as the distribution of its position."""
+        """Draw a token from `probs` (V,), and record the distribution for its position."""
         position = self._offset + depth
         self._row.probs[position] = probs
         token = self._row.drawn[position] = self._row.outer.drafted(probs, position)
@@ -302,16 +299,16 @@ class InnerRng(Rng):
 
 
 class DraftTarget(TransformersTarget):
-    """A draft model that is scored in the token ids of another model."""
+    """A draft model whose logits are over the token ids of another model."""
 
     def speak(self, vocabulary: int) -> None:
-        """Give logits over `vocabulary` ids from now on: padding is dropped, ids that this model
-        lacks are impossible.
+        """Return logits over `vocabulary` ids from now on: padding is dropped; ids that this model lacks get minus
+        infinity.
         """
         self.known, self.vocab_size = self.vocab_size, vocabulary
 
     def readable(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens with ids that this model lacks replaced by 0."""
+        """Return the tokens, with 0 instead of ids that this model lacks."""
         return [token if token < self.known else 0 for token in tokens]
 
     def score(

@@ -1,16 +1,15 @@
-"""These drafters are made of others, which are built from configurations of their own and isolated
-from each other's failures.
+"""Drafters that combine other drafters. The members have their own configurations, and one member's failure does not
+affect the others.
 
-`first_of` drafts each row with the first of several drafters whose draft promises enough tokens.
-The last one takes the rows that are left. A drafter is asked for these rows only, so one that costs
-forward passes costs them where it is needed. The routing of SAM-Decoding (arXiv 2411.10666), by
-expected tokens, not match lengths.
+`first_of` drafts each row with the first of several drafters whose draft promises enough tokens. The last member takes
+the remaining rows. A member is queried only for the rows that the members before it left, so a forward pass is only
+run where it is needed. This is the routing of SAM-Decoding (arXiv 2411.10666), by expected tokens instead of match
+lengths.
 
-`merge` joins the trees of several drafters under one node budget. Deterministic nodes with the same
-path become one, and the likeliest are kept. Sampled nodes come from one member only, whose tree
-goes in whole: neither merged nor pruned, since either, decided by a drawn value, would bias the
-answer. Deterministic nodes of the others may stand beside and below sampled ones; traversal
-verifies such trees.
+`merge` joins the trees of several drafters under one node budget. Deterministic nodes with the same path become one,
+and the likeliest are kept. Sampled nodes come from one member only, whose tree is taken whole: merging or pruning it
+would depend on drawn tokens and bias the output. Deterministic nodes of the others may be siblings or descendants of
+sampled ones; traversal verification verifies such trees.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ Spec = Mapping[str, Any] | str  # A member: ``{"method": name, option: value, ..
 
 
 def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
-    """Split a member's specification into its method and options. Raises ArgumentError that says
-    what was expected.
+    """Split a member's specification into its method and options. Raises ArgumentError if it is neither a name nor a
+    configuration.
     """
     spec = {"method": given} if isinstance(given, str) else given
     if not isinstance(spec, Mapping) or not isinstance(spec.get("method"), str):
@@ -43,9 +42,7 @@ def options_of(owner: str, given: object) -> tuple[str, dict[str, Any]]:
 
 
 def check_specs(owner: str, given: object) -> None:
-    """Raise ArgumentError unless `given` is a list of at least two members; other errors as
-    `options_of`.
-    """
+    """Raise ArgumentError unless `given` is a list of at least two members; also raises as `options_of` does."""
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence) or len(given) < 2:
         raise ArgumentError(f'{owner}: drafters are two or more, like ["ngram", {{"method": "suffix"}}], got {given!r}')
     for spec in given:
@@ -58,23 +55,21 @@ class ComposedConfig:
 
     drafters: Sequence[Spec] = ("suffix", "recycling")  # The members, each a name or ``{"method": name, ...}``
     reproducible: bool = True
-    """Let members draft deterministically for sampled requests with a seed, so that the text is
-    plain decoding's. False lets them sample there too: more is accepted, and the text depends on
-    what was learned from other requests.
+    """Let members draft deterministically for sampled requests with a seed, so that their text is that of plain
+    decoding. False lets members sample: more tokens are accepted, but the text depends on what was learned from other
+    requests.
     """
 
 
 class Composed(Drafter):
-    """The base of drafters that choose among the proposals of others, or join them."""
+    """The base of drafters that choose among the proposals of several members, or join them."""
 
     def __init__(self, config: ComposedConfig, setup: DrafterSetup) -> None:
         self.config = config
         self.members = [Guarded.build(*options_of("member", spec), setup) for spec in config.drafters]
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """Return the kind of trees: which member drafts a row, and what stands beside its nodes, is
-        decided in each step.
-        """
+        """Return the kind that covers the trees of all members, because each step decides anew which members draft."""
         seen = make_repeatable(sampler) if self.config.reproducible else sampler
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
@@ -110,15 +105,16 @@ class Composed(Drafter):
         return sum(member.memory_bytes() for member in self.members)
 
     def for_members(self, context: DraftContext) -> DraftContext:
-        """Return the context as members see it."""
+        """Return the context that members get."""
         return context.repeatable() if self.config.reproducible else context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstOfConfig(ComposedConfig):
-    """Options of `first_of`; the preferred member stands first."""
+    """Options of `first_of`; the preferred member comes first."""
 
-    min_tokens: float | Sequence[float] = 1.0  # Tokens a draft must promise; a number, or one per drafter but the last
+    min_tokens: float | Sequence[float] = 1.0
+    """Expected tokens a draft needs: one number, or one for each member but the last."""
 
     def __post_init__(self) -> None:
         check_specs("first_of", self.drafters)
@@ -131,16 +127,15 @@ class FirstOfConfig(ComposedConfig):
 
     @property
     def thresholds(self) -> tuple[float, ...]:
-        """The values of `min_tokens` for each drafter but the last."""
+        """The values of `min_tokens` for each member but the last."""
         if isinstance(self.min_tokens, int | float):
             return (float(self.min_tokens),) * (len(self.drafters) - 1)
         return tuple(self.min_tokens)
 
 
 class FirstOfDrafter(Composed):
-    """Takes each row's draft from the first member that promises enough. A draft that holds sampled
-    nodes is taken whatever it promises: to submit a sampled node or not for its value would bias
-    the answer.
+    """Takes each row's draft from the first member that promises enough. A draft with sampled nodes is always taken: to
+    submit it or not, depending on its tokens, would bias the output.
     """
 
     name = "first_of"
@@ -171,9 +166,9 @@ def _promises(tree: TokenTree, threshold: float) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MergeConfig(ComposedConfig):
-    """Options of `merge`. Of members that sample, the first one's sampled nodes are used."""
+    """Options of `merge`. If several members sample, the sampled nodes of the first one are used."""
 
-    nodes: int | None = None  # Most nodes of the joined tree; None takes what a step may draft
+    nodes: int | None = None  # Most nodes of the joined tree; None takes the engine's limit
 
     def __post_init__(self) -> None:
         check_specs("merge", self.drafters)

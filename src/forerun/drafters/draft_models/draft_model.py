@@ -1,14 +1,12 @@
 """Drafts with a smaller causal LM that has the target's tokenizer: a chain or a tree, deterministic
 or sampled.
 
-The draft model is a `Target` of its own, with its own cache. A row's cache holds the committed
-tokens but the last; the root and the nodes that were run stand behind them, and what is accepted of
-them stays here too, so no token runs twice. Sources: Leviathan et al. (arXiv 2211.17192), SpecInfer
-(2305.09781), Sequoia (2402.12374).
+The draft model is a `Target` with a cache of its own. A row's cache holds the committed tokens except the last one,
+followed by the root and the nodes that were run. Accepted nodes stay in the cache, so no token is run twice. Sources:
+Leviathan et al. (arXiv 2211.17192), SpecInfer (2305.09781), Sequoia (2402.12374).
 
-On a device the whole tree is one recording: the tokens that the cache lacks, then the tree level by
-level, and the draws between the levels. It is one launch, where passes one by one are packed, sent
-and launched each by itself.
+On an accelerator one recording (CUDA graph) runs the whole draft: the tokens that the cache lacks, then the tree depth
+by depth, with the draws in between. That is a single launch instead of one for each pass.
 """
 
 from __future__ import annotations
@@ -50,12 +48,12 @@ class UnrolledDraft(Protocol):
 
     @property
     def run(self) -> int:
-        """Number of nodes, counted from the first, that the model has run."""
+        """The number of nodes, counted from the first, that the model has run."""
         ...
 
 
 Tree = TypeVar("Tree", bound=UnrolledDraft)
-NextLevel = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, the last level) -> its raw logits (B, F, V)
+NextLevel = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, nodes of the last depth) -> raw logits (B, F, V)
 
 
 @torch.inference_mode()
@@ -68,19 +66,19 @@ def unroll(
     *numbers: Tensor,
     key: Hashable,
 ) -> Tree:
-    """Append ``tokens[i]``, at least one, to row ``rows[i]`` and draft a tree behind the last of
-    them, its root. The cache then holds what `Target.prefill` and `Target.score` of the nodes that
-    were run leave there, to be committed.
+    """Append ``tokens[i]``, at least one, to row ``rows[i]``, and draft a tree whose root is the last of them. The
+    cache is then in the same state as after `Target.prefill` of the tokens and `Target.score` of the nodes that were
+    run.
 
     Args:
-        parents: (N,) of the nodes of the whole shape, level by level; -1 of the root.
-        grow: makes a tree of the raw logits (B, 1, V) after the roots, with a `NextLevel` for those further down; it is
-            called with both and the `numbers`.
-        numbers: (B, ..) what differs from call to call under one key, on the device.
-        key: what `grow` does.
+        parents: (N,) parents of the nodes of the whole shape, depth by depth; -1 for the root.
+        grow: builds a tree from the raw logits (B, 1, V) after the roots, a `NextLevel` for the logits further down,
+            and the `numbers`.
+        numbers: (B, ..) tensors on the device that differ between calls with one key.
+        key: identifies the operations of `grow`.
 
     Returns:
-        What `grow` made; where it is recorded it lives until the next call.
+        The result of `grow`. If it was recorded, it is valid until the next call.
     """
     count, counts = len(rows), [len(one) for one in tokens]
     batch = min(target.cache.rows, bucket(max(rows) + 1))
@@ -104,7 +102,7 @@ def unroll(
 
         return grow(first.index_select(0, index), descend, *numbers)
 
-    more = bucket(count) - count  # for as many rows as a recording is: the last one again
+    more = bucket(count) - count  # A recording runs more rows: the last one is repeated
     at = torch.tensor([*rows, *[rows[-1]] * more])
     host = [scatter_rows(part, rows, batch) for part in (torch.tensor(held), torch.tensor(counts), nodes.ids)]
     given = [extend_rows(one, more) for one in numbers]
@@ -112,7 +110,7 @@ def unroll(
     with target._turn:
         tree: Tree = target.recordings.run_sent(whole, work, [*host, at], target.device, *given)
     for row, one, own in zip(rows, held, counts, strict=True):
-        target.lengths[row] = one + own - bool(tree.run)  # below a root that was run it is node 0, and not committed
+        target.lengths[row] = one + own - bool(tree.run)  # If nodes were run, the root is node 0 and not committed
         target._ran.pop(row, None)
         if tree.run:
             target._ran[row] = 1 + tree.run
@@ -120,22 +118,18 @@ def unroll(
 
 
 class _Course:
-    """The passes over a tree of one shape, on the device alone: over the first rows of the cache,
-    each in its place.
-    """
+    """The passes over a tree of one shape, without the host, for the first rows of the cache in their order."""
 
     def __init__(self, target: TransformersTarget, parents: tuple[int, ...], width: int) -> None:
         self.target, self.parents, self._width = target, parents, width
 
     @cached_property
     def _sees(self) -> Tensor:
-        """(N, N) bool on the host: a node looks at itself and those above it."""
+        """(N, N) bool on the host: a node attends to itself and its ancestors."""
         return ancestor_mask(torch.tensor([self.parents[1:]], dtype=torch.int64))[0]
 
     def root(self, lengths: Tensor, counts: Tensor, ids: Tensor) -> Tensor:
-        """Return logits (B, 1, V) after the last of the first `counts` (B,) of `ids` (B, N), which
-        stand behind `lengths`.
-        """
+        """Return logits (B, 1, V) after token number `counts` (B,) of `ids` (B, N), which follow `lengths` tokens."""
         size, device = ids.shape[1], ids.device
         steps = torch.arange(size, device=device)
         real, places = steps < counts.unsqueeze(1), lengths.unsqueeze(1) + steps
@@ -145,9 +139,7 @@ class _Course:
         return self.target.head(states.gather(1, last))
 
     def below(self, base: Tensor, takes_part: Tensor, ids: Tensor, level: range) -> Tensor:
-        """Return logits (B, F, V) after the nodes `level`, which hold `ids` (B, F), of rows whose
-        root stands at `base`.
-        """
+        """Return logits (B, F, V) after the nodes `level` with tokens `ids` (B, F), of rows whose root is at `base`."""
         device, depths = ids.device, self._sees[: level.stop].sum(-1) - 1
         sees = constant(tuple(self._sees[level.start : level.stop, : level.stop].flatten().tolist()), device)
         places = base.unsqueeze(1) + torch.arange(level.start, level.stop, device=device)
@@ -159,8 +151,8 @@ class _Course:
     def _run(
         self, lengths: Tensor, sees: Tensor, positions: Tensor, places: Tensor, real: Tensor, ids: Tensor
     ) -> Tensor:
-        """Return states (B, N, H) after the final norm. `positions` (B, M) are those of the nodes
-        behind `lengths`, of which the last N are run.
+        """Return states (B, N, H) after the final norm. `positions` (B, M) are those of the nodes after `lengths`
+        tokens, of which the last N are run.
         """
         positions = positions.clamp_max(self.target.max_length - 1)
         block = Block(lengths, sees, positions[:, -ids.shape[1] :], positions)
@@ -172,7 +164,7 @@ class _Course:
         return states
 
 
-CHUNK = 16  # Rows with more tokens to catch up on run them apart: the others need not be padded to their length
+CHUNK = 16  # Rows that lack more tokens than this are prefilled alone, so that others are not padded to their length
 Model = TypeVar("Model", bound=Target)
 
 
@@ -190,7 +182,7 @@ class DraftModelConfig(TreeOptions):
         self.check("draft_model")
 
     def check(self, method: str) -> None:
-        """Raise ArgumentError, in the name of `method`, unless the options make sense."""
+        """Raise ArgumentError, naming `method`, unless the options are valid."""
         self.check_tree(method)
         check_choice(method, self, "stop", [rule.value for rule in Stop])
         never, most = self.stop == Stop.NEVER, math.inf if self.stop == Stop.SVIP else 1.0
@@ -200,11 +192,11 @@ class DraftModelConfig(TreeOptions):
 
 
 class DraftModelDrafter(LearningDrafter[Proposal]):
-    """Drafts with a smaller causal LM, one forward pass per level for all rows."""
+    """Drafts with a smaller causal LM, with one forward pass per depth for all rows."""
 
     name = "draft_model"
     Config = DraftModelConfig
-    _room: ClassVar[int] = 1  # The draft model's cache holds so many times the engine's slots
+    _room: ClassVar[int] = 1  # Slots of the draft model's cache, in multiples of the engine's
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         super().__init__()
@@ -214,7 +206,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
-        # Row -> committed tokens in the draft model's cache, counted as it reads them
+        # Row -> committed tokens in the draft model's cache, in the draft model's tokens
         self._cached = defaultdict[int, int](int)
 
     def kind(self, sampler: Sampler) -> DraftKind:
@@ -231,9 +223,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return self.model.memory_bytes()
 
     def extend(self, context: DraftContext) -> None:
-        """Keep what was accepted of the last proposal. New tokens are run when a draft is wanted,
-        not before.
-        """
+        """Keep the accepted nodes of the last proposal in the cache. New tokens are run with the next proposal."""
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             cached, known, drafted = self._cached[row_id], len(tokens) - fresh, self._drafted.get(row_id)
@@ -270,8 +260,8 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return trees
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
-        """Grow the first nodes of the shape for the active rows, level by level; the draft model
-        reads their texts as `texts`.
+        """Grow the first nodes of the shape for the active rows, depth by depth. `texts` are their texts in the draft
+        model's tokens.
         """
         rows, within = [context.rows[index] for index in active], list(ending.nodes)
         left = self._catch_up(rows, texts)
@@ -290,7 +280,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
             self._cached[row] = len(text) - 1 + appended
 
         def descend(ids: Tensor, level: range) -> Tensor:
-            if level.start == 1 and appended:  # the root becomes node 0: it keeps its slot but is no longer committed
+            if level.start == 1 and appended:  # The root becomes node 0: it keeps its slot but is no longer committed
                 for row in rows:
                     self._cached[row] -= 1
                 self.model.truncate(rows, [self._cached[row] for row in rows])
@@ -301,7 +291,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return drawn(self._tree.draws(context, active, first.device, size), first, descend)
 
     def _catch_up(self, rows: list[int], texts: list[Sequence[int]]) -> list[Sequence[int]]:
-        """Run what the rows lack of the `texts`, as `catch_up` does. Returns what is left to run, the root last."""
+        """Run the tokens of `texts` that the rows lack, as `catch_up` does. Return those left to run, the root last."""
         most = [min(self._cached[row], len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         cached = [self.model.reusable(row, count) for row, count in zip(rows, most, strict=True)]
         missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
@@ -316,7 +306,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         key: Hashable,
         drawn: Callable[[Draws | HostDraws, Tensor, Descend], Grown],
     ) -> Grown:
-        """Grow the nodes as one recording, which runs what is `left` first."""
+        """Grow the nodes in one recording, which first runs the tokens that are `left`."""
 
         def grow(first: Tensor, descend: Descend, *numbers: Tensor) -> Grown:
             def below(ids: Tensor, level: range) -> Tensor:
@@ -332,31 +322,29 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return grown
 
     def _fixed_tree(self) -> FixedTree:
-        """Return the tree that is drafted."""
+        """The tree that is drafted."""
         return self.config.fixed_tree()
 
     @property
     def _behind(self) -> int:
-        """Slots that a draft needs behind a row's committed tokens."""
+        """Slots that a draft needs after a row's committed tokens."""
         return self._tree.shape.size
 
     @property
     def _most(self) -> int:
-        """Most tokens of a text and a path behind it."""
+        """Most tokens of a text together with a drafted path."""
         return min(self.model.max_length, self.model.slots - self._behind)
 
     def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
-        """Return the committed tokens as the draft model reads them."""
+        """Return the committed tokens in the draft model's tokens."""
         return tokens
 
     def _span(self, row_id: int, length: int) -> int:
-        """Return how many tokens the draft model reads for a row's first `length` committed ones."""
+        """Return the number of draft tokens for a row's first `length` committed tokens."""
         return length
 
     def _readable(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens with ids that the draft model may lack, from the padding of the
-        target's embedding, replaced by 0.
-        """
+        """Return the tokens, with 0 instead of ids that the draft model lacks (padding of the target's embedding)."""
         return [token if token < self.model.vocab_size else 0 for token in tokens]
 
     def _fit(self, logits: Tensor) -> Tensor:
@@ -364,7 +352,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return fit_vocabulary(logits, self._vocabulary)
 
     def _known(self, ids: Tensor) -> Tensor:
-        """Return drafted tokens as the draft model reads them."""
+        """Return drafted tokens in the draft model's tokens."""
         return ids
 
     def _check_vocabulary(self, setup: DrafterSetup) -> None:
@@ -372,9 +360,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
 
 
 def load_draft(load: Callable[..., Model], config: Any, setup: DrafterSetup, slots: int) -> Model:
-    """Load the draft model that a configuration names beside the target; one that is loaded stays
-    where it is.
-    """
+    """Load the draft model that a configuration names on the target's device; a loaded model stays on its own."""
     return load(
         config.model,
         rows=setup.rows,
@@ -385,23 +371,23 @@ def load_draft(load: Callable[..., Model], config: Any, setup: DrafterSetup, slo
 
 
 def fit_vocabulary(logits: Tensor, vocabulary: int) -> Tensor:
-    """Map logits (.., V') -> (.., V) over `vocabulary` ids: padding is dropped, ids that the draft
-    model lacks are impossible.
+    """Map logits (.., V') -> (.., V) over `vocabulary` ids: padding is dropped; ids that the draft model lacks get
+    minus infinity.
     """
     missing = vocabulary - logits.shape[-1]
     return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocabulary]
 
 
 def run_missing(model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]) -> Tensor:
-    """Cut the rows' caches to `cached` tokens, run what is `missing` behind them (at least one
-    token for each row), and return the logits (B, 1, V) after the last token of each.
+    """Cut the rows' caches to `cached` tokens, run the `missing` tokens after them (at least one for each row), and
+    return the logits (B, 1, V) after the last token of each.
     """
     return model.prefill(rows, catch_up(model, rows, cached, missing)).logits
 
 
 def run_last(model: Target, rows: Sequence[int], tokens: Sequence[Sequence[int]], *, appended: bool) -> Tensor:
-    """Run ``tokens[i]`` behind row ``rows[i]``, and return the logits (B, 1, V) after the last of each, which is
-    `appended` as the others are, or else scored as the root of a tree.
+    """Run ``tokens[i]`` after row ``rows[i]``, and return the logits (B, 1, V) after the last token of each. With
+    `appended` that token is committed like the others, else it is scored as the root of a tree.
     """
     if appended:
         return model.prefill(rows, tokens).logits
@@ -415,8 +401,8 @@ def run_last(model: Target, rows: Sequence[int], tokens: Sequence[Sequence[int]]
 def catch_up(
     model: Target, rows: Sequence[int], cached: Sequence[int], missing: Sequence[Sequence[int]]
 ) -> list[Sequence[int]]:
-    """Cut the rows' caches to `cached` tokens and, for rows with many `missing` tokens, run all of
-    these but the last. Returns what is left to run, at least one token for each row.
+    """Cut the rows' caches to `cached` tokens and, for rows with many `missing` tokens, run all but the last of these.
+    Return the tokens that are left to run, at least one for each row.
     """
     model.truncate(rows, cached)
     rest = list(missing)
@@ -428,13 +414,13 @@ def catch_up(
 
 
 class Stop(StrEnum):
-    """The rules that end a draft: a confidence threshold, or a bound on acceptance from the
-    distribution's entropy. A rule looks at the distribution *before* its token is drawn. The token
-    is drawn and submitted all the same, and drafting ends behind it: a sampled token that is
-    withdrawn because of its value biases the text, one that was drawn last does not.
+    """The rules that end a draft early: a confidence threshold, or a bound on acceptance from the distribution's
+    entropy. A rule reads the distribution *before* the token is drawn. That token is still drawn and submitted, and
+    drafting ends
+    after it: to withdraw a sampled token because of its value would bias the output.
     """
 
-    NEVER = "never"  # Only the budget ends it
+    NEVER = "never"  # Only the budget ends the draft
     CONFIDENCE = "confidence"  # The likeliest token has less than the threshold (``assistant_confidence_threshold``)
     SVIP = "svip"  # The square root of the distribution's entropy exceeds the threshold (SVIP, arXiv 2411.18462)
     ADAEDL = "adaedl"  # The bound ``1 - sqrt(0.2 entropy)`` on acceptance is below it (AdaEDL, arXiv 2410.18351)
@@ -445,8 +431,8 @@ ENTROPY_SHARE = 0.2  # AdaEDL's factor before the entropy, gamma in the paper
 
 
 def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor:
-    """Return (..,) bool: whether to draft on behind a token drawn from these distributions (.., V),
-    by any rule but `NEVER`. The rule's own threshold applies if none is given.
+    """Return (..,) bool: whether to continue after a token drawn from these distributions (.., V), by any rule but
+    `NEVER`. Without a threshold the rule's default applies.
     """
     threshold = DEFAULTS[rule] if threshold is None else threshold
     if rule is Stop.CONFIDENCE:
@@ -456,8 +442,8 @@ def goes_on(rule: Stop, probs: Tensor, threshold: float | None = None) -> Tensor
 
 
 class Ending(NodeLimits):
-    """The nodes that each row may submit under a `Stop` rule: nodes drawn where all of a level's
-    distributions say stop are the last.
+    """Counts the nodes that each row may submit under a `Stop` rule: the draft ends with the nodes that are drawn where
+    all distributions of one depth say stop.
     """
 
     def __init__(self, config: DraftModelConfig, levels: Sequence[range], nodes: list[int]) -> None:
@@ -466,9 +452,7 @@ class Ending(NodeLimits):
         self._ended: list[bool] = []
 
     def look(self, logits: Tensor) -> Tensor:
-        """Look at the raw logits (B, F, V) of a level before anything is drawn from them, and
-        return them.
-        """
+        """Apply the rule to the raw logits (B, F, V) of one depth before anything is drawn, and return them."""
         if self._stop is not Stop.NEVER:
             going = goes_on(self._stop, logits.float().softmax(-1), self._threshold)
             self._ended = (~going.any(-1)).tolist()

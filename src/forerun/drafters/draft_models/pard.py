@@ -1,9 +1,9 @@
 """PARD (arXiv 2504.18583): a draft model that drafts all depths in one pass, from masks, for any target of a family.
 
-A token that texts do not hold, ``pard_token`` in the model's ``config.json``, stands behind the root once for each
-depth but the first. The root predicts the token after it, a mask at position p the one at p + 1; a mask sees what is
-committed and the masks before it. What the masks leave in the cache is dropped: the true tokens are run in their
-place with the next draft. The file format is that of AMD's checkpoints: a transformers directory with two keys more.
+A mask token that texts do not contain, ``pard_token`` in the model's ``config.json``, is appended after the root once
+for each depth but the first. The root predicts the token after it, and a mask at position p the token at p + 1. A mask
+attends to the committed tokens and the masks before it. The masks' cache entries are dropped, and the true tokens are
+run in their place with the next draft. The checkpoint format is AMD's: a transformers directory with two more keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from forerun.model.support import text_config
 from forerun.model.transformers_target import require_layers
 from forerun.types import Budget, DraftKind
 
-KEY, TYPE_KEY = "pard_token", "spd_type"  # Keys in ``config.json``; the second one is "pard" and read by nobody
+# Keys in ``config.json``; the value of the second is "pard", and no engine reads it
+KEY, TYPE_KEY = "pard_token", "spd_type"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,7 @@ class PardConfig(DraftModelConfig):
     """Options of `pard`."""
 
     num_speculative_tokens: int = 8  # Most tokens on one path; public models were trained for 8 (PARD-2: 16)
-    nodes: int = 32  # Nodes of the tree of the likeliest paths, root not counted; `shape` or `tree` drafts another one
+    nodes: int = 32  # Nodes of the tree of the likeliest paths, without the root; `shape` or `tree` replaces it
 
     def __post_init__(self) -> None:
         self.check("pard")
@@ -48,8 +49,8 @@ class PardConfig(DraftModelConfig):
 
 
 class PardDrafter(DraftModelDrafter):
-    """Drafts with a PARD model in one pass for all rows. The tree of the likeliest paths (DDTree,
-    arXiv 2604.12989) is the default, since a level costs nothing.
+    """Drafts with a PARD model in one pass for all rows. The default is the tree of the likeliest paths (DDTree, arXiv
+    2604.12989), because a further depth is almost free.
     """
 
     name = "pard"
@@ -89,8 +90,8 @@ class PardDrafter(DraftModelDrafter):
         return trees
 
     def _likeliest(self, sampler: Sampler) -> DynamicTree | None:
-        """Return the tree of the likeliest paths if a request gets it, else None; above temperature
-        0 a deterministic tree loses (docs/findings.md).
+        """Return the tree of the likeliest paths for a request at temperature 0, else None: above it a deterministic
+        tree is slower (docs/findings.md).
         """
         return self._best if sampler.greedy or self.config.draw == Draw.DETERMINISTIC else None
 
@@ -112,12 +113,11 @@ class PardDrafter(DraftModelDrafter):
 
         draws, most = self._tree.draws(context, active, every.device, every.shape[-1]), max(ending.nodes)
         grown = self._tree.grow(draws, most, ending.look(every[:, :1]), descend, enough=ending.enough)
-        return dataclasses.replace(grown, run=0)  # nothing of it stands in the cache
+        return dataclasses.replace(grown, run=0)  # None of its nodes is in the cache
 
     def _levels(self, rows: list[int], texts: list[Sequence[int]], depths: list[int]) -> Tensor:
-        """Return logits (B, D, V) after the roots and after the masks behind them, D the most of
-        `depths` (B,); the last ones of a row with fewer mean nothing. One pass; what the cache
-        lacked of the `texts` stays there.
+        """Return logits (B, D, V) after the roots and their masks, from one pass. D is the largest of `depths` (B,); in
+        rows with fewer depths the last entries are meaningless. Tokens of `texts` that the cache lacked stay there.
         """
         left = self._catch_up(rows, texts)
         masked = [[*tokens, *[self._mask] * (depth - 1)] for tokens, depth in zip(left, depths, strict=True)]
@@ -131,9 +131,7 @@ class PardDrafter(DraftModelDrafter):
 
 
 def mask_token(model: Any) -> int:
-    """Return the token that a transformers causal LM reads as a mask. Raises ArgumentError if it is
-    no PARD model.
-    """
+    """Return the mask token of a transformers causal LM. Raises ArgumentError if it is not a PARD model."""
     token, name = getattr(model.config, KEY, None), model.name_or_path or "the model"
     if token is None:
         raise ArgumentError(
@@ -147,10 +145,9 @@ def mask_token(model: Any) -> int:
 
 
 def mark(model: Any, tokenizer: Any, token: int | None = None) -> None:
-    """Make a transformers causal LM a PARD model: write the keys of the format into its
-    configuration. Without a `token` the mask is the one that it brings, or, as in AMD's models, the
-    first id that the tokenizer does not use, or the padding token, or the last one. Raises
-    ArgumentError if it is none of the model's.
+    """Write the PARD keys into the configuration of a transformers causal LM. Without a `token` the mask is the one in
+    its configuration, or else, as in AMD's models, the first id that the tokenizer does not use, or the padding token,
+    or the last token. Raises ArgumentError if the token is not in the model's vocabulary.
     """
     token = getattr(model.config, KEY, None) if token is None else token
     if token is None:

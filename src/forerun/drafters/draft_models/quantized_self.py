@@ -1,9 +1,9 @@
 """Drafts with the target's own weights, rounded to 8 or 4 bits.
 
-The idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305) with plain rounding of the weights alone: the linear
-layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each group
-of inputs; embeddings, norms, output head and experts kept in one tensor are shared with the target, whose weights are
-only read. The twin has a key-value cache of its own and drafts as `draft_model` does.
+This is the idea of QuantSpec (arXiv 2502.10424) and QSpec (2410.11305), with plain rounding of the weights only. The
+linear layers of the decoder get 8 bits with one scale for each output channel, or 4 bits with scale and offset for each
+group of inputs. Embeddings, norms, output head, and experts that are one tensor are shared with the target, whose
+weights are not changed. The rounded copy has its own KV cache and drafts as `draft_model` does.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from forerun.model.transformers_target import require_layers
 
 BITS = (8, 4)
 GROUPS = (64, 32)  # Inputs that share a scale at 4 bits; the first that divides a layer's inputs
-_INT4_OUTPUTS = 16  # torch's 4-bit kernel computes outputs in blocks of so many; other layers get 8 bits
-KERNEL_ROWS = 24  # Up to so many rows torch's int8 kernel is faster than unpacking the weight (AMD, AVX-512)
+_INT4_OUTPUTS = 16  # torch's 4-bit kernel computes outputs in blocks of this size; other layers get 8 bits
+KERNEL_ROWS = 24  # Up to this many rows torch's int8 kernel is faster than unpacking the weight (AMD, AVX-512)
 _LARGEST = 127
 
 
@@ -43,7 +43,7 @@ class QuantizedSelfConfig(TreeOptions):
 
 
 class QuantizedSelfDrafter(DraftModelDrafter):
-    """Drafts with a rounded twin of the target."""
+    """Drafts with a rounded copy of the target."""
 
     name = "quantized_self"
     Config: ClassVar[type[Any]] = QuantizedSelfConfig
@@ -65,18 +65,16 @@ class QuantizedSelfDrafter(DraftModelDrafter):
                 module.scales.copy_(scales)
 
     def memory_bytes(self) -> int:
-        """Return the bytes of rounded weights, scales and the twin's cache; what it shares with the
-        target is not counted.
-        """
+        """Return the bytes of rounded weights, scales and the draft's cache, without what is shared with the target."""
         twin = require_layers(self.model, self.name)
         layers = (layer for layer in twin.model.modules() if isinstance(layer, _Rounded))
         return sum(layer.nbytes() for layer in layers) + twin.cache.nbytes()
 
 
 def make_rounded_twin(model: Any, bits: int = 8) -> Any:
-    """Return a copy of the causal LM with rounded linear layers in its decoder; all else is shared,
-    nothing is written to. Raises UnsupportedModelError if it has no plain linear layers, is not on
-    one device, or torch has no 4-bit kernel.
+    """Return a copy of the causal LM with rounded linear layers in its decoder; everything else is shared and not
+    modified. Raises UnsupportedModelError if it has no plain linear layers, is not on one device, or torch has no 4-bit
+    kernel.
     """
     refuse(
         (
@@ -101,9 +99,7 @@ def make_rounded_twin(model: Any, bits: int = 8) -> Any:
 
 
 def _round_linears(module: nn.Module, bits: int) -> nn.Module:
-    """Copy a module with rounded layers in the place of linear ones; modules that hold none are
-    shared.
-    """
+    """Copy a module, with rounded layers instead of linear ones; submodules without linear layers are shared."""
     weight = _weight(module)
     if weight is not None:
         kind = Int4Linear if bits == 4 and Int4Linear.suits(weight) else Int8Linear
@@ -129,8 +125,8 @@ def _weight(module: nn.Module) -> Tensor | None:
 
 
 class _Rounded(nn.Module):
-    """A linear layer with a rounded `weight` (out, in), which is read and not kept, and the shared
-    `bias` (out,).
+    """A linear layer made from a `weight` (out, in), of which only the rounded values are kept, and the shared `bias`
+    (out,).
     """
 
     rounded: Tensor
@@ -145,7 +141,7 @@ class _Rounded(nn.Module):
         self.register_buffer("scales", scales, persistent=False)
 
     def round(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight (out, in) as it is kept, and its scales."""
+        """Return the rounded weight (out, in) and its scales."""
         raise NotImplementedError
 
     def product(self, rows: Tensor) -> Tensor:
@@ -170,7 +166,7 @@ class Int8Linear(_Rounded):
         self._kernel = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         largest = weight.detach().float().abs().amax(1, keepdim=True)
         scales = (largest / _LARGEST).clamp_min(torch.finfo(torch.float32).tiny).to(weight.dtype)
-        # Divide by the scale as it is stored: its own rounding then costs nothing more.
+        # Divide by the stored scale, so that its rounding adds no further error.
         whole = (weight.detach().float() / scales.float()).round().clamp(-_LARGEST, _LARGEST)
         return whole.to(torch.int8), scales.squeeze(1)
 

@@ -1,10 +1,10 @@
 """String-level exact match: a causal LM with any tokenizer drafts text, which is tokenized again for the target.
 
 arXiv 2502.05202 (transformers' universal assisted generation). The draft model continues the text greedily in its own
-tokens; the target's tokenizer reads the end of the committed text together with the drafted one, and what follows the
-border is proposed: a deterministic chain. If a token of the target would lie across the border, the target has already
-decided against it and the row drafts nothing in that step. The other way round, the draft model reads the committed
-text, tokenised again near its end; what of that is in its cache is not run again.
+tokens. The target's tokenizer encodes the end of the committed text together with the drafted text; the tokens after
+the border are proposed as a deterministic chain. If one of these tokens crosses the border, the target has already
+decided against it, and the row drafts nothing in that step. In the other direction, the draft model reads the committed
+text, tokenized again near its end; tokens that are in its cache are not run again.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from forerun.drafters.vocabulary import tokenizers
 from forerun.model.back_ends import load_target
 from forerun.types import Budget, DraftKind, Drawn
 
-_WORDS = 4  # Multiple of the look-behind in which a word is searched for; without spaces any token will do
-_ROOM = 2  # The draft model's cache holds so many times the target's tokens; a row that needs more drafts nothing
+_WORDS = 4
+"""A word's beginning is searched for within this multiple of the look-behind; in text without spaces any token."""
+_ROOM = 2  # Tokens of the draft model's cache, in multiples of the target's; a row that needs more drafts nothing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,9 @@ class SlemConfig:
     model: Any  # Directory, hub id, or a loaded transformers model
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
-    num_speculative_tokens: int = 8  # Most tokens that the draft model writes in a step, and most of the target's
-    look_behind: int = 10  # Tokens before the border that are tokenised again with the text behind it, on both sides
+    num_speculative_tokens: int = 8  # Most tokens that are drafted in a step, counted in either vocabulary
+    look_behind: int = 10
+    """Tokens before the border that are tokenized again with the text after it, in both directions."""
     dtype: str = "auto"  # Dtype of the weights: ``auto`` is what the checkpoint says
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class SlemDrafter(LearningDrafter[Drafted]):
         return DraftKind(chain=True)
 
     def extend(self, context: DraftContext) -> None:
-        """Learn how the last draft fared. The text is read when a draft is wanted, not before."""
+        """Learn from the last draft's acceptance. The text is read with the next proposal."""
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             self._rows[row_id].alignment.shrink(len(tokens) - fresh)
         super().extend(context)
@@ -113,7 +115,7 @@ class SlemDrafter(LearningDrafter[Drafted]):
         return trees
 
     def _open(self, context: DraftContext, index: int) -> _Written | None:
-        """Read a row's text; None if it is empty, or leaves the draft model no room to write."""
+        """Read a row's text; None if it is empty or leaves the draft model no room."""
         cache_row, tokens = context.rows[index], context.tokens[index]
         row = self._rows[cache_row]
         ids = [token if token < self.model.vocab_size else 0 for token in row.alignment.follow(tokens)]
@@ -125,9 +127,7 @@ class SlemDrafter(LearningDrafter[Drafted]):
         )
 
     def _write(self, texts: Sequence[_Written]) -> None:
-        """Draft `num_speculative_tokens` tokens greedily for each row, one pass for all rows a
-        token.
-        """
+        """Draft `num_speculative_tokens` tokens greedily for each row, with one pass per token for all rows."""
         kept = [self.model.reusable(text.cache_row, text.row.common(text.ids)) for text in texts]
         missing = [text.ids[count:] for text, count in zip(texts, kept, strict=True)]
         logits = run_missing(self.model, [text.cache_row for text in texts], kept, missing)
@@ -135,11 +135,11 @@ class SlemDrafter(LearningDrafter[Drafted]):
             text.row.held, text.row.alignment.agreed = list(text.ids), len(text.ids)
         going = list(texts)
         for left in range(self.config.num_speculative_tokens - 1, -1, -1):
-            known = logits[:, 0, : len(self._draft)]  # an embedding's padding is no token
+            known = logits[:, 0, : len(self._draft)]  # Padding of the embedding is excluded
             values, ids = known.max(-1)
             probs = (values.float() - known.float().logsumexp(-1)).exp()
             for text, token, prob in zip(going, ids.tolist(), probs.tolist(), strict=True):
-                # A special token ends the draft, and is part of it only if the target has it too.
+                # A special token ends the draft, and is part of it only if the target has the same one.
                 text.last, piece = token, self._written[token]
                 text.ended = token in self._draft.specials or not piece
                 if piece:
@@ -158,7 +158,7 @@ class SlemDrafter(LearningDrafter[Drafted]):
         alignment = text.row.alignment
         tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
         if not written.startswith(tail):
-            return  # the draft model could not read the last bytes, and did not write them again either
+            return  # The draft model could not encode the last bytes, and did not write them again
         before = self._before(text.tokens)
         length = whole_characters(before + written[len(tail) :]) - len(before)
         spans = self._to_target.after(before, written[len(tail) : len(tail) + max(0, length)])
@@ -170,18 +170,16 @@ class SlemDrafter(LearningDrafter[Drafted]):
         for node, span in enumerate(spans[:most]):
             if span.id >= self._vocabulary or span.id == unknown:
                 return
-            prob = 1.0  # Joint probability of the drafted tokens that begin in it
+            prob = 1.0  # Joint probability of the draft tokens that begin in it
             while drafted < len(text.probs) and starts[drafted] < span.end:
                 prob *= text.probs[drafted]
                 drafted += 1
-            # The last token is less certain: with the text that follows, the target might read a longer one there.
+            # The last token is less certain: with more text the target's tokenizer might form a longer one there.
             last = span.end == length and not text.ended
             own.add(span.id, node, by_draft_prob(Drawn.DETERMINISTIC, int(last), prob))
 
     def _before(self, tokens: Sequence[int]) -> bytes:
-        """Return the end of the committed text as the target's tokens write it, from the beginning
-        of a character on.
-        """
+        """Return the bytes of the last committed tokens, from the beginning of a character on."""
         start = max(0, len(tokens) - self.config.look_behind)
         data = self._target.join(tokens[start:])
         while start and not starts_character(data, 0):
@@ -192,15 +190,13 @@ class SlemDrafter(LearningDrafter[Drafted]):
 
 @dataclass(kw_only=True, slots=True)
 class _SlemRow:
-    """The draft model's view of one row."""
+    """The draft model's state of one row."""
 
     alignment: TextAlignment
     held: list[int] = field(default_factory=list)  # Draft tokens in the cache: committed text, then the last draft
 
     def common(self, ids: Sequence[int]) -> int:
-        """Return how many tokens of the current text stand in the cache; its last one is always run
-        again.
-        """
+        """Return how many tokens of the current text are in the cache; the text's last token is always run again."""
         count, most = min(self.alignment.agreed, len(self.held)), min(len(self.held), len(ids) - 1)
         while count < most and self.held[count] == ids[count]:
             count += 1
@@ -209,44 +205,44 @@ class _SlemRow:
 
 @dataclass(kw_only=True, slots=True)
 class _Written:
-    """The text that the draft model wrote for one row."""
+    """The text that the draft model has written for one row."""
 
     cache_row: int
     row: _SlemRow
     tokens: Sequence[int]  # The target's, committed
     ids: list[int]  # The draft model's, committed text first
     acceptance: Acceptance  # Estimates of the row's domain
-    pieces: list[bytes] = field(default_factory=list)  # Drafted, as the target's text
+    pieces: list[bytes] = field(default_factory=list)  # Text of each drafted token, as bytes of the target's text
     probs: list[float] = field(default_factory=list)  # Probability of each drafted token
-    last: int = 0  # The drafted token that came last
-    ended: bool = False  # Nothing can follow: a special token came, or the draft model's context is full
+    last: int = 0  # The latest drafted token
+    ended: bool = False  # A special token was drafted, or the draft model's context is full
 
 
 @dataclass(kw_only=True, slots=True)
 class TextAlignment:
-    """One row's text in draft tokens, tokenised again near its end whenever it has grown."""
+    """One row's text in draft tokens, tokenized again near its end whenever it has grown."""
 
     encoder: SpanEncoder  # The draft model's
-    shown: Sequence[bytes]  # Bytes that the draft model is shown for each target token id (`render_for`)
-    look_behind: int  # Tokens before the new text that are tokenised again with it
+    shown: Sequence[bytes]  # Bytes that the draft model reads for each target token id (`render_for`)
+    look_behind: int  # Tokens before the new text that are tokenized again with it
     opening: Sequence[int] = ()
-    silent: int | None = None  # A target token that is not shown at the very beginning
+    silent: int | None = None  # A target token that is left out at the very beginning
     data: bytearray = field(default_factory=bytearray)  # The text
     ids: list[int] = field(default_factory=list)  # Draft tokens of the text, the opening not counted
     agreed: int = 0  # Draft tokens that have not changed since the reader last set this
-    _ends: list[int] = field(default_factory=list)  # Byte behind each draft token
-    _marks: list[int] = field(default_factory=list)  # Byte behind each target token
+    _ends: list[int] = field(default_factory=list)  # End of each draft token, in bytes
+    _marks: list[int] = field(default_factory=list)  # End of each target token, in bytes
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Return the draft tokens, opening included, of a text that begins with what was followed
-        before.
+        """Return the draft tokens of a text, opening token included. The text must begin with the one of the last
+        call.
         """
         for index in range(len(self._marks), len(tokens)):
             token = tokens[index]
             if token < len(self.shown) and (index or token != self.silent):
                 self.data += self.shown[token]
             self._marks.append(len(self.data))
-        # Tokenise from a little before the new text on, and from farther back until old and new tokens meet.
+        # Tokenize from a little before the new text on, and from farther back until old and new tokens coincide.
         back = self.look_behind
         while self.covered < len(self.data):
             start = max(0, len(self.ids) - back)
@@ -258,9 +254,7 @@ class TextAlignment:
         return [*self.opening, *self.ids]
 
     def shrink(self, length: int) -> None:
-        """Forget all but the first `length` target tokens; the rest of a draft token that is cut is
-        read anew.
-        """
+        """Forget all but the first `length` target tokens; a draft token that is cut is tokenized again."""
         if length < len(self._marks):
             del self._marks[length:]
             del self.data[self._marks[-1] if self._marks else 0 :]
@@ -268,9 +262,7 @@ class TextAlignment:
 
     @property
     def covered(self) -> int:
-        """Bytes up to the end of the last draft token: the rest could not be written in draft
-        tokens alone.
-        """
+        """Bytes up to the end of the last draft token; the rest could not be encoded in draft tokens."""
         return self._ends[-1] if self._ends else 0
 
     def _keep(self, count: int) -> None:
@@ -279,14 +271,14 @@ class TextAlignment:
         self.agreed = min(self.agreed, count)
 
     def _splice(self, start: int, *, words: bool) -> bool:
-        """Tokenise from draft token `start` on. Returns False if no old token came out again in its
-        place; with `words` it must do so where a word begins, since tokenizers hardly look farther
-        back than that.
+        """Tokenize from draft token `start` on. Return False if the new tokens do not coincide with the old ones
+        anywhere; with `words` they must coincide at the beginning of a word, since tokenizers rarely depend on earlier
+        text.
         """
         base = self._ends[start - 1] if start else 0
         spans = [(span.id, base + span.end) for span in self.encoder.encode(bytes(self.data[base:]), opening=not start)]
         old = list(zip(self.ids[start:], self._ends[start:], strict=True))
-        if start:  # the window begins inside a text, and its first token perhaps inside a word
+        if start:  # The window begins inside the text, and perhaps inside a word
             known = {span: index for index, span in enumerate(old)}
             met = (index for index, span in enumerate(spans) if index and span in known)
             meeting = next((index for index in met if not words or self._word_begins(spans[index][1])), None)

@@ -1,9 +1,9 @@
 """Token-level intersection: a causal LM with another tokenizer drafts the tokens that both vocabularies share.
 
-arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, ids are mapped both
-ways, and that distribution is recorded; so the ordinary rules apply and nothing is lost. The draft model reads the
-committed text token by token: a token that it lacks is written in its own tokens, so its text and the target's differ
-in length. Acceptance is at most the mass that the target puts on the shared tokens.
+arXiv 2502.05202. The draft model's logits are restricted to the shared tokens and renormalised, and this distribution
+is recorded, so the usual rules apply and the output is lossless. The draft model reads the committed text token by
+token: a token that it lacks is encoded in its own tokens, so its text and the target's differ in length. Acceptance is
+at most the probability that the target gives to the shared tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TliConfig(DraftModelConfig):
 
     tokenizer: Any = None  # The draft model's: directory, hub id or object; None takes the one beside the model
     target_tokenizer: Any = None  # The target's; None takes the engine's
-    min_shared: float = 0.05  # Least common tokens: below 1 a share of the smaller vocabulary, else a number of them
+    min_shared: float = 0.05  # Least number of shared tokens; below 1 a share of the smaller vocabulary
 
     def __post_init__(self) -> None:
         self.check("tli")
@@ -43,7 +43,7 @@ class TliConfig(DraftModelConfig):
 
 
 class TliDrafter(DraftModelDrafter):
-    """Drafts the shared tokens with a smaller causal LM, one forward pass per level for all rows."""
+    """Drafts shared tokens with a smaller causal LM, with one forward pass per depth for all rows."""
 
     name = "tli"
     Config = TliConfig
@@ -54,7 +54,7 @@ class TliDrafter(DraftModelDrafter):
         return super().memory_bytes() + (self._pruned or 0)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        super().truncate(rows, lengths)  # shrinks the alignments, too: `_span`
+        super().truncate(rows, lengths)  # It also shrinks the alignments, through `_span`
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 del self._alignments[row_id]
@@ -67,7 +67,7 @@ class TliDrafter(DraftModelDrafter):
         widest = max(self._tree.shape.widths)
         if len(shared) < widest:
             raise VocabularyMismatchError(
-                f"tli: {widest} children a node need as many common tokens; {target!r} and {draft!r} have {len(shared)}"
+                f"tli: {widest} children per node need as many shared tokens; {target!r}, {draft!r} have {len(shared)}"
             )
         dictionary, device = Dictionary(target, SpanEncoder(draft), self.model.vocab_size), self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
@@ -93,9 +93,8 @@ class TliDrafter(DraftModelDrafter):
 
 
 def intersection(target: TokenBytes, draft: TokenBytes, target_size: int, draft_size: int) -> Tensor:
-    """Return (V', 2) int64: token ids of target and draft that stand for the same bytes, or are
-    special and mean the same. Each id occurs once, ascending in the target's, below `target_size`
-    and `draft_size` of the embeddings.
+    """Return (V', 2) int64: pairs of target and draft token ids that stand for the same bytes, or are special tokens
+    with the same meaning. Each id occurs once; target ids ascend. Ids are below the sizes of the embeddings.
     """
     pairs = {ours: draft.ordinary[piece] for piece, ours in target.ordinary.items() if piece in draft.ordinary}
     taken = set[int]()
@@ -120,21 +119,21 @@ def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes)
 
 
 class Dictionary:
-    """Maps a target token to draft tokens: the shared one, else the draft tokenizer's encoding of
-    the token's bytes.
+    """Maps a target token to draft tokens: to the shared one, or else to the draft tokenizer's encoding of its
+    bytes.
     """
 
     def __init__(self, target: TokenBytes, encoder: SpanEncoder, draft_size: int) -> None:
         """Prepare the map; `draft_size` is the number of token ids that the draft model can embed."""
         self._target, self._encoder, self._size = target, encoder, draft_size
         self.opening = opening_of(encoder.token_bytes)
-        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()  # They say what the opening says
+        self.silent = {target.tokenizer.bos_token_id} if self.opening else set()  # The opening stands for them
         shared = target.counterparts(encoder.token_bytes)
         self._known = {token: [shared[token]] if token in shared else [] for token in target.specials}
 
     def __getitem__(self, token: int) -> list[int]:
-        """Return the draft tokens of a target token; none for a special token without counterpart,
-        or bytes that the draft cannot write.
+        """Return the draft tokens of a target token; none for a special token without a counterpart, or for bytes that
+        the draft tokenizer cannot encode.
         """
         if token not in self._known:
             piece = self._target.of(token)
@@ -153,7 +152,7 @@ class TokenAlignment:
         self._ends: list[int] = []
 
     def follow(self, tokens: Sequence[int]) -> list[int]:
-        """Return the draft tokens of a text that begins with what was followed before."""
+        """Return the draft tokens of a text, which must begin with the text of the last call."""
         for index in range(len(self._ends), len(tokens)):
             if index or tokens[index] not in self._dictionary.silent:
                 self.ids.extend(self._dictionary[tokens[index]])
@@ -161,7 +160,7 @@ class TokenAlignment:
         return self.ids
 
     def span(self, length: int) -> int:
-        """Return how many draft tokens the first `length` followed target tokens take."""
+        """Return the number of draft tokens of the first `length` target tokens."""
         return self._ends[min(length, len(self._ends)) - 1] if length > 0 and self._ends else 0
 
     def shrink(self, length: int) -> None:
@@ -171,13 +170,11 @@ class TokenAlignment:
             del self.ids[self._ends[-1] if self._ends else len(self._dictionary.opening) :]
 
 
-_TOLERANCE = 0.02  # Share of the largest logit: what sums in another order may differ by in bfloat16
+_TOLERANCE = 0.02  # Relative to the largest logit: differences in bfloat16 from another order of summation
 
 
 class PrunedHead(OutputHead):
-    """Maps hidden states after the final norm (.., H) to raw logits (.., V') of `ids` (V',), as the
-    model computes them.
-    """
+    """Maps hidden states after the final norm (.., H) to the model's raw logits (.., V') of `ids` (V',)."""
 
     def __init__(self, model: nn.Module, name: str, ids: Tensor) -> None:
         super().__init__(model)
@@ -196,9 +193,9 @@ class PrunedHead(OutputHead):
 
 @torch.inference_mode()
 def prune_head(target: TransformersTarget, ids: Tensor) -> int | None:
-    """Let `target` compute the logits of these token ids only, in their order; the model itself is
-    not changed. Returns the bytes of the copied rows, or None, with nothing changed, if the head is
-    no linear layer or the model does more with its logits than something to each of them alone.
+    """Let `target` compute only the logits of these token ids, in their order, without changing the model. Return the
+    bytes of the copied rows, or None if nothing was changed, because the output head is not a linear layer or the model
+    processes its logits jointly.
     """
     output = target.model.get_output_embeddings()
     name = next((name for name, child in target.model._modules.items() if child is output), None)

@@ -1,7 +1,7 @@
-"""The bytes that each token of a tokenizer stands for, and the way back from bytes to tokens.
+"""The bytes that each token of a tokenizer stands for, and the encoding of bytes as tokens.
 
-Byte-level BPE writes bytes as letters, sentencepiece writes a space as "▁" and a lone byte as ``<0xE2>``, WordPiece
-marks what continues a word instead of what begins one. Here all of them are bytes, so that tokens can be compared.
+Byte-level BPE writes bytes as letters, sentencepiece writes a space as "▁" and a single byte as ``<0xE2>``, WordPiece
+marks tokens that continue a word. Here all are bytes, so that tokens of different tokenizers can be compared.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SENTENCEPIECE = ({"type": "Metaspace", "replacement": "\u2581"}, {"type": "ByteFallback"})
-"""The notation of tokenizers that are no `tokenizers` object; all of transformers' own are
-sentencepiece's.
-"""
-_ANCHORS = ("\n", "a", ".")  # Texts to put before a piece so that it does not begin a text
+"""The notation of tokenizers that are not `tokenizers` objects; transformers' own ones all use sentencepiece's."""
+_ANCHORS = ("\n", "a", ".")  # Texts that are put before a piece, so that it is not at the beginning
 
 
 class TokenBytes:
@@ -30,16 +28,15 @@ class TokenBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        added: dict[int, Any] = dict(getattr(tokenizer, "added_tokens_decoder", {}))  # Written in texts as they stand
+        # These are matched verbatim in texts
+        added: dict[int, Any] = dict(getattr(tokenizer, "added_tokens_decoder", {}))
         ids: Sequence[int] = tokenizer.all_special_ids
         self.specials = {token: str(one) for token, one in added.items() if getattr(one, "special", False)}
         self.specials |= {token: str(tokenizer.convert_ids_to_tokens(token)) for token in ids}  # Id -> name in texts
         self.fallbacks: set[int] = set()  # Token ids that are written as ``<0xNN>``
         vocabulary: dict[str, int] = tokenizer.get_vocab()
         self.table: list[bytes] = [b""] * (max(vocabulary.values(), default=-1) + 1)
-        """(V,) bytes of each token id, of a special token those of its name; empty where no token
-        has that id.
-        """
+        """(V,) bytes of each token id; for a special token those of its name; empty if no token has that id."""
         bytes_of = _notation(tokenizer)
         literal = {token: str(one) for token, one in added.items()} | self.specials
         for text, token in vocabulary.items():
@@ -55,9 +52,7 @@ class TokenBytes:
         return len(self.table)
 
     def of(self, token: int) -> bytes:
-        """Return the bytes of one token; none for ids beyond the vocabulary, which the padding of
-        an embedding may have.
-        """
+        """Return the bytes of one token; empty for ids beyond the vocabulary (padding of an embedding)."""
         return self.table[token] if 0 <= token < len(self.table) else b""
 
     def join(self, tokens: Iterable[int]) -> bytes:
@@ -66,9 +61,7 @@ class TokenBytes:
 
     @cached_property
     def ordinary(self) -> dict[bytes, int]:
-        """Token for each byte string; of several tokens the one that is no ``<0xNN>``, then the
-        lowest id.
-        """
+        """The token of each byte string; of several the one that is not ``<0xNN>``, then the lowest id."""
         ids = (token for token, piece in enumerate(self.table) if piece and token not in self.specials)
         found: dict[bytes, int] = {}
         for token in sorted(ids, key=lambda token: (token in self.fallbacks, token)):
@@ -76,9 +69,8 @@ class TokenBytes:
         return found
 
     def counterparts(self, other: TokenBytes) -> dict[int, int]:
-        """Map special tokens of this tokenizer to those of the other: of the same name, else end
-        and beginning of text. Padding and unknown tokens have none: they mean nothing that could be
-        carried over.
+        """Map special tokens of this tokenizer to those of the other: by name, or else as end or beginning of text.
+        Padding and unknown tokens have no counterpart.
         """
         named = {text: token for token, text in other.specials.items()}
         pairs = {token: named[text] for token, text in self.specials.items() if text in named}
@@ -91,9 +83,7 @@ class TokenBytes:
 
 
 def token_to_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]:
-    """Return a function from a token id to its bytes, like `TokenBytes.of`, that does not compute
-    those of all tokens.
-    """
+    """Return a function like `TokenBytes.of` that does not compute the bytes of all tokens."""
     added, bytes_of = tokenizer.added_tokens_decoder, _notation(tokenizer)
 
     def of(token: int) -> bytes:
@@ -106,19 +96,17 @@ def token_to_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[int], bytes]
 
 
 def _useless(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return special tokens without a meaning of their own; padding that doubles as the end of text
-    has one.
-    """
+    """Return the special tokens without a meaning, such as padding, unless they also end a text."""
     ends = {tokenizer.eos_token_id, tokenizer.bos_token_id}
     return {tokenizer.pad_token_id, tokenizer.unk_token_id} - ends
 
 
 def _notation(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes]:
-    """Return the function from a token as the vocabulary writes it to its bytes."""
+    """Return the function from a token in the vocabulary's notation to its bytes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return lambda text: _apply(_SENTENCEPIECE, text)
-    if backend.decoder is None:  # decoding joins such tokens with spaces
+    if backend.decoder is None:  # Decoding joins tokens with spaces
         return lambda text: b" " + text.encode()
     state = json.loads(backend.decoder.__getstate__())
     steps = state["decoders"] if state["type"] == "Sequence" else [state]
@@ -149,8 +137,8 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
 
 
 def render_for(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
-    """Return, by token id, how texts of `source` are shown to `reader`: special tokens by the
-    reader's own name, or not at all.
+    """Return, by token id of `source`, the bytes that `reader` reads: for special tokens the reader's own name, or
+    nothing.
     """
     pairs, shown = source.counterparts(reader), list(source.table)
     for token in source.specials:
@@ -159,19 +147,19 @@ def render_for(source: TokenBytes, reader: TokenBytes) -> list[bytes]:
 
 
 def opening_of(draft: TokenBytes) -> list[int]:
-    """Return the token that the draft model's tokenizer puts before every text, if it does."""
+    """Return the token that the draft model's tokenizer puts before every text, if there is one."""
     first = draft.tokenizer.bos_token_id
     added: list[int] = list(draft.tokenizer("")["input_ids"])
     return [first] if first is not None and added[:1] == [first] else []
 
 
 def whole_characters(data: bytes | bytearray) -> int:
-    """Return the length of the data without an incomplete UTF-8 character at the end, in bytes."""
+    """Return the length in bytes of the data without an incomplete UTF-8 character at the end."""
     return codecs.utf_8_decode(data, "replace", False)[1]
 
 
 def starts_character(data: bytes | bytearray, index: int) -> bool:
-    """Return whether no character of the UTF-8 text reaches over `index`."""
+    """Return whether `index` is at the border between two characters of the UTF-8 text."""
     return index >= len(data) or data[index] & 0xC0 != 0x80
 
 
@@ -184,9 +172,9 @@ class Span(NamedTuple):
 
 
 class SpanEncoder:
-    """A tokenizer as a function from bytes to spans. A tokenizer takes text, not bytes, may put a
-    space before it, and may change it (case, accents, spaces). So the bytes of its tokens are
-    compared with what it was given; where they differ, the spans are those that it reports itself.
+    """A tokenizer as a function from bytes to spans. Tokenizers take text instead of bytes, may put a space before it,
+    and may normalise it (case, accents, spaces). So the bytes of the tokens are compared with the given ones; if they
+    differ, the offsets that the tokenizer reports are used.
     """
 
     def __init__(self, token_bytes: TokenBytes) -> None:
@@ -194,9 +182,8 @@ class SpanEncoder:
         self._bytes = {piece[0]: token for piece, token in token_bytes.ordinary.items() if len(piece) == 1}
 
     def encode(self, data: bytes, *, opening: bool = True) -> list[Span]:
-        """Return the tokens of a text, without those that a tokenizer adds around it. Bytes that
-        are no UTF-8 become tokens of single bytes, or nothing where there are none. A tokenizer may
-        put a space before the text only with `opening`.
+        """Return the tokens of a text, without special tokens. Bytes that are not UTF-8 become byte tokens, or nothing
+        if the vocabulary has none. Only with `opening` may the tokenizer put a space before the text.
         """
         found, end = list[Span](), 0
         for part in _parts(data):
@@ -212,15 +199,13 @@ class SpanEncoder:
         return found
 
     def after(self, before: bytes, data: bytes) -> list[Span] | None:
-        """Return the tokens of `data` where it follows `before`, placed from the border on; None if
-        a token lies across it.
+        """Return the tokens of `data` after the text `before`, with offsets from the border on; None if a token crosses
+        it.
         """
         return _behind(self.encode(before + data), len(before))
 
     def _inside(self, text: str) -> list[Span]:
-        """Return the tokens of text in the middle of a text, without an added space if that is
-        possible.
-        """
+        """Return the tokens of a text that is not at the beginning, without an added space if possible."""
         plain, data = self._text(text), text.encode()
         if self._spells(plain, data):
             return plain
@@ -234,7 +219,7 @@ class SpanEncoder:
         return self.token_bytes.join(span.id for span in spans) == data
 
     def _text(self, text: str) -> list[Span]:
-        """Return the tokens of valid text, placed in its bytes."""
+        """Return the tokens of valid text, with offsets in bytes."""
         tokenizer = self.token_bytes.tokenizer
         fast = bool(getattr(tokenizer, "is_fast", False))
         made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
@@ -245,7 +230,7 @@ class SpanEncoder:
             ends = [max(0, end - shift) for end in accumulate(len(self.token_bytes.of(token)) for token in ids)]
             return [Span(*span) for span in zip(ids, [0, *ends], ends, strict=False)]
         if not fast:
-            # Nothing tells the tokens' places: one span that covers all makes every border lie inside it.
+            # The tokenizer has no offsets: one span covers all, so every border is inside it.
             return [Span(token, 0, len(data)) for token in ids]
         bytes_before = [0, *accumulate(len(character.encode()) for character in text)]
         spans = zip(ids, made["offset_mapping"], strict=True)
@@ -253,13 +238,13 @@ class SpanEncoder:
 
 
 def _behind(spans: list[Span], border: int) -> list[Span] | None:
-    """Return the spans after `border`, placed from there; None if a token lies across it."""
+    """Return the spans after `border`, with offsets from there; None if a token crosses it."""
     rest = [Span(s.id, s.start - border, s.end - border) for s in spans if s.end > border]
     return None if rest and rest[0].start < 0 else rest
 
 
 def _parts(data: bytes) -> Iterator[str | bytes]:
-    """Yield the text in the bytes, and the bytes between its parts that are no text."""
+    """Yield the valid UTF-8 parts as text, and the bytes in between."""
     while data:
         try:
             yield data.decode()

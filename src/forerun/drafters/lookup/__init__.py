@@ -1,1 +1,1 @@
-"""Drafters that copy what followed the same tokens before, without a forward pass."""
+"""Lookup drafters: they propose what followed the same tokens before, without a forward pass."""

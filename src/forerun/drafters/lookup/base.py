@@ -1,6 +1,4 @@
-"""The base that `ngram` and `suffix` share: one call of compiled code reads the texts of a batch of
-rows, and drafts.
-"""
+"""The base of `ngram` and `suffix`: one call of compiled code reads the texts of a batch of rows, and drafts."""
 
 from __future__ import annotations
 
@@ -38,35 +36,32 @@ D = TypeVar("D")  # State of an isolation domain
 
 
 class IndexedText:
-    """A text that grows, and its index if it has one: one array, which compiled code finds by its
-    address.
-    """
+    """A growing text with its index, if it has one, in one array, whose address is passed to compiled code."""
 
     whole: Ints
 
     @property
     def tokens(self) -> Ints:
-        """(N,) int32, the text as a view; N may be more than its tokens, for the room behind it."""
+        """(N,) int32, a view of the text; N is its capacity, which may exceed the number of tokens."""
         raise NotImplementedError
 
     @property
     def room(self) -> int:
-        """Number of tokens that the array has room for."""
+        """The capacity of the array, in tokens."""
         raise NotImplementedError
 
     def make_room(self, tokens: int) -> None:
-        """Move to a larger array if there is no room for so many tokens."""
+        """Move to a larger array if the capacity is below this many tokens."""
         raise NotImplementedError
 
 
 class LookupDrafter(Drafter, Generic[D]):
-    """The base of drafters that look up the end of a row's text. An engine that has the texts of
-    all rows in an array calls `chains`; forerun's own has lists and scores trees, and calls it like
-    any drafter.
+    """The base of drafters that look up the end of a row's text. Engines that hold the texts of all rows in an array
+    (vLLM, SGLang) call `chains`; forerun's engine calls it like any other drafter.
     """
 
     def __init__(self, domains: PerDomain[D], setup: DrafterSetup | None, *, columns: int, nodes: int) -> None:
-        """Allocate the batch: `columns` of its rows, and room for drafts of at most `nodes` nodes."""
+        """Allocate the batch, with `columns` columns for each row and room for drafts of at most `nodes` nodes."""
         rows = setup.rows if setup is not None else 0
         followers = Followers(
             np.zeros((rows, FOLLOWER), np.int32), np.zeros((rows, REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32)
@@ -81,17 +76,17 @@ class LookupDrafter(Drafter, Generic[D]):
         )
         self._where = whereabouts(self.batch)
         self._domains = domains
-        self._texts: dict[int, IndexedText] = {}  # Texts by row; the batch has addresses of these and of the domains
+        self._texts: dict[int, IndexedText] = {}  # Texts by row; the batch holds their addresses
         self._domain: dict[int, D] = {}
 
     # --- what a method says -------------------------------------------------------------------------------------------
 
     def _new_text(self, tokens: int) -> IndexedText:
-        """Return an empty text with room for so many tokens."""
+        """Return an empty text with room for this many tokens."""
         raise NotImplementedError
 
     def _point(self, row: int, domain: D) -> None:
-        """Write the method's own columns of a row whose text is empty."""
+        """Write the method's own columns of a row with an empty text."""
         raise NotImplementedError
 
     def _step(self, where: Longs, tokens: Ints, work: Longs, chains: Ints) -> int:
@@ -101,24 +96,20 @@ class LookupDrafter(Drafter, Generic[D]):
     # --- rows in arrays -----------------------------------------------------------------------------------------------
 
     def begin(self, row: int, prompt: int, salt: str | None = None) -> None:
-        """Begin a row whose prompt has so many tokens, which are read next. What it held is
-        forgotten.
-        """
+        """Start a row with a prompt of `prompt` tokens, which are read with the next call. Its old text is dropped."""
         if row >= len(self.batch.rows):
             self._make_rows(max(8, 2 * row))
         self._domain[row] = self._domains.of(salt)
         self._restart(row, prompt)
 
     def chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
-        """Read on and draft: `work`, (WORK, B), says which of these tokens each of B rows reads and
-        how much is drafted. Returns at most so many tokens for each.
+        """Read new tokens and draft, and return the drafted tokens. `work`, (WORK, B), says for each of B rows which of
+        the `tokens` it reads, and how much is drafted.
         """
         return [chain[1 : chain[0]] for chain in self._chains(tokens, work)]
 
     def _chains(self, tokens: Ints, work: Longs) -> list[list[int]]:
-        """Return, for each row's draft, which is left in the batch, its number of nodes and the
-        tokens of these.
-        """
+        """Return each row's number of drafted nodes and their tokens. The drafts themselves stay in the batch."""
         chains = np.empty((work.shape[1], self.batch.nodes.shape[1]), np.int32)
         while (done := self._step(self._where, tokens, work, chains)) < work.shape[1]:
             row = int(work[ROW, done])
@@ -127,7 +118,7 @@ class LookupDrafter(Drafter, Generic[D]):
         return chains.tolist()
 
     def clear(self) -> None:
-        """Forget all rows, whatever state they are in."""
+        """Drop all rows."""
         self.batch.rows[:] = 0
         self._texts.clear()
         self._domain.clear()
@@ -161,16 +152,16 @@ class LookupDrafter(Drafter, Generic[D]):
         self.batch.rows[row, TEXT], self.batch.rows[row, ROOM] = address(text.whole), text.room
 
     def _shrink(self, row: int, length: int) -> None:
-        """Shorten a text. Everything is read again, since an index cannot forget a token: linear,
-        and rare.
+        """Shorten a text. It is read again from the beginning, since an index cannot remove tokens. This is linear, but
+        rare.
         """
         kept = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
         self._chains(kept, _work([row], [length]))
 
     def _compile(self) -> None:
-        """Have everything compiled, or read from disk, before a request waits for it."""
-        text = np.zeros(100, np.int32)  # which outgrows its first array
+        """Compile everything, or load it from disk, before the first request."""
+        text = np.zeros(100, np.int32)  # Longer than the first array
         self.begin(0, 1)
         self.chains(text, _work([0], [len(text)], Budget(nodes=[1], depth=[1])))
         self.clear()
@@ -199,7 +190,7 @@ class LookupDrafter(Drafter, Generic[D]):
         return trees
 
     def _begin_new(self, context: DraftContext) -> None:
-        """Begin the context's rows that are not known."""
+        """Start the context's rows that are new."""
         for index, row in enumerate(context.rows):
             if row not in self._texts:
                 self.begin(row, context.prompt_lengths[index], context.salt(index))
@@ -207,9 +198,7 @@ class LookupDrafter(Drafter, Generic[D]):
     def _advance(
         self, rows: Sequence[int], texts: Sequence[Sequence[int]], budget: Budget | None = None
     ) -> list[list[int]]:
-        """Read what these texts have beyond what is known, and draft; returns the result of
-        `_chains`.
-        """
+        """Read the new tokens of these texts, draft, and return the result of `_chains`."""
         table = self.batch.rows
         new = [tokens[int(table[row, READ]) :] for row, tokens in zip(rows, texts, strict=True)]
         tokens = np.array([*chain.from_iterable(new)], np.int32)
@@ -223,7 +212,7 @@ class LookupDrafter(Drafter, Generic[D]):
                 self._shrink(row, length)
 
     def _free(self, row: int) -> None:
-        """Forget a row that is known."""
+        """Drop a row."""
         self.batch.rows[row, TEXT] = 0
         del self._texts[row], self._domain[row]
 
@@ -232,8 +221,8 @@ class LookupDrafter(Drafter, Generic[D]):
 
 
 def _work(rows: Sequence[int], sizes: Sequence[int], budget: Budget | None = None) -> Longs:
-    """Return the work of rows that read so many tokens each, one after the other, and are drafted
-    for within a budget; None drafts nothing.
+    """Return the `work` array of rows that read `sizes` consecutive tokens each, and draft within a budget; with None
+    nothing is drafted.
     """
     ends, none = [*accumulate(sizes)], [0] * len(sizes)
     what = {ROW: rows, START: [0, *ends[:-1]], END: ends, NODES: none, DEPTH: none}
@@ -243,7 +232,7 @@ def _work(rows: Sequence[int], sizes: Sequence[int], budget: Budget | None = Non
 
 
 def _with_rows(array: A, count: int) -> A:
-    """Return a copy of the array with so many rows, the new ones 0."""
+    """Return a copy of the array with `count` rows; new ones are 0."""
     made = np.zeros((count, *array.shape[1:]), array.dtype)
     made[: len(array)] = array
     return made  # type: ignore[return-value]

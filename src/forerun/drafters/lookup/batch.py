@@ -1,7 +1,7 @@
-"""The state of a batch of rows for compiled code, so that one call serves all of them.
+"""The state of a batch of rows for compiled code, so that a single call handles all rows.
 
-Each row's text, and its index, is an array of its own that grows; a table has their addresses. Who owns an array keeps
-the table right and the array alive.
+The text of each row, with its index, is a growing array of its own; a table has the addresses of these arrays. The
+owner of an array keeps the array alive and updates the table when the array moves.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Longs = NDArray[np.int64]
 
 # Columns of a batch's `rows`; a method has further ones from COLUMNS on
 TEXT = 0  # Address of the row's text; 0: there is none
-COUNTS = 1  # Address of what is known of the drafts of its domain, (KEYS, 2)
-ROOM = 2  # Tokens that there is room for
-READ = 3  # Tokens that it has
-PROMPT = 4  # Tokens of its prompt, the first ones
-DRAFTED = 5  # Nodes of its last draft, the root included, until the text goes on; 0: there is none
+COUNTS = 1  # Address of the acceptance counts of its isolation domain, (KEYS, 2)
+ROOM = 2  # Capacity of its text, in tokens
+READ = 3  # Tokens in its text
+PROMPT = 4  # Tokens of its prompt
+DRAFTED = 5  # Nodes of its last draft, root included, until the text grows; 0: there is none
 COLUMNS = 6
 
 
-# Rows of an array (WORK, B), the work for B rows of a batch: each reads on, then drafts
-ROW = 0  # Which it is
-START, END = 1, 2  # Span of the given tokens by which its text grows
-NODES, DEPTH = 3, 4  # Most nodes of a draft, and tokens on a path of it; 0: none is made
+# Rows of an array (WORK, B), the work for B rows of a batch: each reads tokens, then drafts
+ROW = 0  # Its index in the batch
+START, END = 1, 2  # Span of the given tokens that are appended to its text
+NODES, DEPTH = 3, 4  # Most nodes of its draft, and most tokens on a path; 0: nothing is drafted
 WORK = 5
 
 
@@ -40,16 +40,16 @@ class Batch(NamedTuple):
     """All rows of a drafter."""
 
     rows: Longs  # (R, at least COLUMNS)
-    nodes: Ints  # (R, N, NODE_COLUMNS), the last draft of each
+    nodes: Ints  # (R, N, NODE_COLUMNS), the last draft of each row
     confidence: Floats  # (R, N)
-    followers: Followers  # The place of each row in the text that it copies with changes
-    spare: Draft  # Room for a draft that is compared with a better one
-    vocabulary: int  # Drafts end before what is no token of it
+    followers: Followers  # Each row's position in the text that it follows over edits
+    spare: Draft  # Memory for an alternative draft
+    vocabulary: int  # Drafts end before an id outside of it
 
 
 @compiled
 def address(array: NDArray[Any]) -> int:
-    """Return the address at which an array's content begins."""
+    """Return the address of an array's data."""
     return int(array.ctypes.data)
 
 
@@ -83,8 +83,8 @@ def floats_at(place: int, shape: Any) -> Floats:
 
 
 def whereabouts(batch: Batch) -> Longs:
-    """Return the addresses of a batch's arrays, for `batch_at`: passing one array to compiled code
-    costs less than passing ten.
+    """Return the addresses of a batch's arrays, for `batch_at`: passing one array to compiled code is faster than
+    passing ten.
     """
     arrays: list[NDArray[Any]] = [batch.rows, batch.nodes, batch.confidence, *batch.followers, *batch.spare]
     sizes = [*batch.rows.shape, batch.nodes.shape[1], batch.vocabulary]
@@ -93,7 +93,7 @@ def whereabouts(batch: Batch) -> Longs:
 
 @compiled
 def batch_at(where: Longs) -> Batch:
-    """Return the batch with these `whereabouts`."""
+    """Return the batch whose arrays have the addresses that `whereabouts` returned."""
     rows, columns, nodes, vocabulary = where[:4]
     return Batch(
         longs_at(where[4], (rows, columns)),
@@ -107,7 +107,7 @@ def batch_at(where: Longs) -> Batch:
 
 @compiled
 def text_of(batch: Batch, row: int) -> Ints:
-    """Return what was read of a row's text."""
+    """Return a row's text."""
     return ints_at(batch.rows[row, TEXT], batch.rows[row, READ])
 
 
@@ -119,7 +119,7 @@ def counts_of(batch: Batch, row: int) -> Floats:
 
 @compiled
 def learn_draft(batch: Batch, row: int, new: Ints) -> None:
-    """Learn from the last draft of a row; `new` is how its text went on."""
+    """Learn from the acceptance of a row's last draft; `new` are the tokens that followed."""
     if batch.rows[row, DRAFTED] > 0:
         learn(batch.nodes[row, : batch.rows[row, DRAFTED]], new, counts_of(batch, row))
         batch.rows[row, DRAFTED] = 0
@@ -127,22 +127,20 @@ def learn_draft(batch: Batch, row: int, new: Ints) -> None:
 
 @compiled
 def room_of(batch: Batch, row: int, nodes: int) -> Draft:
-    """Return room for a draft of so many nodes besides the root, at most those that there is room
-    for.
-    """
+    """Return memory for a row's draft of up to `nodes` nodes besides the root, limited to what was allocated."""
     most = 1 + max(0, min(nodes, batch.nodes.shape[1] - 1))
     return Draft(batch.nodes[row, :most], batch.confidence[row, :most])
 
 
 @compiled
 def spare_of(batch: Batch, nodes: int) -> Draft:
-    """Return room for another draft of so many nodes besides the root."""
+    """Return memory for an alternative draft of up to `nodes` nodes besides the root."""
     return Draft(batch.spare.nodes[: 1 + nodes], batch.spare.confidence)
 
 
 @compiled
 def keep(made: Draft, spare: Draft, size: int) -> None:
-    """Copy the nodes of the better draft from the spare room, `size` with the root."""
+    """Replace a draft by the alternative one, which has `size` nodes, root included."""
     for node in range(1, size):
         made.nodes[node] = spare.nodes[node]
         made.confidence[node] = spare.confidence[node]
@@ -150,8 +148,8 @@ def keep(made: Draft, spare: Draft, size: int) -> None:
 
 @compiled
 def without_room(batch: Batch, work: Longs) -> int:
-    """Return the index of the first of B rows that has no text, or no room for what it reads; B if
-    all have both.
+    """Return the index of the first of B rows that has no text or no capacity for its new tokens; B if there is
+    none.
     """
     for index in range(work.shape[1]):
         columns, new = batch.rows[work[ROW, index]], work[END, index] - work[START, index]
@@ -162,9 +160,7 @@ def without_room(batch: Batch, work: Longs) -> int:
 
 @compiled
 def put_chain(batch: Batch, row: int, size: int, chain: Ints) -> None:
-    """Record the size of a row's last draft, root included, and write it and the other nodes'
-    tokens to `chain`.
-    """
+    """Record the size of a row's draft, root included, and write it and the drafted tokens to `chain`."""
     for node in range(1, size):
         token = batch.nodes[row, node, NODE_TOKEN]
         if not 0 <= token < batch.vocabulary:

@@ -1,4 +1,4 @@
-"""A follower: a text's place in the source that it copies with changes, and drafts from there."""
+"""A follower tracks a text's position in a source that the text repeats with edits, and drafts from that position."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from forerun.drafters.lookup.drafts import (
     put,
 )
 
-# Places in a follower's `place`
-PLACE = 0  # Index in the source of the token that comes next; NONE: nowhere
-FOUND = 1  # 1: it is where the text's last token stands; else it is a guess
-CHANGED = 2  # 1: the text has left the source before
-PARTED = 3  # Index in the source where it last did
-MATCHED = 4  # Tokens before the place that agree, of late
-TRUST = 5  # Tokens that agreed, at most _TRUST; one that does not agree halves it
-BEGAN = 6  # Index in the text where the change began
-MISSED = 7  # Tokens of the text in it that did not agree; 0: it has ended
-UNDONE = 8  # The place if the replacement that is being made again is not
-KNOWN = 9  # Replacements ever remembered
-DUE = 10  # How many tokens of a replacement that is being made again are to come; these are the last of _DUE
+# Entries of a follower's `place`
+PLACE = 0  # Index in the source of the expected next token; NONE: unknown
+FOUND = 1  # 1: the position is confirmed by the text's last token; else it is a guess
+CHANGED = 2  # 1: the text has differed from the source before
+PARTED = 3  # Index in the source where they last began to differ
+MATCHED = 4  # Recent tokens before the position that agree
+TRUST = 5  # Tokens that agreed, at most _TRUST; a token that does not agree halves it
+BEGAN = 6  # Index in the text where the current edit began
+MISSED = 7  # Tokens of the current edit that did not agree; 0: no edit is open
+UNDONE = 8  # The position to return to if the repeated replacement turns out wrong
+KNOWN = 9  # Number of replacements recorded so far
+DUE = 10  # Tokens of a repeated replacement that are still expected; these are the last of _DUE
 _DUE = 11
 
-_REACH = 16  # After a change as many tokens of the text are searched for in as many of the source
-_AGREED = 4  # Tokens in a row that agree end a change
-_LONGEST = 8  # Tokens, before and after, of a replacement that is remembered
+_REACH = 16  # After an edit, this many tokens of the text are searched for in this many tokens of the source
+_AGREED = 4  # Consecutive tokens that agree and so end an edit
+_LONGEST = 8  # Most tokens, before and after, of a replacement that is recorded
 _TRUST = 16
 FOLLOWER = _DUE + _LONGEST
 # Columns of a follower's `replacements`
 _OLD_SIZE, _NEW_SIZE, _OLD = 0, 1, 2
 _NEW = _OLD + _LONGEST
 REPLACEMENT_COLUMNS = _NEW + _LONGEST
-REPLACEMENTS = 64  # Most that are remembered, by the first token of what is replaced; then the oldest goes
+REPLACEMENTS = 64  # Most replacements recorded, by the first replaced token; the oldest is dropped
 
 
 NOWHERE = np.zeros(FOLLOWER, np.int32)  # A follower's `place` at the start
@@ -57,8 +57,8 @@ class Following(NamedTuple):
 
 
 def new_follower() -> Following:
-    """Return a follower that is nowhere in its source. Source and text, which the caller passes, may grow, and may be
-    the same array.
+    """Return a follower without a position. Source and text, which the caller passes, may grow, and may be the same
+    array.
     """
     return Following(NOWHERE.copy(), np.empty((REPLACEMENTS, REPLACEMENT_COLUMNS), np.int32))
 
@@ -78,30 +78,26 @@ def follower_of(followers: Followers, row: int) -> Following:
 
 @compiled
 def start(place: Ints, at: int, matched: int) -> None:
-    """Set the place: the text goes on at this index of its source, before which so many tokens
-    agree.
-    """
+    """Set the position: the text continues at index `at` of the source, before which `matched` tokens agree."""
     place[PLACE], place[FOUND], place[MATCHED] = at, 1, matched
     place[TRUST] = place[MISSED] = place[DUE] = 0
 
 
 @compiled
 def count_agreed(place: Ints) -> int:
-    """Return how much speaks for the place: recent tokens that agreed, and those since the last
-    change.
-    """
+    """Return the evidence for the position: recent tokens that agreed, and those since the last edit."""
     return 0 if place[PLACE] == NONE else int(place[TRUST] + place[MATCHED])
 
 
 @compiled
 def is_settled(place: Ints) -> bool:
-    """Return whether the last tokens agree, enough of them in a row."""
+    """Return whether enough consecutive tokens before the position agree."""
     return bool(place[FOUND] and place[MATCHED] >= _AGREED)
 
 
 @compiled
 def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
-    """Return the replacement to make again at an index of the source, or NONE."""
+    """Return the recorded replacement to repeat at an index of the source, or NONE."""
     place, replacements = follower.place, follower.replacements
     if place[FOUND] == 0 or at >= end:
         return NONE
@@ -119,7 +115,7 @@ def _replacement(follower: Following, source: Ints, at: int, end: int) -> int:
 
 @compiled
 def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
-    """Detect the end of a change, and then remember what replaced what."""
+    """Detect the end of an edit, and record the replacement."""
     place, replacements = follower.place, follower.replacements
     if place[MATCHED] < _AGREED:
         return
@@ -141,8 +137,8 @@ def _settle(follower: Following, source: Ints, text: Ints, at: int) -> None:
 
 @compiled
 def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> None:
-    """Handle a token that does not agree: move to the nearest place ahead before which most agrees.
-    If there is none, the token replaced one token, or, after another one like it, was added.
+    """Handle a token that does not agree: move to the nearest position ahead before which most tokens agree. If there
+    is none, assume that the token replaced one token or, after another such token, was inserted.
     """
     place = follower.place
     if place[MISSED] == 0:
@@ -163,8 +159,8 @@ def _part(follower: Following, source: Ints, text: Ints, at: int, end: int) -> N
 
 @compiled
 def advance(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> int:
-    """Read as `read` does, one token at least, until the place is unknown or a guess; returns the
-    index of the next token.
+    """Read as `read` does, at least one token, until the position is unknown or a guess. Return the index of the next
+    token.
     """
     place, replacements = follower.place, follower.replacements
     for at in range(first, last if place[PLACE] != NONE else first):
@@ -196,17 +192,15 @@ def advance(follower: Following, source: Ints, text: Ints, first: int, last: int
 
 @compiled
 def read(follower: Following, source: Ints, text: Ints, first: int, last: int, same: bool) -> None:
-    """Read the tokens ``first:last`` that the text gained; `same` means that the text is its own
-    source.
-    """
+    """Read the new tokens ``first:last`` of the text; `same` means that the text is its own source."""
     while first < last:
         first = advance(follower, source, text, first, last, same)
 
 
 @compiled
 def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
-    """Fill `found` with the tokens that come next, and return their number. A text that is its own
-    source goes on with them.
+    """Fill `found` with the expected next tokens, and return their number. If the text is its own source, the expected
+    tokens extend the source.
     """
     place, replacements = follower.place, follower.replacements
     at, size = place[PLACE], 0
@@ -232,9 +226,9 @@ def _ahead(follower: Following, source: Ints, found: Ints, same: bool) -> int:
 def draft(
     follower: Following, source: Ints, counts: Floats, made: Draft, least: float, same: bool
 ) -> tuple[int, float]:
-    """Fill `made` with a chain of what comes next in the source, as far as it survives with a
-    probability of at least `least`. Returns the number of nodes, the root included, and the sum of
-    their survival. `same` means that the text is its own source.
+    """Fill `made` with a chain of the expected next tokens, as long as its probability of survival is at least `least`.
+    Return the number of nodes, root included, and the sum of their survival. `same` means that the text is its own
+    source.
     """
     place, found = follower.place, np.empty(len(made.nodes) - 1, np.int32)
     kind = FOLLOWED if place[FOUND] else GUESSED

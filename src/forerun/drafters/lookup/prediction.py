@@ -1,15 +1,10 @@
-"""Drafts from the answer that the client predicted (Predicted Outputs), followed over edits. It
-comes with the prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All
-nodes are deterministic.
+"""Drafts from the output that the client predicted (Predicted Outputs), across edits. The prediction comes with the
+prompt (``{"prompt": ..., "prediction": ...}``) or with the drafter's options. All nodes are deterministic.
 
-A follower (`following`) finds where a text that is copied with changes goes on in its source:
-behind a replaced, an added or a left-out run of tokens, and through a replacement that was made
-before.
-
-Prompt lookup and suffix automata find the place to copy from by what stands before the end of the
-text, and just that is what an edit has changed. A follower keeps the place instead, like a finger
-on the original. What "speculative edits" (Cursor, 2024) are for, whose method was not published;
-this one is ours.
+Prompt lookup and suffix automata find the source by the tokens before the end of the text, which are exactly those that
+an edit has changed. A follower (`following`) keeps its position in the prediction instead, and finds it again after
+replaced, inserted or deleted tokens. It repeats replacements that it has seen. Cursor's "speculative edits" (2024),
+whose method is not published, serve the same purpose; this method is forerun's own.
 """
 
 from __future__ import annotations
@@ -30,16 +25,16 @@ from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
 
 _LONGEST = 4  # Longest string searched for, tokens
-_REACH = 16  # A string of n tokens is believed at most ``_REACH ** n`` tokens ahead: common words are everywhere
-_FACTOR = 2  # After an edit, tokens drafted for each token that agreed
+_REACH = 16  # A match of n tokens counts at most ``_REACH ** n`` tokens ahead, because common words are everywhere
+_FACTOR = 2  # After an edit, tokens drafted for each token that agreed since
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictionConfig:
     """Options of `prediction`."""
 
-    num_speculative_tokens: int = 16  # Most tokens copied from the prediction in a step
-    text: str | Sequence[int] | None = None  # Prediction for requests that bring none: text, or token ids
+    num_speculative_tokens: int = 16  # Most tokens drafted from the prediction in a step
+    text: str | Sequence[int] | None = None  # Prediction for requests without one: text, or token ids
 
     def __post_init__(self) -> None:
         check_least("prediction", self, num_speculative_tokens=1)
@@ -47,19 +42,18 @@ class PredictionConfig:
 
 @dataclass(kw_only=True, slots=True)
 class _PredictionRow:
-    follower: Following  # The text's place in the prediction
+    follower: Following  # The text's position in the prediction
     places: Places
-    text: Ints  # The row's tokens as far as they were read
-    counts: Floats  # Accepted and tried, of nodes by what was known of them
+    text: Ints  # The row's tokens read so far
+    counts: Floats  # Accepted and tried nodes by evidence
     drafted: Ints | None = None  # The nodes of the last draft
 
 
 class PredictionDrafter(Drafter):
-    """Drafts the predicted tokens from where the answer stands among them, and nothing if it stands
-    nowhere. Until the answer first leaves the prediction a draft has `num_speculative_tokens`; from
-    then on it is shorter where little agreed, so that a prediction which was wrong costs little.
-    Raises ArgumentError if `text` is a string and there is no tokenizer, or holds ids outside the
-    vocabulary.
+    """Drafts the predicted tokens from the output's position in the prediction, and nothing if there is none. Drafts
+    have `num_speculative_tokens` until the output first differs from the prediction. From then on a draft is the
+    shorter, the fewer tokens agreed, so that a wrong prediction costs little. Raises ArgumentError if `text` is a
+    string and there is no tokenizer, or if it has ids outside the vocabulary.
     """
 
     name = "prediction"
@@ -93,7 +87,7 @@ class PredictionDrafter(Drafter):
             if row.follower.place[CHANGED]:
                 length = min(length, _FACTOR * following.count_agreed(row.follower.place))
             made = Draft.of(max(0, length))
-            # Everything that comes next, however improbable
+            # All expected tokens, even improbable ones
             size, _ = following.draft(row.follower, row.places.text, row.counts, made, 0.0, False)
             drafted = made.first(size)
             row.drafted = drafted.nodes
@@ -101,8 +95,8 @@ class PredictionDrafter(Drafter):
         return trees
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Truncate rows, see `Drafter.truncate`; a row that shrinks, or serves another prompt, is
-        aligned anew when it is next seen.
+        """Truncate rows, see `Drafter.truncate`. A row that shrinks or gets another prompt is aligned again with the
+        next call.
         """
         for row_id, length in zip(rows, lengths, strict=True):
             if row_id in self._rows and length <= len(self._rows[row_id].text):
@@ -148,18 +142,18 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
 
 
 class Places:
-    """An index of where strings end in a text. The places of each token are found by one sort, so
-    that a long prediction delays nobody.
+    """An index of the positions at which strings end in a text. It is built by a single sort, so that a long prediction
+    is indexed quickly.
     """
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text: Ints = np.array(text, np.int32)
-        self._order = self.text.argsort(kind="stable")  # Places of the smallest token, then of the next
+        self._order = self.text.argsort(kind="stable")  # Positions of the smallest token, then of the next one
 
     def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
-        """Return the index behind the longest of the strings that end a text, whose last tokens are
-        `end`, and its length. The place is the nearest from `first` on that is not too far for so
-        short a string; a string of `_LONGEST` tokens may stand anywhere.
+        """Return the index after the longest suffix of `end` that occurs in the text, and the suffix's length. Of
+        several occurrences it is the nearest one from `first` on; the shorter the suffix, the nearer it must be, but
+        one of `_LONGEST` tokens may be anywhere.
         """
         found = list(self._ends(end))
         for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
@@ -171,7 +165,7 @@ class Places:
         return None, 0
 
     def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-        """Yield where the last token of `end`, its last two, ... end in the text, ascending."""
+        """Yield the ascending positions at which the last token of `end`, its last two tokens, ... end in the text."""
         tokens, order = self.text, self._order
         first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
         ends = order[first:last] + 1

@@ -1,9 +1,9 @@
-"""Token Recycling: drafts the successors that the target last thought likely after each token.
+"""Token Recycling: drafts the likeliest successors that the target last predicted after each token.
 
-arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest tokens the last time the
-target scored it, rejected nodes included: what a pass computed and threw away. Ours: a table holds the same for pairs
-of tokens, whose successors are right more often than those of a token alone, and is asked first. A draft is the tree
-of the likeliest paths from the root, by how often successors of each rank were right. All nodes are deterministic.
+arXiv 2408.08696. A matrix holds, for every token of the vocabulary, the `top_k` likeliest next tokens of the last time
+that the target scored it, rejected nodes included. forerun adds a table for pairs of tokens, which is looked up first,
+because its successors are right more often. A draft is the tree of the likeliest paths from the root, by how often the
+successors of each rank were right. All nodes are deterministic.
 """
 
 from __future__ import annotations
@@ -37,22 +37,21 @@ log = logging.getLogger(__name__)
 FORMAT = "forerun-recycling-1"
 _TENSOR = "successors"
 _MOST = 80  # Nodes of the paper's tree
-_SAVED = 256  # Steps between two writes of the file, which happen where a sequence ends
+_SAVED = 256  # Least steps between two writes of the file, which happen when a sequence ends
 _PAIRS = 2**15  # Entries of the table of pairs: 1.3 MB for 8 successors
-_BYTES = 128 * 2**20  # Most bytes of the matrices of all isolation domains together, besides the shared one
-WEIGHT = 32.0  # Observations that the measured rate is worth
-Where = tuple[bool, bool]  # Whether successors are those of a pair, and whether they stand below the root
+_BYTES = 128 * 2**20  # Most bytes of the matrices of all isolation domains together, without the shared one
+WEIGHT = 32.0  # Observations that the measured rate counts for as a prior
+Where = tuple[bool, bool]  # Whether successors are those of a pair, and whether they are children of the root
 _MEASURED: Mapping[Where, tuple[float, ...]] = {
     (False, True): (0.29, 0.12, 0.065, 0.045, 0.030, 0.022, 0.018, 0.011),
     (False, False): (0.45, 0.17, 0.080, 0.055, 0.040, 0.020, 0.018, 0.010),
     (True, True): (0.57, 0.088, 0.055, 0.027, 0.025, 0.014, 0.012, 0.008),
     (True, False): (0.67, 0.087, 0.050, 0.033, 0.025, 0.018, 0.010, 0.008),
 }
-"""How often the text's next token had each rank among the successors, given that what stands above
-was right. Measured with SmolLM2-135M-Instruct at T = 0 on 60 prompts, 20 each of GSM8K's training
-questions, adversarial QA and Self-Instruct, 128 tokens each, replayed, nothing known before four
-prompts of a kind. Rates by the target's own probability of each successor, in 13 bins, drafted no
-better (1.52 and 1.53 of plain decoding's speed).
+"""How often the next token had each rank among the successors, if all tokens above were right. Measured with
+SmolLM2-135M-Instruct at T = 0 on 60 prompts, 20 each of GSM8K's training questions, adversarial QA and Self-Instruct,
+128 tokens each, replayed with matrices that had seen at most four prompts of the same kind. Rates by the target's own
+probability of each successor, in 13 bins, drafted no better (1.52 and 1.53 of plain decoding's speed).
 """
 
 
@@ -61,14 +60,14 @@ class RecyclingConfig:
     """Options of `recycling`."""
 
     num_speculative_tokens: int = 6  # Depth of the tree, tokens
-    nodes: int | None = None  # Most nodes of the tree; None takes what pays for the measured time of a pass, at most 80
+    nodes: int | None = None
+    """Most nodes of the tree; None: the number that pays by the measured time of a pass, at most 80."""
     top_k: int = 8  # Successors kept for each token of the vocabulary
-    adaptive_tree: bool = True  # Let the tree follow how often each rank was right here, not rates measured before
+    adaptive_tree: bool = True  # Use learned acceptance rates of each rank; else the rates measured beforehand
     path: str | None = None
-    """File that the matrix is read from and kept in. It is written when a sequence ends, if 256
-    steps have passed since the last time, and when the process ends. None forgets it. Requests of
-    an isolation domain (API key) begin with what it held at the start, and what they teach is never
-    written.
+    """File that the matrix is loaded from and saved to. It is saved when a sequence ends, if 256 steps have passed
+    since the last time, and when the process ends. None: the matrix is not saved. Other isolation domains (API keys)
+    start from the loaded matrix, and what they learn is never saved.
     """
 
     def __post_init__(self) -> None:
@@ -84,9 +83,7 @@ class _DomainMemory:
     acceptance: Acceptance  # Estimates by (`Where`, rank)
 
     def successors(self, before: int, token: int) -> tuple[bool, list[int]]:
-        """Return whether both tokens are known as a pair, and the successors of the pair, else
-        those of `token` alone.
-        """
+        """Return whether the pair of tokens is known, and the successors of the pair, or else those of `token`."""
         found = self.pairs.get(before, token)
         return (True, found) if found is not None else (False, self.matrix.successors[token].tolist())
 
@@ -96,22 +93,20 @@ class _DomainMemory:
 
 
 class RecyclingDrafter(LearningDrafter[Drafted]):
-    """Drafts a tree of the successors that the target last thought likely after each token."""
+    """Drafts a tree of the likeliest successors that the target last predicted after each token."""
 
     name = "recycling"
     Config = RecyclingConfig
 
     def __init__(self, config: RecyclingConfig, setup: DrafterSetup) -> None:
-        """Make an empty matrix, or read the one that was kept. Raises as `SuccessorMatrix.open`
-        does.
-        """
+        """Make an empty matrix, or load the saved one. Raises as `SuccessorMatrix.open` does."""
         super().__init__()
         self.config = config
         size = setup.target.vocab_size
         if config.top_k > size:
             raise ArgumentError(f"recycling: top_k is {config.top_k}, the target has {size} tokens")
         identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        # The path is made absolute: the file is written late, wherever the process is then.
+        # The path is made absolute, because the working directory may change before the file is saved.
         path = None if config.path is None else Path(config.path).expanduser().absolute()
         self.matrix = SuccessorMatrix.open(path, size, config.top_k, identity)  # Matrix of requests without a salt
         self._first = None if path is None else self.matrix.successors.copy()
@@ -128,12 +123,12 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
         self._memories = PerDomain(self._memory_of, size=_DomainMemory.nbytes, most_size=_BYTES)
         self._steps = self._saved = 0
         self._covered: dict[int, int] = {}
-        # Text is learned from until the process ends; the callback must not keep the drafter alive.
+        # The matrix is saved when the process ends; the callback must not keep the drafter alive.
         self._finalizer = weakref.finalize(self, self.matrix.save)
 
     @property
     def watches(self) -> bool:
-        """Always true: the target's likeliest tokens are worth knowing whoever drafted."""
+        """Always true: the target's likeliest tokens are useful, whichever drafter drafted."""
         return True
 
     @property
@@ -143,14 +138,14 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
     def extend(self, context: DraftContext) -> None:
         super().extend(context)
         for index, (row_id, tokens, fresh) in enumerate(zip(context.rows, context.tokens, context.fresh, strict=True)):
-            # If the target scored a token for this drafter, its own successors are known already.
+            # If the target has scored a token for this drafter, its successors are already known.
             start = max(self._covered.get(row_id, 0), len(tokens) - fresh - 1, 0)
             if len(tokens) - start > 1:
                 self._memory(context, index).matrix.read(np.asarray(tokens[start:], dtype=np.int64))
             self._covered[row_id] = len(tokens) - 1
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """Draft the likeliest paths, as far as successors are known."""
+        """Draft the tree of the likeliest paths of known successors."""
         limits = zip(context.rows, context.tokens, budget.nodes, budget.depth, strict=True)
         for index, (row_id, tokens, most, deepest) in enumerate(limits):
             memory, nodes = self._memory(context, index), min(most, self._nodes)
@@ -159,9 +154,9 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
         return [self._drafted[row_id].tree for row_id in context.rows]
 
     def _grow(self, memory: _DomainMemory, before: int, root: int, nodes: int, deepest: int) -> Drafted:
-        """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its
-        ranks' rates, so the next one is the next successor of a parent of which one stands in the
-        tree, or the first one of a node of the tree.
+        """Grow the tree of the likeliest nodes, one by one. A path survives with the product of its ranks' rates. So
+        the next node is the first successor of a node in the tree, or the next successor of a parent that has a child
+        in it.
         """
         tokens, parents, depths, rates = [root], [-1], [0], [1.0]
         evidence, ranked = dict[int, Evidence](), self._rank(memory)
@@ -194,9 +189,7 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
         return drafted
 
     def _rank(self, memory: _DomainMemory) -> dict[Where, list[tuple[float, int, float]]]:
-        """Return the ranks by how often successors of each are taken to be right, as (that rate,
-        the rank, the learned rate).
-        """
+        """Return the ranks in the order of their assumed rates, as (assumed rate, rank, learned rate)."""
         estimate, learned, ranked = memory.acceptance.estimate, self.config.adaptive_tree, {}
         for where, ranks in self._evidence.items():
             right = [estimate(*one) for one in ranks]
@@ -236,7 +229,7 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
         return self._shared if salt is None else self._memories.of(salt)
 
     def _memory_of(self, matrix: SuccessorMatrix | None = None) -> _DomainMemory:
-        """Make the memory of a domain; without a matrix a new one begins with what the file held."""
+        """Make the memory of a domain; without a matrix it starts from a copy of the loaded one."""
         if matrix is None:
             first = np.full_like(self.matrix.successors, -1) if self._first is None else self._first.copy()
             matrix = SuccessorMatrix(first, None, None)
@@ -244,8 +237,8 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
 
 
 class PairTable:
-    """The last known likely successors of pairs of tokens, the likeliest first. There is room for
-    `_PAIRS`: a new pair takes the place of another one.
+    """The latest likely successors of pairs of tokens, the likeliest first. It is a hash table with `_PAIRS` entries,
+    in which a new pair overwrites the old one.
     """
 
     def __init__(self, top_k: int) -> None:
@@ -253,15 +246,13 @@ class PairTable:
         self._successors = np.full((_PAIRS, top_k), -1, np.int32)
 
     def get(self, before: int, token: int) -> list[int] | None:
-        """Return the successors of `token` behind `before`, or None if the pair is not known."""
+        """Return the successors of `token` after `before`, or None if the pair is not known."""
         place = _place(before, token)
         known = self._pairs[place] == (before << 32 | token)
         return self._successors[place].tolist() if known else None
 
     def put(self, before: Sequence[int], tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
-        """Store the target's likeliest tokens after ``tokens`` (N,), each behind one of `before`:
-        rows (N, k).
-        """
+        """Store the target's likeliest tokens (N, k) after `tokens` (N,), each of which follows one of `before`."""
         first, second = np.asarray(before, np.int64), np.asarray(tokens, np.int64)
         places = _place(first, second)
         self._pairs[places], self._successors[places] = first << 32 | second, successors
@@ -277,16 +268,13 @@ def _place(before: Any, token: Any) -> Any:
 
 
 def _before(tokens: Sequence[int], index: int) -> int:
-    """Return the token before one of a text; the first one has none before it, for which 0 is as
-    good as any.
-    """
+    """Return the token before index `index` of a text; 0 for the first one."""
     return tokens[index - 1] if index > 0 else 0
 
 
 class SuccessorMatrix:
-    """The last known likely successors of each token, the likeliest first: (V, k) int32, -1 where
-    nothing is known; known ones stand first and are distinct. Kept at `path`, None: in memory
-    alone. Use `open`.
+    """The latest likely successors of each token, the likeliest first: (V, k) int32, filled with -1. Entries of a row
+    are distinct. It is saved at `path`; None: not saved. Use `open`.
     """
 
     def __init__(self, successors: NDArray[np.int32], path: Path | None, identity: TokenizerIdentity | None) -> None:
@@ -296,10 +284,9 @@ class SuccessorMatrix:
 
     @classmethod
     def open(cls, path: Path | None, vocabulary: int, top_k: int, identity: TokenizerIdentity | None) -> Self:
-        """Return the matrix in the file at `path`, or an empty one if there is no file yet. Raises
-        ArgumentError if the file holds another number of successors, or its directory does not
-        exist; DataError if it is no matrix, or cut short; VocabularyMismatchError if it belongs to
-        another tokenizer.
+        """Load the matrix from `path`, or return an empty one if there is no file yet. Raises ArgumentError if the file
+        has another number of successors, or its directory does not exist; DataError if it is not a matrix, or damaged;
+        VocabularyMismatchError if it belongs to another tokenizer.
         """
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
@@ -318,16 +305,14 @@ class SuccessorMatrix:
         return made
 
     def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
-        """Store the target's likeliest tokens after `tokens` (N,): rows (N, k); of equal tokens the
-        last one counts.
-        """
+        """Store the target's likeliest tokens (N, k) after `tokens` (N,); of equal tokens the last one counts."""
         # numpy assigns in order: the last of equal indices stays.
         self.successors[np.asarray(tokens, dtype=np.int64)] = successors
         self.changed = True
 
     def read(self, text: NDArray[np.int64]) -> None:
-        """Learn from text alone: of each token the latest distinct successors come first, then
-        those known before.
+        """Learn from text without the target: the latest distinct successors of each token come first, then those known
+        before.
         """
         ranks = self.successors.shape[1]
         tokens, nexts = _latest_pairs(text, ranks)
@@ -340,9 +325,7 @@ class SuccessorMatrix:
         self.changed = True
 
     def save(self) -> None:
-        """Write the file if there is one to write: complete under its name, or as it was before. An
-        error, which would cost somebody's answer, is logged.
-        """
+        """Save the matrix atomically, if it has a path. An error is logged, so that no request fails."""
         if self.path is None or not self.changed:
             return
         try:
@@ -354,7 +337,7 @@ class SuccessorMatrix:
 
 
 def _read(path: Path) -> tuple[NDArray[np.int32], str]:
-    """Read the stored matrix, a copy in memory, and the hash of its tokenizer."""
+    """Load the stored matrix into memory, and the hash of its tokenizer."""
     remedy = "delete it, or name another file"
     try:
         with safe_open(path, framework="numpy") as file:
@@ -371,11 +354,11 @@ def _read(path: Path) -> tuple[NDArray[np.int32], str]:
 
 
 def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return neighbours in the text, (tokens, successors): by token, then the latest first, at most
-    so many of each token.
+    """Return pairs of neighbours in the text, (tokens, successors), sorted by token, the latest first, at most `most`
+    of each token.
     """
     pairs = (text[:-1] << 32) | text[1:]
-    distinct, last = np.unique(pairs[::-1], return_index=True)  # index from the end: 0 is the latest
+    distinct, last = np.unique(pairs[::-1], return_index=True)  # Indices from the end: 0 is the latest pair
     order = np.lexsort((last, distinct >> 32))
     tokens, nexts = distinct[order] >> 32, distinct[order] & np.int64(2**32 - 1)
     _, first, counts = np.unique(tokens, return_index=True, return_counts=True)
@@ -384,9 +367,7 @@ def _latest_pairs(text: NDArray[np.int64], most: int) -> tuple[NDArray[np.int64]
 
 
 def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
-    """Return (M, width), the first distinct entries of each row (M, W), left aligned; -1 is no
-    entry.
-    """
+    """Return (M, width), the first distinct entries of each row (M, W), left aligned; -1 means no entry."""
     equal = rows[:, :, None] == rows[:, None, :]
     again = np.tril(equal, -1).any(2) | (rows < 0)
     order = np.argsort(again, axis=1, kind="stable")
@@ -395,24 +376,22 @@ def _distinct(rows: NDArray[np.int64], width: int) -> NDArray[np.int64]:
 
 
 def rates_of(where: Where, ranks: int) -> list[float]:
-    """Return the measured rates at which a successor of each rank is right; beyond the table a rate
-    halves with every rank.
+    """Return the measured rates at which a successor of each rank is right; beyond the table they halve with each
+    rank.
     """
     known = _MEASURED[where]
     return [known[min(rank, len(known) - 1)] * 0.5 ** max(0, rank - len(known) + 1) for rank in range(ranks)]
 
 
 def measured_rates(depth: int, ranks: int) -> list[list[float]]:
-    """Return, by depth and rank, the measured probability, for known pairs, that the successor of
-    some rank is right, given that its parent is.
+    """Return, by depth and rank, the measured probability that a successor of a known pair is right if its parent
+    is.
     """
     return [rates_of((True, level == 0), ranks) for level in range(depth)]
 
 
 def count_paying(rates: Sequence[Sequence[float]], pass_ms: Callable[[int], float], most: int) -> int:
-    """Return the number of nodes, at most `most`, of the best tree for `rates` that yields most
-    tokens for its time, `pass_ms`.
-    """
+    """Return the number of nodes, at most `most`, with the most expected tokens per time of the pass, `pass_ms`."""
     tokens, best = 1.0, (1.0 / pass_ms(0), 0)
     for count, node in enumerate(best_tree(rates, nodes=most, depth=len(rates)), start=1):
         tokens += node.survival

@@ -1,19 +1,17 @@
 """REST: drafts what followed the text's last tokens in a corpus.
 
-arXiv 2311.08252: the longest end of the text that occurs in a datastore, all that followed it
-there, merged into a trie, of which the most frequent nodes are the draft. All nodes are
-deterministic, so at a temperature the target's own sample walks the tree, which is exact and
-optimal there.
+arXiv 2311.08252: the longest suffix of the text that occurs in a datastore is looked up, its continuations there are
+merged into a trie, and the most frequent nodes are the draft. All nodes are deterministic, so above temperature 0 the
+target's own sample walks the tree, which is exact and optimal for such trees.
 
-Datastores for `rest`: a corpus as token ids with a sorted index of positions, memory-mapped.
-
-A directory, which `training.data.datastore` writes, holds
+A datastore is a memory-mapped corpus of token ids with a sorted index of positions. Its directory, which
+`training.data.datastore` writes, holds
 
 * ``tokens.bin``, uint32 little endian: `SEPARATOR`, then every document followed by `SEPARATOR`.
-* ``suffixes.bin``, uint32 little endian: places in ``tokens.bin``, those that have a token of their document before
-  them and hold one, sorted by the `SORTED_TOKENS` tokens *before* the place, read backwards: the suffix array of the
-  reversed text. All places that follow the same words stand together, for any number of words.
-* ``manifest.json``: version, tokenizer, counts, and for both files the bytes and the sha256.
+* ``suffixes.bin``, uint32 little endian: positions in ``tokens.bin`` that have and follow a token of their document,
+  sorted by the `SORTED_TOKENS` tokens *before* the position, read backwards: the suffix array of the reversed text. All
+  positions that follow the same words are adjacent, for any number of words.
+* ``manifest.json``: version, tokenizer, counts, and the bytes and sha256 of both files.
 """
 
 from __future__ import annotations
@@ -40,16 +38,14 @@ KIND = ManifestKind(
 )
 TOKENS, SUFFIXES = "tokens.bin", "suffixes.bin"
 ITEM: np.dtype[np.uint32] = np.dtype("<u4")
-SEPARATOR = 2**32 - 1  # Stands between documents; no token, and larger than any
-SORTED_TOKENS = 64  # How many tokens before a place decide its order: no match can be longer
-MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``: places are 32 bits wide
+SEPARATOR = 2**32 - 1  # Separates documents; larger than any token id
+SORTED_TOKENS = 64  # Number of tokens before a position that decide its order, and so the longest match
+MOST_ITEMS = 2**32 - 2  # Most numbers in ``tokens.bin``, because positions have 32 bits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Datastore:
-    """A datastore directory, memory-mapped: of files of any size only what is looked at is read.
-    Use `open`.
-    """
+    """A memory-mapped datastore directory: only the parts that are looked up are read. Use `open`."""
 
     folder: Path
     manifest: Manifest
@@ -58,8 +54,8 @@ class Datastore:
 
     @classmethod
     def open(cls, folder: str | Path) -> Datastore:
-        """Open a directory that `forerun datastore build` wrote. Raises DataError if there is none,
-        it has another version, or is damaged.
+        """Open a directory that `forerun datastore build` wrote. Raises DataError if it does not exist, has another
+        version, or is damaged.
         """
         folder = Path(folder).expanduser()
         value = KIND.read(folder)
@@ -81,18 +77,15 @@ class Datastore:
         return cls(folder=folder, manifest=manifest, tokens=tokens, places=places)
 
     def verify(self) -> None:
-        """Compare every byte with the manifest's hashes, which is slow. Raises DataError if one has
-        changed.
-        """
+        """Compare the files with the manifest's hashes, which is slow. Raises DataError if one has changed."""
         for name, stored in self.manifest.files.items():
             if StoredFile.of(self.folder / name) != stored:
                 raise DataError(f"{self.folder / name} has changed since it was written; {KIND.remedy}")
 
     def longest(self, text: Sequence[int], *, shortest: int, longest: int) -> DatastoreMatch | None:
-        """Find the longest end of `text`, of `shortest` to `longest` tokens, that occurs; None if
-        none does. Places are sorted by the tokens before them read backwards, so those that match
-        one token more are a part of those that match so far: one interval, narrowed token by token,
-        O(log(places)) for each.
+        """Find the longest suffix of `text`, of `shortest` to `longest` tokens, that occurs; None if there is none.
+        Positions are sorted by the tokens before them, read backwards, so the matches of a longer suffix are a part of
+        the interval of the shorter one: it is narrowed token by token, in O(log(places)) each.
         """
         start, stop, length = 0, len(self.places), 0
         for back, token in enumerate(reversed(text[-longest:]), start=1):
@@ -103,8 +96,8 @@ class Datastore:
         return DatastoreMatch(length, range(start, stop)) if length >= shortest else None
 
     def _narrow(self, start: int, stop: int, back: int, token: int) -> tuple[int, int]:
-        """Return the part of the places ``start:stop`` that have `token` `back` tokens before them.
-        All of them match ``back - 1`` tokens, none a separator, so the index stays within the file.
+        """Return the part of the sorted positions ``start:stop`` that have `token` `back` tokens before them. All of
+        them match ``back - 1`` tokens without a separator, so the index stays within the file.
         """
         tokens, places = self.tokens, self.places
 
@@ -117,8 +110,8 @@ class Datastore:
         return left, bisect_right(places, token, left, stop, key=before)
 
     def continuations(self, match: DatastoreMatch, length: int, most: int) -> NDArray[np.uint32]:
-        """Return what followed a match: (H, length) uint32, ended early by a separator where a
-        document ends. Of more than `most` places an evenly spaced sample is taken.
+        """Return the continuations of a match, (H, length) uint32, which a separator ends early where a document ends.
+        Of more than `most` positions an evenly spaced sample is taken.
         """
         chosen = self.places[match.places.start : match.places.stop]
         if len(chosen) > most:
@@ -130,7 +123,7 @@ class Datastore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredFile:
-    """One ``.bin`` file as it was written."""
+    """Size and hash of one ``.bin`` file."""
 
     bytes: int
     sha256: str
@@ -155,9 +148,8 @@ class Manifest:
     sources: tuple[Mapping[str, Any], ...] = ()  # Name and sha256 of each data file
 
     def check_tokenizer(self, given: TokenizerIdentity | None, vocabulary: int, where: Path) -> None:
-        """Raise VocabularyMismatchError if token ids mean something else to the target, whose ids
-        are below `vocabulary`. `given` is its tokenizer; None where the engine works on token ids
-        alone: then sizes must do.
+        """Raise VocabularyMismatchError if the target's token ids, which are below `vocabulary`, stand for other
+        tokens. `given` is the target's tokenizer; None: only the sizes are compared.
         """
         own = self.tokenizer
         if given is not None and given.vocabulary != own.vocabulary:
@@ -174,7 +166,7 @@ class Manifest:
 
 
 class DatastoreMatch(NamedTuple):
-    """The places that follow the longest stretch of the text's end that occurs in the datastore."""
+    """The positions in the datastore that follow the longest suffix of the text."""
 
     length: int  # Tokens that match
     places: range  # Indices into the sorted places
@@ -189,10 +181,10 @@ class RestConfig:
     """Options of `rest`."""
 
     datastore: str  # Directory that `forerun datastore build` wrote for this target
-    num_speculative_tokens: int = 10  # Most tokens copied from one position
-    max_match: int = 16  # Longest end of the text that is looked for, tokens
-    min_match: int = 2  # Shortest end of the text that counts as a match, tokens
-    max_hits: int = 5000  # Most positions of one match that are read; of more, this many are taken evenly
+    num_speculative_tokens: int = 10  # Most tokens drafted from one position
+    max_match: int = 16  # Longest suffix of the text that is looked up, tokens
+    min_match: int = 2  # Shortest suffix of the text that counts as a match, tokens
+    max_hits: int = 5000  # Most positions of one match that are read; of more, an evenly spaced sample
     nodes: int = 64  # Most nodes of the draft
 
     def __post_init__(self) -> None:
@@ -203,14 +195,14 @@ class RestConfig:
 
 
 class RestDrafter(LearningDrafter[Drafted]):
-    """Looks the text's last words up in a datastore and drafts what most often followed them."""
+    """Looks up the text's last tokens in a datastore and drafts their most frequent continuations."""
 
     name = "rest"
     Config = RestConfig
 
     def __init__(self, config: RestConfig, setup: DrafterSetup) -> None:
-        """Open the datastore. Raises DataError if there is none, or it is damaged;
-        VocabularyMismatchError if it was built with another tokenizer.
+        """Open the datastore. Raises DataError if it is missing or damaged; VocabularyMismatchError if it was built
+        with another tokenizer.
         """
         super().__init__()
         self.config = config
@@ -240,9 +232,9 @@ class RestDrafter(LearningDrafter[Drafted]):
 
 
 def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
-    """Return the evidence of entry `node` of a trie: by the length of the match, the parent's
-    continuations and the node's share of them. One continuation out of one is a weaker sign than a
-    hundred out of a hundred; the text teaches how much weaker.
+    """Return the evidence of entry `node` of a trie: by the length of the match, the number of the parent's
+    continuations and the node's share of them. One continuation out of one is weaker evidence than a hundred out of a
+    hundred; how much weaker is learned.
     """
     parent = trie.parents[node]
     count, total = trie.counts[node], trie.counts[parent - 1] if parent else hits
@@ -252,31 +244,25 @@ def _evidence(trie: Trie, node: int, match: int, hits: int) -> Evidence:
 
 @dataclass(slots=True)
 class Trie:
-    """The trie nodes of some continuations, in order of their ids: node k + 1 is entry k, 0 is the
-    root.
-    """
+    """The trie nodes of some continuations by id: node k + 1 is entry k, and 0 is the root."""
 
-    most: int  # How many will be kept
+    most: int  # Number of nodes to keep
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)  # Continuations that run through the node
+    counts: list[int] = field(default_factory=list)  # Number of continuations through the node
 
     def floor(self) -> int:
-        """Return the count that a deeper node must exceed: enough shallower ones are at least as
-        frequent already.
-        """
+        """Return the count that a deeper node must exceed, because enough shallower nodes have at least that count."""
         return 0 if len(self.counts) < self.most else int(np.partition(self.counts, -self.most)[-self.most])
 
     def add(self, keys: Sequence[int], counts: Sequence[int]) -> None:
-        """Add nodes; a key is a parent's id and, in the lower 32 bits, a token."""
+        """Add nodes; a key has the parent's id in the upper and the token in the lower 32 bits."""
         self.tokens.extend([key & _LOW for key in keys])
         self.parents.extend([key >> 32 for key in keys])
         self.counts.extend(counts)
 
     def best(self) -> Trie:
-        """Return the most frequent nodes first, under new ids, which puts parents before their
-        children.
-        """
+        """Return the most frequent nodes, the most frequent first and renumbered; parents precede their children."""
         order = np.argsort(-np.array(self.counts, dtype=np.int64), kind="stable")[: self.most].tolist()
         names = {0: 0} | {node + 1: name for name, node in enumerate(order, start=1)}
         tokens, counts = [self.tokens[node] for node in order], [self.counts[node] for node in order]
@@ -284,13 +270,13 @@ class Trie:
 
 
 def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
-    """Return the `nodes` most frequent nodes, at least 1, of the trie of some continuations (H, D),
-    each ended early by a `SEPARATOR`. Of equals the shallower is kept, then the one of smaller
-    parent, then of smaller token.
+    """Return the `nodes` most frequent nodes, at least 1, of the trie of continuations (H, D), which a `SEPARATOR` may
+    end early. Of equally frequent nodes the shallower is kept, then the one with the smaller parent, then with the
+    smaller token.
     """
     found = Trie(nodes)
     alive = continuations.astype(np.int64)
-    owner = np.zeros(len(alive), np.int64)  # node that each continuation has run through last
+    owner = np.zeros(len(alive), np.int64)  # Last node of each continuation so far
     for depth in range(alive.shape[1]):
         if len(alive) <= _FEW:
             _merge_few(alive[:, depth:].tolist(), owner.tolist(), found)
@@ -310,7 +296,7 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
 
 
 def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:
-    """Do the rest of `merge` without arrays; `rows` are what is left of the continuations."""
+    """Finish `merge` in plain Python; `rows` are the remaining parts of the continuations."""
     for depth in range(len(rows[0]) if rows else 0):
         keys = [(node << 32) | row[depth] for node, row in zip(owner, rows, strict=True)]
         floor, every = found.floor(), sorted(Counter(keys).items())

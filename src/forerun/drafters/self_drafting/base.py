@@ -1,7 +1,7 @@
 """The base of drafters that run a part of the target itself, in the cache slots of the coming step.
 
-The prefix's keys and values are the target's own. Root and drafted nodes are run level by level behind the committed
-tokens; scoring overwrites these slots. So there is no second cache, nothing to catch up with and nothing to forget.
+The prefix's keys and values are the target's own. Root and drafted nodes are run depth by depth in the slots after the
+committed tokens, which scoring overwrites. So there is no second cache to fill or to truncate.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ class SelfDrafter(LearningDrafter[Submitted]):
         return self._tree.kind(sampler)
 
     def logits(self, rows: Sequence[int], nodes: Nodes) -> Tensor:
-        """Return the method's own raw logits (B, N - start, V) after `nodes`, of which those before
-        `start` have been run.
+        """Return the method's raw logits (B, N - start, V) after `nodes`; those before `start` have already been
+        run.
         """
         raise NotImplementedError
 
     def stop_below(self, row: int, *, greedy: bool) -> float | None:
-        """Return the threshold below which a row stops: if its last nodes are all less likely, it
-        drafts no deeper. None never stops. The figure of a sampled node is that of the distribution
-        it is drawn from (`Children.confidence`).
+        """Return the threshold of a row: it drafts no deeper if all its last nodes are less likely. None: no threshold.
+        A sampled node counts with the confidence of its distribution (`Children.confidence`).
         """
         return None
 

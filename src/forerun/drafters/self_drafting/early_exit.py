@@ -1,9 +1,10 @@
 """Early exit: the target's first layers draft, its other layers verify.
 
-The drafted nodes run through layers 0 .. E in the slots in which they are scored, so their keys there are the target's
-own, and their states at boundary E go along with the draft: scoring runs layers E .. L, and the first E only for the
-leaves, which nobody had to run to draft them. No second cache, no second set of weights. Source: LayerSkip (arXiv
-2404.16710), which also trains the target so that its early layers predict well; an untrained target drafts poorly.
+Drafted nodes run through the first E layers in the slots in which they are scored, so their keys there are the target's
+own. Their states at boundary E are passed along with the draft: scoring runs the remaining layers, and the first E only
+for the leaves, which drafting did not run. There is no second cache and no second set of weights. Source: LayerSkip
+(arXiv 2404.16710), which also trains the target so that its early layers predict well; an untrained target drafts
+poorly.
 """
 
 from __future__ import annotations
@@ -39,11 +40,10 @@ _HEAD, _NORM = "lm_head.weight", "norm.weight"
 class EarlyExitConfig(TreeOptions):
     """Options of `early_exit`."""
 
-    exit_layer: int  # E, how many of the target's layers draft: 1 .. L - 1
+    exit_layer: int  # E, number of the target's layers that draft: 1 .. L - 1
     head: str | Path | None = None
-    """Safetensors file of an output head made for this exit: ``lm_head.weight`` (V, H), and
-    ``norm.weight`` (H,) if it has a final norm of its own, in the target's convention. None: the
-    target's final norm and head.
+    """Safetensors file of an output head for this exit: ``lm_head.weight`` (V, H), and ``norm.weight`` (H,) if it has a
+    final norm of its own, in the target's convention. None: the target's final norm and output head.
     """
 
     def __post_init__(self) -> None:
@@ -51,15 +51,14 @@ class EarlyExitConfig(TreeOptions):
 
 
 class EarlyExitDrafter(SelfDrafter):
-    """Drafts with the first layers of the target and leaves their states to the scoring pass."""
+    """Drafts with the first layers of the target, and passes their states on to the scoring pass."""
 
     name = "early_exit"
     Config = EarlyExitConfig
 
     def __init__(self, config: EarlyExitConfig, setup: DrafterSetup) -> None:
-        """Check that the target can exit there. Raises ArgumentError if there is no such layer,
-        UnsupportedModelError if the target's layers cannot be run in part, CheckpointError if the
-        file of the head is missing, broken, or holds other tensors than it should.
+        """Check the exit. Raises ArgumentError if there is no such layer, UnsupportedModelError if the target's layers
+        cannot be run in part, CheckpointError if the head's file is missing, damaged, or has other tensors.
         """
         super().__init__(config.fixed_tree(), setup.target)
         layers = setup.target.num_layers
@@ -72,7 +71,7 @@ class EarlyExitDrafter(SelfDrafter):
         self.config = config
         self._head = None if config.head is None else ExitHead(Path(config.head), self.target)
         self._rows: Sequence[int] = ()
-        self._states: list[Tensor] = []  # Of this proposal: (A, F, H) at the exit by level, for the rows `_rows`
+        self._states: list[Tensor] = []  # Of this proposal: (A, F, H) at the exit by depth, for the rows `_rows`
 
     def memory_bytes(self) -> int:
         return 0 if self._head is None else self._head.nbytes()
@@ -99,12 +98,11 @@ class EarlyExitDrafter(SelfDrafter):
 def leave(
     target: TransformersTarget, boundary: int, drafts: Sequence[tuple[int, TokenTree, Proposal]], states: Tensor
 ) -> None:
-    """Attach to each row's tree the states of the submitted nodes that were run, numbered as they
-    were submitted, so that scoring runs only the other layers.
+    """Attach to each row's tree the states of its nodes that were run, so that scoring runs only the remaining layers.
 
     Args:
-        drafts: (B,) row, its tree, and what of it was submitted, as it was numbered when it was run.
-        states: (B, F, H) at the `boundary` of the nodes that were run, the root first.
+        drafts: (B,) row, its tree, and the submitted nodes in the numbering in which they were run.
+        states: (B, F, H) at the `boundary`, of the nodes that were run, root first.
     """
     rows = [row for row, _, _ in drafts]
     kept = [[node for node in submitted.evidence if node < states.shape[1]] for _, _, submitted in drafts]
@@ -118,14 +116,10 @@ def leave(
 
 
 class ExitHead:
-    """An output head that was trained for the exit: a norm like the target's final one, then a
-    matrix.
-    """
+    """An output head that was trained for the exit: a norm like the target's final one, and a linear layer."""
 
     def __init__(self, path: Path, target: TransformersTarget) -> None:
-        """Read the file. Raises CheckpointError if it is missing, broken, or holds other tensors
-        than it should.
-        """
+        """Load the file. Raises CheckpointError if it is missing, damaged, or has other tensors."""
         if not path.is_file():
             raise CheckpointError(f"early_exit: there is no file {path}; head is a safetensors file")
         shapes = {name: tuple(entry["shape"]) for name, entry in read_header(path).items()}

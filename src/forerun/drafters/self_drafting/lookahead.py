@@ -1,25 +1,18 @@
-"""Jacobi and lookahead decoding: the target's own guesses for the tokens to come, refined by every
-pass.
+"""Jacobi and lookahead decoding: the target itself guesses the next tokens, and refines the guesses with every pass.
 
-Jacobi decoding: a chain of guesses for the next tokens, all refined by every pass of the target.
+Jacobi decoding (Santilli et al., arXiv 2305.10427): a chain of guesses for the next tokens. The target's argmax after
+each token of the chain is the next guess for the token after it. Right guesses are accepted, and the others move up. It
+is one row of lookahead decoding's window whose tokens are submitted. Drafts are deterministic at every temperature.
 
-Santilli et al., arXiv 2305.10427. The target's argmax after each token of the chain is the next
-guess for the token behind it; what was guessed right is accepted, and the rest moves up. It is one
-row of lookahead decoding's window, submitted and not only probed. Deterministic at every
-temperature.
+Lookahead decoding (Fu et al., arXiv 2402.02057): one pass scores the last token, a window of W Jacobi trajectories of
+N - 1 tokens, and up to G guesses of N - 1 tokens. The window's elements are probe nodes, which are never accepted. The
+target's tokens after the newest row complete W n-grams, which go to a pool. The guesses are the pool's n-grams that
+begin with the last token.
 
-Lookahead decoding: the target guesses several positions at once and collects the n-grams that it
-comes across.
-
-Fu et al., arXiv 2402.02057. One pass scores the last token, a window of W Jacobi trajectories of N
-- 1 tokens, and up to G guesses of N - 1 tokens. The window's elements are probes, which are never
-accepted. What the target says after the newest row completes W n-grams, which go to a pool; the
-guesses are the pool's n-grams that begin with the last token.
-
-Unlike the published code the window begins as copies of the prompt, not at random, with all its
-rows; it moves by as many tokens as were emitted, so that every trajectory keeps its position;
-beginnings that guesses share are scored once. It is rolled by the argmax of the raw logits at every
-temperature: it decides what is guessed, not what is accepted.
+There are three differences from the published code. The window starts with tokens of the prompt instead of random
+tokens, and with all its rows. It moves by as many tokens as were emitted, so that every trajectory keeps its position.
+Prefixes that guesses share are scored once. The window advances by the argmax of the raw logits at every temperature,
+because it only decides what is guessed, not what is accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +30,7 @@ from forerun.decode.drafter import DraftContext, Drafted, Drafter, DrafterSetup,
 from forerun.decode.scores import Scores
 from forerun.types import Budget, DraftKind, Drawn, Verdict
 
-_PRIOR = 0.15  # First guess that a token is right if those before it were
+_PRIOR = 0.15  # Prior probability that a guess is right if those before it are
 RowOf = TypeVar("RowOf", bound="WindowRow")
 
 
@@ -57,13 +50,11 @@ class WindowRow:
 
     window: Window
     acceptance: Acceptance
-    guessed: Drafted | None = None  # The last guesses, until the target has spoken
+    guessed: Drafted | None = None  # The last guesses, until they are verified
 
 
 class WindowDrafter(Drafter, Generic[RowOf]):
-    """The base of drafters with a window, which every pass of the target refines; a method says how
-    a row begins.
-    """
+    """The base of drafters with a window, which every pass of the target refines."""
 
     def __init__(self, config: Any, setup: DrafterSetup) -> None:
         self.config = config
@@ -80,7 +71,7 @@ class WindowDrafter(Drafter, Generic[RowOf]):
         return self._rows[row_id]
 
     def _collect(self, row: RowOf, new: Sequence[int]) -> None:
-        """Take note that columns have just grown by the `new` tokens, see `Window.read`."""
+        """Process the `new` tokens by which columns have grown, see `Window.read`."""
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
         for index, (tokens, verdict) in enumerate(zip(context.tokens, verdicts, strict=True)):
@@ -101,9 +92,7 @@ class WindowDrafter(Drafter, Generic[RowOf]):
 
 
 class JacobiDrafter(WindowDrafter[WindowRow]):
-    """Guesses the next tokens, and takes the target's corrections of wrong guesses as its next
-    ones.
-    """
+    """Guesses the next tokens; the target's corrections of wrong guesses are the next guesses."""
 
     name = "jacobi"
     Config = JacobiConfig
@@ -130,27 +119,24 @@ class JacobiDrafter(WindowDrafter[WindowRow]):
 class Window:
     """Lookahead decoding's window (arXiv 2402.02057) of one sequence: W columns of Jacobi trajectories, N - 1 rows.
 
-    Element (r, j) stands r + j positions after the last committed token, which is element (0, 0). Row 0, the oldest, is
-    a chain; column j, its rows 1 and up, hangs from row 0's element j. As a token tree that is the published mask: an
-    element of row r >= 1 sees the text, row 0 up to column j, and its own column up to itself. One row (N = 2) is plain
-    Jacobi decoding. `level` is N >= 2, the length of the n-grams that columns grow into.
+    Element (r, j) is r + j positions after the last committed token, which is element (0, 0). Row 0, the oldest, is a
+    chain; the further rows of column j are a chain below row 0's element j. As a token tree this is the published mask:
+    an element of row r >= 1 attends to the text, to row 0 up to column j, and to its own column up to itself. One row
+    (N = 2) is plain Jacobi decoding. `level` is N >= 2, the length of the n-grams that columns become.
     """
 
     def __init__(self, level: int) -> None:
         self._rows = level - 1
         self._base = self._cursor = 0
-        self.columns: list[list[int]] = []  # The columns as they were fitted last, each of N - 1 tokens
+        self.columns: list[list[int]] = []  # The columns, each of N - 1 tokens
 
     def widest(self, nodes: int, depth: int) -> int:
-        """Return the most columns that stay within so many nodes and so deep; W columns are W - 1 +
-        (N - 2) W nodes.
-        """
+        """Return the most columns that fit `nodes` nodes and `depth`; W columns are W - 1 + (N - 2) W nodes."""
         return max(0, min((nodes + 1) // self._rows, depth - self._rows + 2))
 
     def fit(self, tokens: Sequence[int], width: int) -> None:
-        """Make the window `width` columns that start at the text's last token. Columns that fell
-        behind the text are dropped, and new ones begin as copies of the text, read from its
-        beginning on: a guess that needs no randomness.
+        """Resize the window to `width` columns from the text's last token on. Columns that the text has passed are
+        dropped; new ones start with tokens from the beginning of the text, which needs no randomness.
         """
         late = len(tokens) - self._base
         self.columns = self.columns[late:width] if late >= 0 else []
@@ -172,8 +158,8 @@ class Window:
                 parent = tree.add(token, parent, probe=True)
 
     def read(self, tree: TokenTree, choose: Callable[[int], int]) -> list[int]:
-        """Return the token by which each column grows, `choose` of its end, up to the first column
-        that was not scored.
+        """Return the token by which each column grows: `choose` of its last node, up to the first column that was not
+        scored.
         """
         found, head = list[int](), 0
         for index, column in enumerate(self.columns):
@@ -188,11 +174,10 @@ class Window:
         return found
 
     def roll(self, new: Sequence[int], emitted: int) -> None:
-        """Move the window on: each column loses its oldest token and gains its entry of `new`, and
-        columns move left as the text grows. Row r + 1 becomes row r, one position nearer: exactly
-        where it belongs if one token was emitted. Every further one skips a column. Columns that
-        `new`, as `read` gave it, does not reach are dropped; if it is empty, the window was not
-        scored and the next `fit` drops what is late.
+        """Advance the window: each column drops its oldest token and appends its entry of `new`, and columns move left
+        as the text grows. Row r + 1 becomes row r, one position nearer, which is right if one token was emitted; every
+        further token skips a column. Columns without an entry in `new` are dropped. If `new` is empty, the window was
+        not scored, and the next `fit` drops the columns that the text has passed.
         """
         if new:
             grown = [[*column[1:], token] for column, token in zip(self.columns, new, strict=False)]
@@ -201,24 +186,25 @@ class Window:
 
 
 Gram = tuple[int, ...]
-_NGRAM_PRIOR = (0.25, 0.45, 0.6, 0.7)  # First guess that a guess's token 1, 2, ... is right if those before it were
-_PRIOR_DECAY = 0.6  # Factor by which that falls from one sibling to the next older one
-_POOLS = 16  # Isolation domains whose shared pools are kept: a full one takes some 6 MB
+_NGRAM_PRIOR = (0.25, 0.45, 0.6, 0.7)
+"""Prior probability that token 1, 2, ... of a guess is right if those before it are."""
+_PRIOR_DECAY = 0.6  # Factor for each older sibling
+_POOLS = 16  # Isolation domains whose shared pools are kept: a full pool takes about 6 MB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LookaheadConfig:
-    """Options of `lookahead`; defaults are the published code's. A pass scores up to W - 1 + (N - 2) W + G (N - 1)
-    nodes: 55 with the defaults. Where that is more than a step may draft, the window shrinks first, then the guesses.
+    """Options of `lookahead`, with the published code's defaults. A pass scores up to W - 1 + (N - 2) W + G (N - 1)
+    nodes, 55 with the defaults. If a step may draft fewer, first the window shrinks, then the guesses.
     """
 
     window: int = 7  # W: trajectories, and n-grams collected in one step
     level: int = 5  # N: tokens of an n-gram; a guess has one less
     num_speculative_tokens: int | None = None  # Most tokens of a guess that are drafted; None: all, N - 1
-    guesses: int = 7  # G: most guesses in one step, and most n-grams that are kept of those that begin with one token
-    copy_text: bool = True  # Whether the n-grams of prompt and output go to the pool too
-    shared_pool: bool = False  # One pool for all requests of an isolation domain, kept between them; else one each
-    pool_keys: int = 8192  # Most first tokens that a pool knows; the least recently seen are forgotten
+    guesses: int = 7  # G: most guesses in one step, and most n-grams in the pool for each first token
+    copy_text: bool = True  # Whether the n-grams of prompt and output are added to the pool, too
+    shared_pool: bool = False  # One lasting pool for all requests of an isolation domain; else one for each request
+    pool_keys: int = 8192  # Most first tokens in a pool; the least recently seen one is dropped
 
     def __post_init__(self) -> None:
         check_least("lookahead", self, num_speculative_tokens=1, window=1, level=2, guesses=1, pool_keys=1)
@@ -227,11 +213,11 @@ class LookaheadConfig:
 @dataclass(kw_only=True, slots=True)
 class _LookaheadRow(WindowRow):
     pool: Pool
-    copied: int = 0  # Tokens of the text whose n-grams are in the pool
+    copied: int = 0  # Tokens of the text whose n-grams have been added to the pool
 
 
 class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
-    """Drafts Jacobi trajectories as probes, and guesses from the n-grams that they grew into."""
+    """Drafts Jacobi trajectories as probe nodes, and guesses from the n-grams that they became."""
 
     name = "lookahead"
     Config = LookaheadConfig
@@ -243,7 +229,7 @@ class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
 
     @property
     def depth(self) -> int:
-        """Most tokens on one path: how far the window reaches, or the guesses."""
+        """Most tokens on one path, of the window or of a guess."""
         return max(self.config.level - 1, self.config.window + self.config.level - 3)
 
     def extend(self, context: DraftContext) -> None:
@@ -251,13 +237,13 @@ class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
         for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
             row = self._row(context, index)
             row.copied = min(row.copied, len(tokens) - fresh)
-            if self.config.copy_text:  # of a long prompt what the pool would not forget at once
+            if self.config.copy_text:  # Only the end of a long prompt: the pool would drop the rest at once
                 for end in range(max(row.copied + 1, level, len(tokens) - keys), len(tokens) + 1):
                     row.pool.add(tokens[end - level], tuple(tokens[end - level + 1 : end]))
                 row.copied = len(tokens)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """Draft the guesses, then the window; room is kept for a window of one column."""
+        """Draft the guesses, then the window, for which at least one column is reserved."""
         trees, column = context.trees(), self.config.level - 2
         for index, (tokens, nodes, depth) in enumerate(zip(context.tokens, budget.nodes, budget.depth, strict=True)):
             row, tree = self._row(context, index), trees[index]
@@ -287,9 +273,7 @@ class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
         )
 
     def _guess(self, guessed: Drafted, pool: Pool, nodes: int, depth: int) -> None:
-        """Add the n-grams behind the root as branches, shared beginnings once, as far as `nodes`
-        reach.
-        """
+        """Add the n-grams that begin with the root's token as branches with common prefixes, up to `nodes` nodes."""
         children = Counter[int]()
         for gram in pool.after(guessed.tokens[0]):
             parent = 0
@@ -304,9 +288,8 @@ class LookaheadDrafter(WindowDrafter[_LookaheadRow]):
 
 
 class Pool:
-    """The n-grams that a request has come across: at most `per_key` continuations of each of at
-    most `keys` tokens. Both bounds forget what was added longest ago; adding a continuation again
-    makes it new again.
+    """N-grams by first token: at most `per_key` continuations for each of at most `keys` tokens. Beyond both limits the
+    least recently added one is dropped.
     """
 
     def __init__(self, per_key: int, keys: int) -> None:
@@ -314,7 +297,7 @@ class Pool:
         self._grams: dict[int, dict[Gram, None]] = {}
 
     def add(self, first: int, rest: Gram) -> None:
-        """Remember that `rest` may follow `first`."""
+        """Add the n-gram of `first` and `rest`."""
         grams = self._grams.pop(first, {})
         grams.pop(rest, None)
         grams[rest] = None

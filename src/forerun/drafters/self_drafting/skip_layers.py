@@ -1,11 +1,10 @@
-"""Drafts with the target itself, some attention and MLP sub-layers left out, on the target's own
-cache.
+"""Drafts with the target itself without some of its attention and MLP sub-layers, on the target's own cache.
 
-Draft & Verify (arXiv 2309.08168), with the set of skipped sub-layers given, tuned beforehand
-(`forerun tune skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes see
-the prefix as the whole target left it; scoring overwrites what drafting wrote. Output is lossless
-whatever is skipped; with ``search="swift"`` or several requests at once the *text* for a seed may
-depend on what was decoded before, its distribution does not.
+This is Draft & Verify (arXiv 2309.08168). The set of skipped sub-layers is given, tuned beforehand
+(`forerun tune skip-layers`) or searched while decoding (SWIFT, arXiv 2410.06916). Draft nodes attend to the whole
+target's keys and values of the prefix; scoring overwrites those of the draft nodes. The output is lossless for every
+set. With ``search="swift"`` or several requests at once the *text* for a seed may depend on earlier requests; its
+distribution does not.
 
 Sets of sub-layers, their names, their search and their file are here, too.
 """
@@ -53,8 +52,8 @@ def names(skip: Iterable[Sublayer]) -> list[str]:
 
 
 def parse(given: Iterable[str], layers: int) -> SkipSet:
-    """Return the set behind names such as ``"3.attn"``. Raises ArgumentError if an unknown one is
-    named, or nothing or everything.
+    """Return the set of sub-layers with names such as ``"3.attn"``. Raises ArgumentError for an unknown name, and if
+    none or all are named.
     """
     known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
@@ -76,9 +75,7 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
 
 
 def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
-    """Return `count` of the allowed sub-layers, half of them attention, at even distances: where a
-    search may begin.
-    """
+    """Return `count` evenly spaced sub-layers of the allowed ones, half of them attention, to start a search with."""
     chosen = list[Sublayer]()
     for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
         own = [sublayer for sublayer in allowed if sublayer[1] == part]
@@ -94,12 +91,12 @@ _ADDITIVE = (0.0, 0.5, 0.9)
 
 
 def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NOISE) -> tuple[Floats, Floats]:
-    """Return mean and standard deviation (m,) at `others` (m, d), subsets as vectors of 0 and 1: a
-    small Gaussian process that knows `values` (n,) at `points` (n, d), with a variance of `noise`
-    relative to that of all values.
+    """Return mean and standard deviation (m,) at `others` (m, d), by a Gaussian process with observations `values` (n,)
+    at `points` (n, d). Points are subsets as vectors of 0 and 1; `noise` is the variance of an observation relative to
+    that of all values.
 
-    The likeness of subsets mixes the share of entries in which they agree (effects that add up) and an exponential of
-    their Hamming distance (effects that do not); the mixture is the likeliest of a few.
+    The kernel mixes the share of equal entries (additive effects) and an exponential of the Hamming distance (other
+    effects). Of a few mixtures the one with the largest likelihood is used.
     """
     mean, scale = float(values.mean()), float(values.std()) or 1.0
     scaled, fits = (values - mean) / scale, []
@@ -115,15 +112,15 @@ def predict(points: Floats, values: Floats, others: Floats, *, noise: float = NO
 
 
 def _likeness(left: Floats, right: Floats, length: float, additive: float) -> Floats:
-    """Return the likeness (n, m) of subsets, in 0..1, 1 for equal ones."""
+    """Return the kernel (n, m) between subsets, in 0..1, 1 for equal ones."""
     share = (left @ (1.0 - right).T + (1.0 - left) @ right.T) / left.shape[1]
     return additive * (1.0 - share) + (1.0 - additive) * np.exp(-share / length)
 
 
-_KAPPA = 2.5  # Standard deviations above the mean at which an untried subset is valued
-_POOL = 384  # Random subsets among which the next one is chosen; as many neighbours of the best come on top
-_REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: the best half and the latest half
-_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Shares of the sub-layers that the first trials skip, at even distances
+_KAPPA = 2.5  # Standard deviations that are added to the mean of an untried subset
+_POOL = 384  # Random candidates for the next subset; as many neighbours of the best one are added
+_REMEMBERED = 300  # Most trials that the Gaussian process is fitted to: half of them the best, half the latest
+_SHARES = (0.25, 0.5, 0.375, 0.125, 0.625)  # Shares of the sub-layers that the first trials skip, evenly spaced
 _RANDOM_STARTS = 3
 
 
@@ -132,7 +129,7 @@ class Space:
     """The subsets that may be proposed."""
 
     allowed: tuple[Sublayer, ...]  # Sub-layers that may be skipped, in order
-    size: int | None = None  # How many are skipped; None: any number but none and all
+    size: int | None = None  # Number of skipped sub-layers; None: any number but none and all
 
     def vector(self, skip: SkipSet) -> Floats:
         """Return a subset as a vector (d,) of 0 and 1."""
@@ -144,9 +141,7 @@ class Space:
         return frozenset(self.allowed[index] for index in random.permutation(len(self.allowed))[:size])
 
     def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
-        """Return the subset with one or two sub-layers exchanged; without a fixed size, one may be
-        added or removed as well.
-        """
+        """Return the subset with one or two sub-layers exchanged or, without a fixed size, one added or removed."""
         inside, outside = sorted(skip), sorted(set(self.allowed) - skip)
         found = set(skip)
         for _ in range(int(random.integers(1, 3))):
@@ -168,8 +163,8 @@ class SkipTrial(NamedTuple):
 
 
 def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generator) -> SkipSet | None:
-    """Return the untried subset of largest upper confidence bound by a Gaussian process; None if
-    all were tried.
+    """Return the untried subset with the largest upper confidence bound by a Gaussian process; None if all were
+    tried.
     """
     leaders = sorted(trials, key=lambda trial: -trial.value)[:3]
     pool = [space.neighbour(leader.skip, random) for leader in leaders for _ in range(_POOL // 3)]
@@ -188,9 +183,7 @@ def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generat
 
 
 class Search:
-    """Bayesian optimisation by an upper confidence bound, after a few subsets at even distances and
-    at random.
-    """
+    """Bayesian optimisation by an upper confidence bound, which starts with a few evenly spaced and random subsets."""
 
     def __init__(self, space: Space, *, seed: int = 0) -> None:
         self.space = space
@@ -202,7 +195,7 @@ class Search:
         self._starts = list(dict.fromkeys(starts))
 
     def ask(self) -> SkipSet | None:
-        """Return the next subset to measure, or None if every one was."""
+        """Return the next subset to measure, or None if all were measured."""
         if len(self.trials) < len(self._starts):
             return self._starts[len(self.trials)]
         return propose(self.space, self.trials, self._random)
@@ -214,14 +207,14 @@ class Search:
 
 FORMAT = "forerun-skip-layers"
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
-_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)  # Models that agree in these are taken for relatives
+_STRUCTURE = ("model_type", "num_hidden_layers", *_SIZES)  # Models that agree in these are of one kind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipFile:
-    """A tuned set of sub-layers and where it comes from."""
+    """A tuned set of sub-layers and its origin."""
 
-    model: str  # Directory or hub id it was tuned on; for the reader, not compared: the same model may lie elsewhere
+    model: str  # Directory or hub id it was tuned on, for information: the model may be elsewhere now
     num_layers: int
     structure: str  # `structure_hash` of the model
     skip: SkipSet
@@ -230,7 +223,7 @@ class SkipFile:
     trace: list[dict[str, Any]] = field(default_factory=list)  # Every set that was tried, in order
 
     def write(self, path: Path) -> None:
-        """Write the file; it is whole or not there. Raises DataError if it cannot be written."""
+        """Write the file atomically. Raises DataError if it cannot be written."""
         body = {"format": FORMAT, **asdict(self), "skip": names(self.skip)}
         try:
             write_file(path, json.dumps(body, indent=1) + "\n")
@@ -239,8 +232,8 @@ class SkipFile:
 
     @classmethod
     def read(cls, path: Path, target: TransformersTarget) -> SkipFile:
-        """Read the file at `path`. Raises DataError if it is missing, or not what the tuner writes;
-        ArgumentError if it was tuned on another kind of model than `target`.
+        """Read the file at `path`. Raises DataError if it is missing or not a file of the tuner; ArgumentError if it
+        was tuned on another kind of model than `target`.
         """
         body = read_object(path, "tune a set: forerun tune skip-layers")
         if body.get("format") != FORMAT:
@@ -266,7 +259,7 @@ class SkipFile:
 
 
 def structure_hash(target: TransformersTarget) -> str:
-    """Return a hash of the kind of model: of family and sizes, not of the weights."""
+    """Return a hash of the model's family and sizes, without its weights."""
     facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
@@ -274,7 +267,7 @@ def structure_hash(target: TransformersTarget) -> str:
 MAX_CANDIDATES = 1000
 BAYES_EVERY = 25
 GOOD_ENOUGH = 0.95
-_MEMORY = 8  # Windows after which the best set's older counts fade
+_MEMORY = 8  # Windows after which the best set's counts fade
 SEARCHES = ("swift",)
 _FIRST_THRESHOLD = (0.8, 0.5)  # Initial adapted threshold: greedy, sampled (Draft & Verify)
 _RATE_MEMORY, _STEP, _THRESHOLD_MEMORY = 0.5, 1e-2, 0.9  # Draft & Verify's beta 1, epsilon and beta 2
@@ -287,12 +280,13 @@ class SkipLayersConfig(TreeOptions):
     skip: Sequence[str] | str | None = None  # Sub-layers to leave out, ``["3.attn", ...]``, or the file of the tuner
     search: str | None = None  # ``swift`` searches the set while decoding, instead of `skip`
     skip_ratio: float = 0.45  # Share of all sub-layers that ``swift`` skips, 0..1
-    search_window: int = 32  # Drafted nodes over which ``swift`` judges a set
-    search_patience: int = 300  # ``swift`` ends after so many sets in a row that were no better
-    stop_below: float | None = None  # Draft no deeper once all last nodes are less likely, 0..1; None: the whole shape
+    search_window: int = 32  # Drafted nodes on which ``swift`` evaluates a set
+    search_patience: int = 300  # ``swift`` ends after this many sets in a row that are no better
+    stop_below: float | None = None
+    """Draft no deeper once all last nodes are less likely, 0..1; None: draft the whole shape."""
     adapt_threshold: bool = False
-    """Move that threshold, for each request, so that `target_acceptance` of the drafted tokens are
-    accepted. Without `stop_below` it begins at 0.8 for greedy requests and at 0.5 for sampled ones.
+    """Adapt that threshold, for each request, so that a share of `target_acceptance` of the drafted tokens is accepted.
+    Without `stop_below` it starts at 0.8 for greedy requests and at 0.5 for sampled ones.
     """
     target_acceptance: float = 0.9  # Accepted / drafted, 0..1, that `adapt_threshold` aims at
 
@@ -313,7 +307,7 @@ class SkipLayersConfig(TreeOptions):
 
 
 class SkipLayersDrafter(SelfDrafter):
-    """Drafts with the target, some sub-layers left out."""
+    """Drafts with the target without some sub-layers."""
 
     name = "skip_layers"
     Config = SkipLayersConfig
@@ -322,7 +316,7 @@ class SkipLayersDrafter(SelfDrafter):
         super().__init__(config.fixed_tree(), setup.target)
         self.config, layers = config, setup.target.num_layers
         self.search: OnlineSearch | None = None  # State of SWIFT's search; None if the set is given
-        self.skip: SkipSet  # The sub-layers that the next draft leaves out; may be replaced between steps
+        self.skip: SkipSet  # The sub-layers that the next draft skips; may be replaced between steps
         if config.search is not None:
             self.search = OnlineSearch(layers, config)
             self.skip = self.search.best
@@ -384,8 +378,8 @@ class SkipLayersDrafter(SelfDrafter):
 
 
 def agreement(scores: Scores, index: int) -> tuple[int, int]:
-    """Return (nodes at which the draft's likeliest token was the target's, nodes that have
-    children) of one row's tree, accepted or not: the target was asked at all of them.
+    """Return (nodes at which the draft's likeliest token was the target's, nodes with children) of one row's tree,
+    accepted or not: the target has scored all of them.
     """
     tree, probs = scores.trees[index], scores.row(index)
     right = judged = 0
@@ -400,17 +394,18 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
 
 
 class OnlineSearch:
-    """SWIFT's online search: chooses the set that drafts the coming step, and learns from how it
-    did.
+    """SWIFT's online search: it chooses the set that drafts in the next step, and learns from the result.
 
-    As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped, the first and the last layer are kept,
-    candidates are random but for every 25th, which a Gaussian process proposes (upper confidence bound), and are judged
-    over `search_window` drafted nodes by how often their likeliest token is the target's, until one scores .95 or
-    `search_patience` in a row were no better. ArgumentError: the ratio leaves no choice.
+    As in the paper a fixed share (`skip_ratio`) of all sub-layers is skipped; the first and the last layer are kept.
+    Candidates are random, except that a Gaussian process (upper confidence bound) proposes every 25th. A candidate is
+    evaluated on `search_window` drafted nodes by how often its likeliest token is the target's. The search ends when
+    one reaches 0.95, or when `search_patience` candidates in a row were no better. Raises ArgumentError if the ratio
+    leaves no choice.
 
-    Unlike the paper a candidate drafts, every second step, and is judged at every drafted node, accepted or not, by the
-    scores that verification computes anyway: no extra pass, but meanwhile half of the drafts come from candidates. One
-    that can no longer win is dropped early, and the best set is measured on, so that a lucky one is replaced.
+    Unlike in the paper, a candidate drafts in every second step, and is evaluated at every drafted node, accepted or
+    not, with the scores that verification computes anyway. This needs no extra pass, but during the search half of the
+    drafts come from candidates. A candidate that can no longer win is dropped early, and the best set is measured
+    further, so that one that was only lucky is replaced.
     """
 
     def __init__(self, layers: int, config: SkipLayersConfig) -> None:
@@ -422,7 +417,7 @@ class OnlineSearch:
                 f"{2 * layers}: SWIFT keeps the first and the last layer"
             )
         self.space = Space(allowed=allowed, size=size)
-        self.candidates = 0  # Judged so far
+        self.candidates = 0  # Evaluated so far
         self._window, self._patience = config.search_window, config.search_patience
         self._proposing, self._random = np.random.default_rng(0), np.random.default_rng(1)
         self._best = _Record(evenly(allowed, size))
@@ -443,7 +438,7 @@ class OnlineSearch:
         return found or self.candidates >= MAX_CANDIDATES or self._failed >= self._patience
 
     def choose(self) -> SkipSet:
-        """Return the set for the coming step: the best one, every second time a candidate."""
+        """Return the set for the next step: the best one or, every second time, a candidate."""
         self._step += 1
         if self.done or self._step % 2 or self._best.judged < self._window:
             return self._best.skip
@@ -452,8 +447,8 @@ class OnlineSearch:
         return self._candidate.skip
 
     def observe(self, skip: SkipSet, right: int, judged: int) -> None:
-        """Learn from a step that drafted with `skip`: at `right` of `judged` nodes its likeliest
-        token was the target's.
+        """Learn from a step that drafted with `skip`: at `right` of `judged` nodes its likeliest token was the
+        target's.
         """
         record = self._best if skip == self._best.skip else self._candidate
         if record is None or skip != record.skip:
@@ -465,7 +460,7 @@ class OnlineSearch:
             record.right, record.judged = record.right / 2, record.judged / 2
 
     def _judge(self, candidate: _Record) -> None:
-        """Decide on a candidate once its window is full, or once it cannot win any more."""
+        """Accept or drop a candidate once its window is full or it can no longer win."""
         left = max(0.0, self._window - candidate.judged)
         hopeless = (candidate.right + left) / (candidate.judged + left) <= self._best.score
         if left and not hopeless:
@@ -480,8 +475,8 @@ class OnlineSearch:
         self._best, self._failed = candidate, 0
 
     def _next(self) -> SkipSet:
-        """Return the next candidate: a random set, every 25th time one that the trials so far
-        favour; never the best one itself.
+        """Return the next candidate: a random set or, every 25th time, one that the Gaussian process proposes; never
+        the best one itself.
         """
         found: SkipSet | None = None
         if self._trials and (self.candidates + 1) % BAYES_EVERY == 0:
@@ -493,17 +488,14 @@ class OnlineSearch:
 
 @dataclass(slots=True)
 class Threshold:
-    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and
-    falls again.
-    """
+    """Draft & Verify's adaptive threshold: it rises while too few drafted tokens are accepted, and falls otherwise."""
 
     value: float  # Threshold in 0..1
     acceptance: float  # Running accepted / drafted, 0..1
 
     def update(self, accepted: int, drafted: int, wanted: float, *, whole: bool) -> None:
-        """Learn from a step that accepted a path of `accepted` of `drafted` >= 1 tokens; `wanted`
-        is the share to aim at. With `whole` drafting was not stopped, so that a lower threshold
-        would change nothing.
+        """Learn from a step that accepted `accepted` of `drafted` >= 1 tokens; `wanted` is the target share. `whole`
+        says that the threshold did not stop drafting, so that a lower one would change nothing.
         """
         self.acceptance = _RATE_MEMORY * self.acceptance + (1 - _RATE_MEMORY) * accepted / drafted
         step = 0.0 if whole else -_STEP
@@ -514,7 +506,7 @@ class Threshold:
 
 @dataclass(slots=True)
 class _Record:
-    """The counts of how often a set's likeliest token was the target's."""
+    """Counts of the nodes at which a set's likeliest token was the target's."""
 
     skip: SkipSet
     right: float = 0.0

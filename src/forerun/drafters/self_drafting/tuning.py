@@ -1,8 +1,8 @@
-"""Finds the set of skipped sub-layers that makes a token cheapest on given prompts: Draft & Verify's search.
+"""Finds the set of skipped sub-layers with the least time per token on given prompts: Draft & Verify's search.
 
-Bayesian optimisation of the 2L yes-or-no choices (arXiv 2309.08168), of the logarithm of the ms per token. Acceptance
-comes from decoding the same prompts with each set. Cost is measured once, for one sequence, and the skipped sub-layers
-are subtracted: so sets are comparable although the machine does other work beside.
+It is Bayesian optimisation of 2L binary choices (arXiv 2309.08168) by the logarithm of the ms per token. Acceptance is
+measured by decoding the same prompts with each set. Costs are measured once, for one sequence, and those of skipped
+sub-layers are subtracted, so that sets are comparable even if the machine does other work meanwhile.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from forerun.model import TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.types import SamplingParams, mean_acceptance_length
 
-REPEATS = 15  # Times that every pass is put on the clock; the median counts
-ITERATIONS = 60  # Sets that are tried where neither a number nor a time is asked for
+REPEATS = 15  # Measurements of every pass; the median counts
+ITERATIONS = 60  # Sets that are tried if neither a number nor a time is given
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +58,7 @@ class Tuned:
 
     @property
     def speedup(self) -> float:
-        """Plain ms per token / the best set's, from measured acceptance and measured passes."""
+        """Speed-up of the best set over plain decoding, from measured acceptance and measured passes."""
         return self.plain_ms / self.best.ms_per_token
 
 
@@ -71,13 +71,13 @@ def tune(
     seed: int = 0,
     progress: Callable[[Worth, Worth], None] = lambda _tried, _best: None,
 ) -> Tuned:
-    """Try sets of the model's `layers` until their number or the time is used up, every set has
-    been tried, or Ctrl-C, which is raised only before the first set was measured.
+    """Try sets of the model's `layers` until their number or the time is used up, all are tried, or Ctrl-C ends the
+    search; KeyboardInterrupt is raised only before the first set is measured.
 
     Args:
-        iterations: sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
-        budget_s: seconds; a set that was begun is finished.
-        progress: told the set just tried and the best one after each trial.
+        iterations: number of sets to try; None: `ITERATIONS`, or as many as fit `budget_s`.
+        budget_s: seconds, after which no further set is tried.
+        progress: called after each trial with the set just tried and the best one.
     """
     start, cheapest = time.perf_counter(), attrgetter("ms_per_token")
     most = math.inf if iterations is None and budget_s is not None else iterations or ITERATIONS
@@ -109,13 +109,13 @@ class Costs:
     verify_ms: tuple[float, ...]  # Scoring pass over k + 1 nodes, k = 0, 1, ...; the first is plain decoding
 
     def draft_ms(self, skip: SkipSet, layers: int) -> float:
-        """Return the ms of one level of a chain drafted without the sub-layers in `skip`."""
+        """Return the ms of drafting one token of a chain without the sub-layers in `skip`."""
         return self.rest_ms + sum(self.sublayer_ms[part] for layer, part in every(layers) if (layer, part) not in skip)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Worth:
-    """The value of a set of skipped sub-layers at its best length of the chain."""
+    """The value of a set of skipped sub-layers at its best draft length."""
 
     skip: SkipSet
     num_speculative_tokens: int
@@ -130,9 +130,8 @@ class Worth:
 
 
 def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> Worth:
-    """Return the set's value at the length of the chain that makes a token cheapest. `accepted` are
-    the drafted tokens that were accepted in each step, of chains as long as `costs` knows scoring
-    passes for.
+    """Return the set's value at the draft length with the least time per token. `accepted` are the numbers of accepted
+    tokens in each step, of chains with the longest length for which `costs` has a scoring pass.
     """
     draft_ms = costs.draft_ms(skip, layers)
 
@@ -146,9 +145,8 @@ def worth(skip: SkipSet, accepted: Sequence[int], costs: Costs, layers: int) -> 
 
 
 class Probe:
-    """Prompts (token ids) in the cache of a target that has a row for each and nothing in them,
-    decoded anew with every set: `tokens` of them in chains of `length`, with resolved sampling
-    parameters.
+    """Prompts (token ids) that are decoded again with every set, each in an empty row of the target's cache: `tokens`
+    tokens in chains of `length`, with resolved sampling parameters.
     """
 
     def __init__(
@@ -171,8 +169,8 @@ class Probe:
         self._drafter = SkipLayersDrafter(config, setup)
 
     def accepted(self, skip: SkipSet) -> list[int]:
-        """Return the drafted tokens that were accepted in each step when `skip` drafts. Raises
-        ForerunError if fewer were drafted.
+        """Return the number of accepted tokens in each step when `skip` drafts. Raises ForerunError if a draft was too
+        short.
         """
         self._drafter.skip = skip
         rows = [self._row(row, list(tokens), prompt) for row, (tokens, prompt) in enumerate(self._beginnings)]
@@ -184,7 +182,7 @@ class Probe:
                 group = Group(name=drafter.name, drafter=drafter, members=members, depths=depths, nodes=self._length)
                 emitted = step(self._target, running, [group])
                 if any(one.drafted < self._length for one in emitted):
-                    raise ForerunError("skip_layers drafted less than was asked for; the log says why")
+                    raise ForerunError("skip_layers drafted fewer tokens than requested; the log says why")
                 found += [len(one.tokens) - 1 for one in emitted]
         finally:
             self._target.truncate(self._ids, [len(tokens) - 1 for tokens, _ in self._beginnings])
@@ -192,7 +190,7 @@ class Probe:
         return found
 
     def costs(self, *, repeats: int = REPEATS) -> Costs:
-        """Time the passes of the first prompt's row, all kinds in turns."""
+        """Time the passes of the first prompt's row, all kinds in turn."""
         layers, root = self._target.num_layers, self._beginnings[0][0][-1]
 
         def draft(skip: SkipSet) -> None:

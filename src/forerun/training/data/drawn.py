@@ -1,13 +1,11 @@
-"""This module draws prompts from a chat model itself, as Magpie does (Xu et al. 2024, arXiv 2406.08464).
+"""Draws prompts from a chat model itself, as Magpie does (Xu et al. 2024, arXiv 2406.08464).
 
-A model that has learned conversations goes on behind the mark of a user's turn as a user would: it writes what it
-expects to be asked. So prompts of great breadth come from nothing but the model. They are what it was tuned on, and
-not what the users of a service ask.
+After the mark that opens a user's turn, a chat model writes a message as a user would. This gives broad prompts from
+the model alone. They resemble the data that it was tuned on, not what the users of a service ask.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -22,7 +20,7 @@ from forerun.engine.prompts import rendered
 from forerun.errors import ArgumentError, DataError, refuse
 from forerun.params import NEUTRAL
 from forerun.training.data.records import BadRecords, read_records
-from forerun.training.data.regenerate import append_lines, find_hidden_mark, special_marks
+from forerun.training.data.regenerate import append_lines, find_hidden_mark, read_lines, special_marks
 from forerun.training.data.store import runs_in_circles
 from forerun.types import SamplingParams, StreamChunk
 
@@ -32,26 +30,25 @@ if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 SOURCE = "drawn"  # The source, and so the category, of every drawn prompt
-SHARED_WORDS = 10  # So many words in a row that stand in another prompt make one the same
-TRIED = 200  # Prompts after which a model that has written none that is usable is given up
-SENTINEL = "forerunsentinel"  # Stands in a user's place while the template is read
+SHARED_WORDS = 10  # Prompts with this many consecutive words in common are duplicates
+TRIED = 200  # If none of the first prompts, this many, is usable, the draw ends
+SENTINEL = "forerunsentinel"  # The user's message while the template is read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UserTurn:
-    """A `UserTurn` says where the words of a user begin and end in a chat template."""
+    """The texts that open and close a user's message in a chat template."""
 
-    begins: str  # All that stands before the user's first word
-    stop_token_ids: tuple[int, ...] = ()  # The control token behind the last word, where there is one
-    stop: tuple[str, ...] = ()  # The text behind the last word, where that is no control token
+    begins: str  # The text before the user's message
+    stop_token_ids: tuple[int, ...] = ()  # The control token after the message, if there is one
+    stop: tuple[str, ...] = ()  # The text after the message, if that is no control token
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase | None) -> UserTurn:
-        """Read the turn off a message that the chat template renders; ArgumentError where that does not show it."""
+        """Find the turn in a message that the chat template renders. Raises ArgumentError if it cannot be found."""
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             raise ArgumentError(
-                "the model has no chat template, and so knows nobody who asks: prompts are drawn from chat models "
-                "alone; give files of prompts instead"
+                "the model has no chat template: prompts are drawn from chat models only; give files of prompts instead"
             )
         message = {"role": "user", "content": SENTINEL}
         text: str = rendered(tokenizer, [message], None, tokenize=False, add_generation_prompt=True)
@@ -75,15 +72,15 @@ class UserTurn:
 
 
 class PromptSieve:
-    """A `PromptSieve` lets every usable prompt through once, and counts what it holds back."""
+    """Filters drawn prompts: it accepts every usable prompt once, and counts the others by reason."""
 
     def __init__(self, held_out: Iterable[str] = ()) -> None:
-        """Let nothing through that shares `SHARED_WORDS` words in a row with one of the `held_out` prompts."""
+        """Refuse prompts that have `SHARED_WORDS` consecutive words in common with one of the `held_out` prompts."""
         self.refused = Counter[str]()  # By reason
         self._seen = {span for text in held_out for span in _spans(text)}
 
     def takes(self, text: str, token_ids: Sequence[int], *, ended: bool) -> bool:
-        """Return whether a prompt is usable and new; the next one like it is not. `ended`: the model ended it."""
+        """Return whether a prompt is usable and new, and remember it. `ended`: the model ended it by itself."""
         spans = _spans(text)
         reason = ""
         if not ended:
@@ -101,8 +98,16 @@ class PromptSieve:
         return True
 
 
+def _read_drawn(line: Any) -> tuple[int, str]:
+    """Return number and text of a drawn prompt. Raises ValueError for another line."""
+    source, number = str(line["id"]).split("-")
+    if source != SOURCE:
+        raise ValueError(source)
+    return int(number), str(line["prompt"])
+
+
 def _spans(text: str) -> set[tuple[str, ...]]:
-    """Return all `SHARED_WORDS` words in a row of a text; all words of a shorter one."""
+    """Return all runs of `SHARED_WORDS` consecutive words of a text; the whole text if it is shorter."""
     words = re.findall(r"\w+", text.casefold())
     if not words:
         return set()
@@ -111,7 +116,7 @@ def _spans(text: str) -> set[tuple[str, ...]]:
 
 
 def read_words(files: Iterable[Path]) -> list[str]:
-    """Return what is asked in some files of prompts, each message of a user as one text."""
+    """Return the users' messages in files of prompts, each as one text."""
     bad, texts = BadRecords(skip=True), list[str]()
     for path in files:
         for record in read_records(path, bad):
@@ -122,13 +127,13 @@ def read_words(files: Iterable[Path]) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawSettings:
-    """`DrawSettings` say how prompts are drawn."""
+    """The settings with which prompts are drawn."""
 
     temperature: float = 1.0
-    top_p: float = 0.95  # Of SmolLM2-135M's words 0.99 lets 17 % through that never end, most of them no language
-    max_tokens: int = 192  # A prompt that is longer is left out
+    top_p: float = 0.95  # With 0.99, 17 % of SmolLM2-135M's prompts never end, most of them gibberish
+    max_tokens: int = 192  # Longer prompts are refused
     seed: int = 0
-    concurrency: int = 16  # Prompts at once
+    concurrency: int = 16  # Prompts drawn at once
 
     def __post_init__(self) -> None:
         refuse(
@@ -143,36 +148,26 @@ DRAWING = DrawSettings()
 
 @dataclass(kw_only=True, slots=True)
 class PromptDraw:
-    """A `PromptDraw` draws prompts into a file of JSON lines, on from those that an earlier run left there."""
+    """Draws prompts into a JSONL file, continuing after those of an earlier run."""
 
     output: Path
     count: int  # Prompts that the file is to have
     settings: DrawSettings = DRAWING
-    held_out: Sequence[str] = ()  # Texts with which no prompt may share many words in a row
+    held_out: Sequence[str] = ()  # Texts that no prompt may repeat, see `PromptSieve`
     tell: Callable[[PromptDraw], None] = lambda _: None  # Called after each prompt, usable or not
     kept: int = 0  # Prompts in the file
-    resumed: int = 0  # Of them, those of earlier runs
-    tokens: int = 0  # Written, those of refused prompts included
+    resumed: int = 0  # Those of earlier runs among them
+    tokens: int = 0  # Tokens that were generated, refused prompts included
     refused: Counter[str] = field(default_factory=Counter[str])  # By reason
     _sieve: PromptSieve = field(init=False)
-    _next: int = 0  # Number of the next prompt, from which its seed follows
+    _next: int = 0  # Number of the next prompt, from which its seed is derived
 
     def __post_init__(self) -> None:
-        """Read the file of an earlier run; DataError where it is something else."""
+        """Read the prompts of an earlier run. Raises DataError if the file is something else."""
         refuse((self.count < 1, f"count must be at least 1, got {self.count}"))
         self._sieve = PromptSieve(self.held_out)
-        lines = self.output.read_text(encoding="utf-8").splitlines(keepends=True) if self.output.exists() else []
-        for line in lines:
-            if not line.endswith("\n"):
-                break
-            try:
-                entry = json.loads(line)
-                source, number = str(entry["id"]).split("-")
-                text, self._next = str(entry["prompt"]), max(self._next, int(number) + 1)
-            except (ValueError, KeyError, TypeError) as error:
-                raise DataError(f"{self.output} holds no drawn prompts; choose another --output") from error
-            if source != SOURCE:
-                raise DataError(f"{self.output} holds no drawn prompts; choose another --output")
+        for number, text in read_lines(self.output, "drawn prompt", _read_drawn):
+            self._next = max(self._next, number + 1)
             self._sieve.takes(text, (), ended=True)
             self.kept += 1
         self.resumed = self.kept
@@ -188,9 +183,8 @@ class PromptDraw:
         }
 
     def run(self, llm: LLM, *, go_on: Callable[[], bool] = lambda: True) -> None:
-        """Draw until there are enough prompts, or as long as `go_on` says; then what has begun is dropped.
-
-        DataError: the model writes nothing that could be asked.
+        """Draw until there are enough prompts or `go_on` returns False; unfinished prompts are dropped then. Raises
+        DataError if the model writes no usable prompt.
         """
         turn = UserTurn.of(llm.tokenizer)
         marks = special_marks(llm.tokenizer)
@@ -200,7 +194,7 @@ class PromptDraw:
             try:
                 while self.kept < self.count and go_on():
                     while len(waiting) < self.settings.concurrency:
-                        # Drafts do not pay at a temperature of 1 in a full batch.
+                        # Drafting does not pay at temperature 1 in a full batch.
                         waiting[llm.submit(prompt, self._params(turn), speculative=False)] = self._next
                         self._next += 1
                     for chunk in llm.engine.step():
@@ -225,7 +219,7 @@ class PromptDraw:
     def _take(
         self, number: int, chunk: StreamChunk, marks: dict[int, str], write: Callable[[dict[str, Any]], None]
     ) -> None:
-        """Keep a prompt that is usable."""
+        """Write a prompt to the file if it is usable."""
         assert chunk.output is not None
         written = chunk.output.outputs[0]
         self.tokens += len(written.token_ids)
@@ -239,7 +233,7 @@ class PromptDraw:
         if not drawn and self.refused.total() >= TRIED:
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.refused.most_common())
             raise DataError(
-                f"of the first {TRIED} prompts that the model wrote none can be asked ({reasons}): give files of "
-                "prompts instead"
+                f"of the first {TRIED} prompts that the model wrote none is usable ({reasons}): give files of prompts "
+                "instead"
             )
         self.tell(self)

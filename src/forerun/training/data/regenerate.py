@@ -1,8 +1,7 @@
-"""The target itself writes training answers here, through the local engine or an OpenAI-compatible
-endpoint.
+"""The target itself writes the answers of training data, with the local engine or an OpenAI-compatible endpoint.
 
-A record is a script of questions, whoever answers them. Every finished record is one line, safe at
-once; a run that was stopped goes on where it was.
+A record is a script of questions; the engine or the endpoint answers them. Every finished record is appended as one
+line at once, and a run that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from forerun.endpoints import ApiClient, ServerError, read_complaint
 from forerun.engine.prompts import check_variables
@@ -35,6 +34,7 @@ TIMEOUT_S = 600.0  # How long an endpoint may take to answer one question
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
 
 
 class AnswerRun:
@@ -259,26 +259,32 @@ def append_lines(path: Path) -> Iterator[Write]:
 
 
 def _read_finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
-    """Return what was asked, by id, from the whole lines of an earlier run's output, if any.
-
-    It is an empty mapping where that is not written down. DataError if the file is something else.
+    """Return what was asked, by id, from an earlier run's output, if there is one; an empty mapping where that was not
+    recorded. Raises DataError if the file is something else.
     """
     found, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
+    for name, asked in read_lines(path, "record", lambda line: (str(line["id"]), dict(line.get("asked", {})))):
+        found.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
+    return found
+
+
+def read_lines(path: Path, what: str, read: Callable[[Any], T]) -> Iterator[T]:
+    """Yield what `read` returns for each complete JSON line of an earlier run's output, if there is one. Raises
+    DataError if a line is not a `what`.
+    """
     if not path.exists():
-        return found
+        return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 break
             try:
-                record = json.loads(line)
-                name, asked = str(record["id"]), dict(record.get("asked", {}))
+                found = read(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
-                    f"{path}, line {number} is no record of an earlier run; choose another --output"
+                    f"{path}, line {number} is no {what} of an earlier run; choose another --output"
                 ) from error
-            found.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
-    return found
+            yield found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
