@@ -24,7 +24,7 @@ from simulated.steps import EVERY, SETTINGS, drafters, on_device
 def nothing_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(waits, "WARM_UP", 1)
-    monkeypatch.setattr(waits, "PARAMS", {name: replace(params, max_tokens=14) for name, params in PARAMS.items()})
+    monkeypatch.setattr(waits, "PARAMS", {name: replace(params, max_tokens=20) for name, params in PARAMS.items()})
 
 
 PARAMS = waits.PARAMS
@@ -92,7 +92,7 @@ def test_the_last_line_is_what_the_table_says(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["waits.py", "plain", "ngram", "--rows", "2", "--sites"])
-    settings = {name: replace(PARAMS[name], max_tokens=8) for name in ("T=0", "T=1")}
+    settings = {name: replace(PARAMS[name], max_tokens=8) for name in ("T=0", "penalties")}
     monkeypatch.setattr(waits, "PARAMS", settings)
     waits.main()
     *table, last = capsys.readouterr().out.splitlines()
