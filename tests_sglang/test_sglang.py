@@ -96,7 +96,7 @@ class TestAlgorithm:
             ('{"method": "ngram", "frobnicate": 1}', "no option 'frobnicate'"),
             ('{"method": "merge", "drafters": ["suffix", {"method": "ngram", "min_hits": 0}]}', "min_hits"),
             ('{"method": "rest"}', "needs datastore"),
-            ('{"method": "auto"}', "name a drafter that copies"),
+            ('{"method": "auto"}', "name a lookup drafter"),
             ('{"method": "suffix", "adaptive": true}', "leave adaptive out"),
             ('{"method": "suffix"', "is no JSON"),
         ],

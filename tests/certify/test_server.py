@@ -376,8 +376,11 @@ def test_the_command(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     prompts.write_text("\n".join(TEXTS))
     words = ["certify", "--server", url, "--prompt-file", str(prompts), "--prompts", "1", "--max-tokens", "6"]
     assert main([*words, "--detect", "0.9", "--dtype", "float32"]) == 0
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
     assert "certified: what forerun does on tiny, float32" in said and "drafted tokens were accepted" in said
+    stages = [line.partition(":")[0] for line in told.splitlines() if line.startswith("stage")]
+    assert stages == [f"stage {number} of 4" for number in range(1, 5)]
+    assert "  pass  greedy equality, 1 client" in told
     for wrong, complaint in (
         (["--server", "http://127.0.0.1:9"], "no server answers"),
         (["other", "--server", url], "serves tiny"),

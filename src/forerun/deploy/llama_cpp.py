@@ -1,4 +1,4 @@
-"""forerun's copying drafters draft in front of any GGUF file, as a draft model for
+"""forerun's lookup drafters draft in front of any GGUF file, as a draft model for
 `llama-cpp-python`.
 
 ``Llama(model_path, draft_model=ForerunDraft())``. llama.cpp accepts those drafted tokens that it

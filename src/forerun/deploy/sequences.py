@@ -1,4 +1,4 @@
-"""`Sequences` lets a copying drafter draft for an engine that runs the target itself and tells no
+"""`Sequences` lets a lookup drafter draft for an engine that runs the target itself and tells no
 request ids.
 
 Rows are recognised by the tokens they hold; where the engine tells what a request asks of its drafts, no row is taken
@@ -227,7 +227,7 @@ def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
     if given["method"] == AUTO or given["adaptive"] is not False:
         raise ArgumentError(
             f"{variable}: this engine scores as many tokens for each request at every step, so that nothing is "
-            f"adaptive; leave adaptive out, and name a drafter that copies instead of {AUTO}"
+            f"adaptive; leave adaptive out, and name a lookup drafter instead of {AUTO}"
         )
     return parse_config(given)
 
@@ -361,12 +361,12 @@ class Sequences:
             for drafter in self.drafters:
                 drafter.extend(context)
         trees, limits = dict[int, TokenTree](), [min(limit, self._nodes) for limit in most.tolist()]
-        asked = [index for index, limit in enumerate(limits) if limit > 0]
+        drafting = [index for index, limit in enumerate(limits) if limit > 0]
         self._step = None
-        if asked:
-            chosen = [rows[index] for index in asked]
-            drafted = self._draft_trees(chosen, [limits[index] for index in asked])
-            trees = dict(zip(asked, drafted, strict=True))
+        if drafting:
+            chosen = [rows[index] for index in drafting]
+            drafted = self._draft_trees(chosen, [limits[index] for index in drafting])
+            trees = dict(zip(drafting, drafted, strict=True))
             self._step = _DraftedStep(chosen, [len(row.tokens) for row in chosen], drafted, began, self._clock())
         return [trees.get(index) or TokenTree(row.tokens[-1]) for index, row in enumerate(rows)]
 

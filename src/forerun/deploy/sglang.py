@@ -1,4 +1,4 @@
-"""forerun's copying drafters run inside SGLang with ``--speculative-algorithm FORERUN``.
+"""forerun's lookup drafters run inside SGLang with ``--speculative-algorithm FORERUN``.
 
 SGLang finds `register` through the entry point ``sglang.srt.plugins`` wherever forerun is installed
 beside it. ``FORERUN_SGLANG_CONFIG`` configures the drafter: JSON, or a file with it. The algorithm

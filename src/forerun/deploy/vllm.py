@@ -1,4 +1,4 @@
-"""forerun's copying drafters run inside vLLM with ``--speculative-config '{"method":
+"""forerun's lookup drafters run inside vLLM with ``--speculative-config '{"method":
 "custom_class", "model": "forerun.deploy.vllm.ForerunProposer", "num_speculative_tokens": 8}'``.
 
 ``FORERUN_VLLM_CONFIG`` configures the drafter, and how much it drafts at each batch: JSON, or a

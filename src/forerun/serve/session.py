@@ -245,10 +245,10 @@ class Session:
         for them.
         """
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        asked, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
+        wanted, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
         if record is not None:
-            chosen = asked["method"] if isinstance(asked, dict) else None
-            record.drafter = chosen or (own.method if asked is None and own is not None else "none")
+            chosen = wanted["method"] if isinstance(wanted, dict) else None
+            record.drafter = chosen or (own.method if wanted is None and own is not None else "none")
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
 
@@ -295,8 +295,8 @@ class Session:
             )
         if not base:
             length = length or default_length(name)
-        asked = {"num_speculative_tokens": length, "rule": request.rule}
-        return {"method": name, **base, **{key: value for key, value in asked.items() if value is not None}}
+        wanted = {"num_speculative_tokens": length, "rule": request.rule}
+        return {"method": name, **base, **{key: value for key, value in wanted.items() if value is not None}}
 
     def _check_drafter(self, name: str | None, *, predicted: bool) -> None:
         own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
@@ -377,8 +377,8 @@ class Job:
     @property
     def copies_prediction(self) -> bool:
         """Return whether everything drafted for it is the client's prediction."""
-        asked = self.options["speculative"]
-        return asked is False or (isinstance(asked, dict) and asked["method"] == PREDICTION)
+        wanted = self.options["speculative"]
+        return wanted is False or (isinstance(wanted, dict) and wanted["method"] == PREDICTION)
 
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)

@@ -108,7 +108,7 @@ def _certainty(found: Mapping[str, Any]) -> Iterator[str]:
     if comparison["circles"]:
         yield (
             f"{comparison['circles']} of the {count} held-out completions at T = 0 end in a circle, which flatters "
-            "every drafter that copies"
+            "lookup drafters"
         )
     unlike = sum(one["0"]["all"]["unlike_plain"] for one in comparison["figures"].values() if one["0"]["all"])
     if unlike:

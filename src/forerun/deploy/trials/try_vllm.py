@@ -60,8 +60,8 @@ class InVllm(InstalledEngine):
         self.python, engine = python, Vllm()
         refuse_apart(drafting, engine)
         known, self.notes = choose_version(engine, self.version, force=True)
-        asked = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
-        self.speculation, _ = engine.speculation(asked, list[str]())
+        request = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
+        self.speculation, _ = engine.speculation(request, list[str]())
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Complete the prompts, as `InstalledEngine.answers` describes."""
