@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 VOCABULARY, HIDDEN, LAYERS = 40, 32, 2
 _COMMON: dict[str, Any] = {
@@ -65,6 +66,8 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 8,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
 }
+_INDEX = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
+_SLIDING = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
 _MROPE = {"rope_parameters": _HYBRID["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek": ("DeepseekV3", "DeepseekV3ForCausalLM", _EXPERTS | _LATENT),
@@ -94,10 +97,59 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             **{"moe_shared_expert_intermediate_size": 16, "moe_latent_size": 12},
         },
     ),
+    "deepseek_v32": ("DeepseekV32", "DeepseekV32ForCausalLM", _EXPERTS | _LATENT | _INDEX),
+    "glm_dsa": ("GlmMoeDsa", "GlmMoeDsaForCausalLM", _EXPERTS | _LATENT | _INDEX),
+    "mimo_v2": (
+        "MiMoV2Flash",
+        "MiMoV2FlashForCausalLM",
+        _SLIDING
+        | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 1}
+        | {"head_dim": 24, "v_head_dim": 16, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    "ling": (
+        "BailingHybrid",
+        "BailingMoeV3ForCausalLM",
+        {name: value for name, value in _LATENT.items() if name != "rope_parameters"}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
+        | {"layer_types": _HYBRID["layer_types"], "first_k_dense_replace": 1, "head_dim": 8},
+    ),
+    "step": (
+        "Step3p7",
+        "Step3p7ForConditionalGeneration",
+        _SLIDING
+        | {"num_key_value_heads": 2, "head_dim": 16, "n_routed_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "share_expert_dim": 24, "mlp_layer_types": ["dense", "sparse", "dense"]}
+        | {"attention_other_setting": {"num_attention_heads": 6}, "pad_token_id": 1},
+    ),
+    "mellum": (
+        "Mellum",
+        "MellumForCausalLM",
+        _SLIDING
+        | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24},
+    ),
 }
 """Name -> transformers' prefix, the architecture that the checkpoint names, configuration."""
-HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen", "nemotron"))]
-"""Targets with recurrent states, which bring a single module."""
+HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen", "nemotron", "mellum"))]
+"""Targets that bring a single module under ``mtp.``, most of them with recurrent states."""
+OF_CLASSES = [*HYBRIDS, "deepseek_v32", "glm_dsa", "mimo_v2", "ling", "step"]
+"""Targets whose MTP layers are of transformers' classes."""
+PRE_NORM = ("mimo", "step")
+"""Targets whose state before the final norm is read."""
+LISTS = ("layer_types", "mlp_layer_types")
+"""Keys with an entry for each layer."""
+NAMES = {
+    "mimo_v2": {
+        "shared_head.norm": "final_layernorm",
+        "post_attention_layernorm": "pre_mlp_layernorm",
+    },
+    "ling": {"shared_head.norm": "final_layernorm"},
+    "step": {
+        "shared_head.norm": "transformer.shared_head.norm",
+        "output_head": "transformer.shared_head.output",
+    },
+}
+"""DeepSeek's names of parts -> those of other families, where they differ."""
 THEIRS = {
     "enorm": "token_layernorm",
     "hnorm": "hidden_layernorm",
@@ -122,8 +174,17 @@ class Checkpoint:
         self.family, self.folder, self.modules = family, folder, modules
         torch.manual_seed(1)
         more = 2 if family == "nemotron" else modules  # whose only module attends in one layer and mixes in another
-        config = getattr(transformers, f"{prefix}Config")(**_COMMON, **options, num_hidden_layers=LAYERS + more)
-        self.model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        options = {
+            name: [*value, *value[-1:] * (modules - 1)] if name in LISTS else value for name, value in options.items()
+        }
+        keys = {**_COMMON, **options, "num_hidden_layers": LAYERS + more}
+        if family == "step":
+            vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+            keys = {"text_config": keys, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
+        config = getattr(transformers, f"{prefix}Config")(**keys)
+        automatic: Any = transformers.AutoModelForImageTextToText if family == "step" else AutoModelForCausalLM
+        self.model = automatic.from_config(config).eval()
+        self.base: Any = getattr(self.model.model, "language_model", self.model.model)
         for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if "inv_freq" not in name and weight.is_floating_point():
                 weight.data.normal_(std=0.3 if weight.dim() > 1 else 0.1).add_(1.0 if "norm" in name else 0.0)
@@ -136,6 +197,7 @@ class Checkpoint:
                 "hnorm.weight": (HIDDEN,),
                 "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
                 "shared_head.norm.weight": (HIDDEN,),
+                **({"output_head.weight": (VOCABULARY, HIDDEN)} if family == "step" else {}),
             }.items()
         }
         self._write()
@@ -161,16 +223,21 @@ class Checkpoint:
         save_file(tensors, file, {"format": "pt"})
         place = self.folder / "config.json"
         config = json.loads(place.read_text())
-        config |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": self.modules}
-        if self.family.startswith("qwen"):
-            del config["num_nextn_predict_layers"]  # Qwen3-Next's is not announced
+        text = config.get("text_config", config)
+        text |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": self.modules}
+        if self.family.startswith("qwen") or self.family == "mimo_v2":
+            del text["num_nextn_predict_layers"]  # Qwen3-Next's and MiMo-V2's are not announced
         if self.family == "nemotron":
             config["layers_block_type"] = config["layers_block_type"][:LAYERS]
         config["architectures"] = [self.architecture]
-        if config.get("layer_types"):
-            config["layer_types"] = config["layer_types"][:LAYERS]
-        if config.get("mlp_layer_types"):
-            config["mlp_layer_types"] = config["mlp_layer_types"][:LAYERS]
+        for name in (*LISTS, "indexer_types"):
+            if text.get(name) and (self.family, name) != ("step", "layer_types"):  # which go on for the MTP layers
+                text[name] = text[name][:LAYERS]
+        if self.family == "step":
+            del text["per_layer_config"], text["mlp_layer_types"], text["num_sliding_attention_heads"]
+            kinds = [text["rope_parameters"][kind]["rope_theta"] for kind in text["layer_types"]]
+            text |= {"moe_layers_enum": "1", "attention_other_setting": {"num_attention_heads": 6}, "rope_theta": kinds}
+            del text["rope_parameters"]
         if self.family.startswith("qwen3_5"):
             text = config | {"mtp_num_hidden_layers": self.modules, "mtp_use_dedicated_embeddings": False}
             kind = config["model_type"].removesuffix("_text")
@@ -183,10 +250,12 @@ class Checkpoint:
         parts = name.split(".")
         if self.family in HYBRIDS:
             return self._hybrid_name(name, parts)
-        if self.family != "mimo" or parts[1] != "layers" or int(parts[2]) < LAYERS:
+        if self.family not in (*NAMES, "mimo") or parts[1] != "layers" or int(parts[2]) < LAYERS:
             return name
         module, _, kind = ".".join(parts[3:]).rpartition(".")
-        return f"model.mtp_layers.{int(parts[2]) - LAYERS}.{THEIRS.get(module, module)}.{kind}"
+        where = {"mimo": f"mtp_layers.{int(parts[2]) - LAYERS}", "mimo_v2": f"mtp.layers.{int(parts[2]) - LAYERS}"}
+        theirs = NAMES.get(self.family, THEIRS).get(module, module)
+        return f"model.{where.get(self.family, f'layers.{parts[2]}')}.{theirs}.{kind}"
 
     def _hybrid_name(self, name: str, parts: list[str]) -> str:
         if parts[1] != "layers" or int(parts[2]) < LAYERS:
@@ -205,11 +274,12 @@ class Checkpoint:
     @torch.no_grad()
     def states(self, tokens: list[int]) -> Tensor:
         """(1, S, H): the target's state that its MTP layers read."""
-        base = self.model.model
         hidden = self.model.get_input_embeddings()(torch.tensor([tokens]))
         for layer in range(LAYERS):
             hidden = self._layer(layer, hidden)
-        return hidden if self.family == "mimo" else getattr(base, "norm", getattr(base, "norm_f", None))(hidden)
+        if self.family in PRE_NORM:
+            return hidden
+        return getattr(self.base, "norm", getattr(self.base, "norm_f", None))(hidden)
 
     @torch.no_grad()
     def module(self, number: int, tokens: list[int], states: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,19 +291,27 @@ class Checkpoint:
         if self.family == "nemotron":
             hidden = self._layer(LAYERS + 1, hidden)
         normed = self._norm(hidden, self.part(number, "shared_head.norm"))
-        return hidden if self.family == "mimo" else normed, self.model.lm_head(normed)
+        own = self.extra.get(f"{number}.output_head.weight", self.model.lm_head.weight)
+        return hidden if self.family in PRE_NORM else normed, normed @ own.T
 
     def _norm(self, states: Tensor, weight: Tensor) -> Tensor:
-        offset = 1.0 if self.family.startswith("qwen") else 0.0
+        offset = 1.0 if self.family.startswith(("qwen", "step")) else 0.0
         return torch.nn.functional.rms_norm(states, (HIDDEN,), weight + offset, 1e-5)
 
     def _layer(self, number: int, hidden: Tensor) -> Tensor:
         size = hidden.shape[1]
         places = torch.arange(size).unsqueeze(0)
-        mask = torch.full((1, 1, size, size), torch.finfo(hidden.dtype).min).triu(1)
-        base = self.model.model
-        turned = base.rotary_emb(hidden, places) if hasattr(base, "rotary_emb") else None
-        layer: Any = self.model.model.layers[number]
+        config = self.base.config
+        kind = (getattr(config, "layer_types", None) or ["full_attention"] * (number + 1))[number]
+        there = torch.ones(size, size, dtype=torch.bool).tril()
+        if kind == "sliding_attention":
+            there = there.triu(1 - config.sliding_window)
+        mask = torch.full((1, 1, size, size), torch.finfo(hidden.dtype).min).masked_fill(there, 0.0)
+        turned = None
+        if hasattr(self.base, "rotary_emb"):
+            nested = "full_attention" in config.rope_parameters
+            turned = self.base.rotary_emb(hidden, places, **({"layer_type": kind} if nested else {}))
+        layer: Any = self.base.layers[number]
         masked = None if getattr(layer, "block_type", "") == "linear_attention" else mask
         made: Any = layer(hidden, attention_mask=masked, position_ids=places, position_embeddings=turned)
         return made[0] if isinstance(made, tuple) else made

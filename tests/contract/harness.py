@@ -312,6 +312,11 @@ VARIANTS: dict[str, list[Variant]] = {
         _way("kangaroo", "tree", model=HEADS.kangaroo(sliding_window=6), shape=TREE, exit_below=0.3),
         _way("kangaroo", "dynamic", model=HEADS.kangaroo(), num_speculative_tokens=3, top_k=3, nodes=8),
     ],
+    "gemma4_assistant": [
+        _way("gemma4_assistant", "chain", model=HEADS.assistant(), **CHAIN),
+        _way("gemma4_assistant", "groups", model=HEADS.assistant(VOCABULARY // 2), shape=TREE),
+        _way("gemma4_assistant", "dynamic", model=HEADS.assistant(), num_speculative_tokens=3, top_k=3, nodes=8),
+    ],
     "mtp": [
         _way("mtp", "experts", model=HEADS.mtp(sparse=True), **CHAIN),
         _way("mtp", "chain", model=HEADS.mtp(), **CHAIN),

@@ -14,6 +14,7 @@ from forerun.heads.dflash2 import DFlash2Config
 from forerun.heads.domino import DominoConfig
 from forerun.heads.dspark import DSparkConfig
 from forerun.heads.eagle import EagleConfig, EagleHead
+from forerun.heads.gemma4_assistant import Gemma4AssistantConfig, Gemma4AssistantHead
 from forerun.heads.hydra import HydraConfig, HydraHead
 from forerun.heads.kangaroo import KangarooConfig, KangarooHead
 from forerun.heads.layers import LatentConfig
@@ -135,3 +136,29 @@ class Heads:
             latent=self.latent if sparse else None,
         )
         return self._ready(MtpHead(config))
+
+    @functools.cache  # noqa: B019
+    def assistant(self, groups: int = 0) -> Gemma4AssistantHead:
+        """An assistant of two layers; with `groups` of tokens it looks at half of them."""
+        torch.manual_seed(10)
+        layers, config = ["full_attention"] * 2, self.model.config
+        sizes = {"head_dim": config.head_dim, "global_head_dim": config.head_dim, "num_hidden_layers": 2}
+        text = {"model_type": "gemma4_text", "layer_types": layers, "hidden_size": 16, "intermediate_size": 24, **sizes}
+        text |= {"num_attention_heads": 2, "num_key_value_heads": config.num_key_value_heads, "vocab_size": self.size}
+        text |= dict.fromkeys(("vocab_size_per_layer_input", "hidden_size_per_layer_input"), 0)
+        head = Gemma4AssistantHead(
+            Gemma4AssistantConfig(
+                target_hidden_size=config.hidden_size,
+                vocab_size=self.size,
+                draft_vocab_size=self.size,
+                boundaries=(LAST_HIDDEN,),
+                text_config=text,
+                num_centroids=groups,
+                centroid_intermediate_top_k=max(1, groups // 2),
+            )
+        )
+        for name, weight in head.named_parameters():
+            torch.nn.init.normal_(weight, mean=float("norm" in name), std=0.3)
+        if groups:
+            head.token_ordering.copy_(torch.randperm(self.size))
+        return self._ready(head)

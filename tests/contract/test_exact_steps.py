@@ -130,6 +130,8 @@ SAMPLING = [
     Variant("dflash2", "chain", {"model": HEADS.dflash(**CANDIDATES), **CHAIN}),
     Variant("dflash2", "tree", {"model": HEADS.dflash(**CANDIDATES), "shape": (2, 1, 1)}),
     Variant("peagle", "best-first", {"model": HEADS.peagle(), "num_speculative_tokens": 3, "nodes": 5}),
+    Variant("gemma4_assistant", "chain", {"model": HEADS.assistant(), **CHAIN}),
+    Variant("gemma4_assistant", "tree-of-groups", {"model": HEADS.assistant(4), "shape": (2, 1, 1)}),
     Variant("mtp", "chain", {"model": HEADS.mtp(1), **CHAIN}),
     Variant("mtp", "two-modules-tree", {"model": HEADS.mtp(2), "shape": (2, 1, 1), "draw": "without_replacement"}),
     Variant("peagle", "chain", {"model": HEADS.peagle(), "shape": (1, 1, 1)}),

@@ -230,7 +230,6 @@ FLAT: dict[str, Any] = {"hidden_size": 32, "vocab_size": 96}
         ({"model_type": "eagle", "architectures": ["EAGLEModel"], "model": FLAT}, "vLLM's own layout of an EAGLE head"),
         ({**FLAT, "architecture": "EagleForCausalLM", "mapping": {"tp_size": 1}}, "TensorRT-LLM's converted"),
         ({**FLAT, "architecture": "MedusaForCausalLM", "mapping": {}, "num_medusa_heads": 4}, "TensorRT-LLM's conv"),
-        ({**FLAT, "architectures": ["Gemma4AssistantForCausalLM"]}, "Google's assistant for Gemma 4"),
         ({**FLAT, "architectures": ["Gemma4Eagle3Model"]}, "Gemma4Eagle3Model is no EAGLE head"),
         ({**FLAT, "architectures": ["XMedusaModel"]}, "XMedusaModel is no EAGLE head"),
     ],

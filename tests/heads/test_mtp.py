@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError, CheckpointError
@@ -17,9 +17,9 @@ from forerun.heads.runner import SequentialRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import TransformersTarget
 from llamas import tiny_llama
-from mtp_targets import FAMILIES, HYBRIDS, LAYERS, VOCABULARY, Checkpoint
+from mtp_targets import FAMILIES, HYBRIDS, LAYERS, OF_CLASSES, VOCABULARY, Checkpoint
 from selection import in_turn
-from training.ttt import HYBRID, agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
+from training.ttt import HYBRID, INDEXED, agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
 
 TEXT = torch.randint(VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -118,12 +118,13 @@ def test_a_target_drafts_with_what_its_checkpoint_brings(family: str, tmp_path: 
 CHAIN, TREE = {"num_speculative_tokens": 4}, {"top_k": 3, "nodes": 8}
 
 
-@pytest.mark.parametrize(("family", "options"), in_turn(HYBRIDS, [CHAIN, TREE]), ids=str)
+@pytest.mark.parametrize(("family", "options"), in_turn(OF_CLASSES, [CHAIN, TREE]), ids=str)
 def test_answers_of_a_target_with_states_are_those_of_transformers(
     family: str, options: dict[str, object], tmp_path: Path
 ) -> None:
     Checkpoint(family, tmp_path)
-    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    automatic: Any = AutoModelForImageTextToText if family == "step" else AutoModelForCausalLM
+    model = automatic.from_pretrained(tmp_path, dtype=torch.float32).eval()
     texts = [TEXT, TEXT[:3], TEXT[5:]]
     outputs = engine(tmp_path, **options).generate([{"prompt_token_ids": ids} for ids in texts], GREEDY)
     for text, output in zip(texts, outputs, strict=True):
@@ -159,8 +160,14 @@ def objective(made: MtpHead, **settings: Any) -> MtpObjective:
 
 @pytest.mark.parametrize(
     ("options", "temperature"),
-    [({}, 1.0), ({}, 0.6), ({"experts": EXPERTS}, 1.0), ({"target_keys": HYBRID}, 1.0)],
-    ids=["dense", "at 0.6", "experts", "hybrid"],
+    [
+        ({}, 1.0),
+        ({}, 0.6),
+        ({"experts": EXPERTS}, 1.0),
+        ({"target_keys": HYBRID}, 1.0),
+        ({"target_keys": INDEXED, "target_layers": ("indexed_attention",), "target_mlps": ("sparse",)}, 1.0),
+    ],
+    ids=["dense", "at 0.6", "experts", "hybrid", "indexed"],
 )
 def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temperature: float) -> None:
     made = mtp(**options)
@@ -206,3 +213,5 @@ def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_cannot_be_trained_is_refused() -> None:
     with pytest.raises(ArgumentError, match="this target brings 2, one for each"):
         objective(mtp(num_hidden_layers=2))
+    with pytest.raises(ArgumentError, match="attention sinks or output heads of their own"):
+        objective(mtp(output_heads=True))

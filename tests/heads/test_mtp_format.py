@@ -59,8 +59,8 @@ def test_the_layers_go_to_a_directory_of_their_own_and_back(family: str, modules
     if family in HYBRIDS:
         assert set(own) == {name for name in whole if name.startswith("mtp.")}
         return
-    first = 0 if family == "mimo" else LAYERS
-    where = [f"model.{'mtp_layers' if family == 'mimo' else 'layers'}.{first + number}." for number in range(modules)]
+    first, layers = {"mimo": (0, "mtp_layers"), "mimo_v2": (0, "mtp.layers")}.get(family, (LAYERS, "layers"))
+    where = [f"model.{layers}.{first + number}." for number in range(modules)]
     mine = {name for name in whole if name.startswith(tuple(where))}
     assert set(own) == {name for name in mine if "embed_tokens" not in name and "shared_head.head" not in name}
     if family == "mimo":
@@ -439,3 +439,60 @@ def test_qwen3_nexts_published_sizes_are_understood() -> None:
     assert [key for key in [*tensors, "model.norm.weight"] if known.keeps(config, key)] == list(tensors)
     head = known.read(config, tensors)
     assert head.unknown == [] and head.config.rotary_dim == 64 and head.config.rope_theta == 10_000_000
+
+
+def test_deepseek_v32s_published_sizes_are_understood() -> None:
+    """V3's, and an index."""
+    before, expected, shapes = PUBLISHED["DeepSeek-V3"]
+    config = before | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
+    config |= {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
+    index = {"wq_b.weight": (8192, 1536), "wk.weight": (128, 7168), "weights_proj.weight": (64, 7168)}
+    index |= {"k_norm.weight": (128,), "k_norm.bias": (128,)}
+    shapes = shapes | {f"self_attn.indexer.{name}": shape for name, shape in index.items()}
+    for expert in ("shared_experts", *(f"experts.{number}" for number in range(256))):
+        shapes |= {f"mlp.{expert}.{part}_proj.weight": (2048, 7168) for part in ("gate", "up")}
+        shapes[f"mlp.{expert}.down_proj.weight"] = (7168, 2048)
+    tensors = {
+        f"model.layers.61.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for key, shape in shapes.items()
+    }
+    head = MtpFormat().read(config, tensors)
+    assert head.unknown == [] and head.config.target_layers == ("indexed_attention",)
+    assert head.config.rotary_dim == expected["rotary"] and head.config.window(0) is None
+
+
+def test_mimo_v2_flashs_published_sizes_are_understood() -> None:
+    """Its configuration announces no module; three are stored."""
+    config = {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        **{"model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48},
+        **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
+        **{"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128},
+        **{"sliding_window": 128, "sliding_window_size": 128, "add_swa_attention_sink_bias": True},
+        **{"partial_rotary_factor": 0.334, "rope_theta": 5000000, "swa_rope_theta": 10000, "vocab_size": 152576},
+        **{"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8, "moe_layer_freq": [0] + [1] * 47, "n_routed_experts": 256},
+        **{"moe_intermediate_size": 2048, "num_experts_per_tok": 8, "layernorm_epsilon": 1e-05, "hidden_act": "silu"},
+        **{"attention_bias": False, "attention_value_scale": 0.707, "max_position_embeddings": 262144},
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "eh_proj.weight": (4096, 8192),
+        **{f"{name}.weight": (4096,) for name in ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm")},
+        "final_layernorm.weight": (4096,),
+        "self_attn.q_proj.weight": (12288, 4096),
+        "self_attn.k_proj.weight": (1536, 4096),
+        "self_attn.v_proj.weight": (1024, 4096),
+        "self_attn.o_proj.weight": (4096, 8192),
+        "self_attn.attention_sink_bias": (64,),
+        **{f"mlp.{part}_proj.weight": (16384, 4096) for part in ("gate", "up")},
+        "mlp.down_proj.weight": (4096, 16384),
+    }
+    tensors = {
+        f"model.mtp.layers.{number}.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for key, shape in shapes.items()
+        for number in range(3)
+    }
+    known = MtpFormat()
+    assert known.recognises(config) and all(known.keeps(config, name) for name in tensors)
+    head = known.read(config, tensors)
+    assert head.unknown == [] and head.config.num_hidden_layers == 3 and head.config.rotary_dim == 64
+    assert head.config.window(0) == 129 and head.config.rope_theta == 10_000

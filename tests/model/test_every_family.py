@@ -41,7 +41,7 @@ UNBUILT = """
 """No small model comes out of the sizes in `tiny`, or a package is missing."""
 AS_DECODERS = ["bert", "bert-generation", "big_bird", "electra", "ernie", "megatron-bert", "rembert", "roc_bert"]
 """Encoders, which are causal where their configuration says `is_decoder`."""
-WITH_IMAGES = ("kimi_k25", "qwen3_vl_moe", "mistral4", "lfm2_vl", "minicpmv4_6")
+WITH_IMAGES = ("kimi_k25", "qwen3_vl_moe", "mistral4", "lfm2_vl", "minicpmv4_6", "step3p7")
 TECHNICAL = re.compile(r"SlotCache|AttributeError|has no attribute|NoneType|self\\.|torch\\.Size")
 DEPTHS = (3, 0, 2, 1)
 """Tokens of a tree that are right, by step."""

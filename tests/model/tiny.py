@@ -71,6 +71,15 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "bailing_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "step3p7": {
+        "text_config": {
+            **{"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
+            **{"num_attention_heads": 4, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 32, "share_expert_dim": 32, "max_position_embeddings": 512},
+            **{"layer_types": ["full_attention", "sliding_attention"] * 2, "sliding_window": 12, "pad_token_id": 0},
+            **{"moe_layers_enum": "2,3", "attention_other_setting": {"num_attention_heads": 8}},
+        }
+    },
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 2, "num_experts_per_tok": 1, "sliding_window": 12},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},

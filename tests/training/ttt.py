@@ -44,6 +44,14 @@ HYBRID: dict[str, Any] = {
     **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
 }
 """Keys of a target whose own class of layer an MTP module has."""
+INDEXED: dict[str, Any] = {
+    "model_type": "glm_moe_dsa",
+    **{name: LAYERS[name] for name in ("hidden_size", "num_attention_heads")},
+    **{"num_key_value_heads": LAYERS["num_attention_heads"], "qk_rope_head_dim": LAYERS["head_dim"]},
+    **{"q_lora_rank": 12, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "v_head_dim": 12, "n_shared_experts": 1},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "index_head_dim": 16},
+}
+"""The same, with an index."""
 
 
 @functools.cache
@@ -280,7 +288,8 @@ def one_hot(batch: FeatureBatch) -> Callable[[int], torch.Tensor]:
 def all_learn(report: LossReport, module: torch.nn.Module) -> bool:
     """Whether every parameter gets a gradient from the loss."""
     report.loss.backward()
-    return all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in module.parameters())
+    trained = [weight for weight in module.parameters() if weight.requires_grad]
+    return all(weight.grad is not None and bool(weight.grad.abs().sum() > 0) for weight in trained)
 
 
 def trained_logits(made: DecoderHead, output: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from forerun.errors import ArgumentError, refuse_unknown
 
-Way = Literal["sequential", "recurrent", "parallel", "block", "adapter"]
+Way = Literal["sequential", "recurrent", "parallel", "block", "adapter", "sharing"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
 READ_HEAD = "forerun.heads.files:read_head"
 """Path of the function that reads a head from a directory or hub id. It is not imported here: heads import this."""
@@ -28,7 +28,9 @@ class HeadKind:
     module: str  # ``module:Class`` of the head, a `heads.base.Head`; its `Config` has the head's sizes
     drafter: str  # ``module:Class`` of the drafter; for a head a `heads.drafting.HeadDrafter`
     objective: str | None = None
-    """``module:Class`` of the training objective, a `losses.objective.Objective`; None: that of `same_head_as`."""
+    """``module:Class`` of the training objective, a `losses.objective.Objective`; None: that of `same_head_as`, or such
+    heads are not trained here.
+    """
     format: str | None = None
     """``module:Class`` of the kind's own checkpoint format, a `heads.files.Format`; None: the kind shares a format that
     `heads.files` lists."""
@@ -36,14 +38,15 @@ class HeadKind:
     drafts: Way
     """How the head drafts. ``sequential``: depth by depth through layers. ``recurrent``: depth by depth with weights
     for each depth. ``parallel``: all depths from one hidden state. ``block``: all depths in one pass over a block.
-    ``adapter``: depth by depth through the target's first layers.
+    ``adapter``: depth by depth through the target's first layers. ``sharing``: depth by depth over keys and values that
+    the target keeps.
     """
     trains: Role = "head"
     """The model that training changes: a head on a frozen target, a draft model, the target itself,
     or the target and a head.
     """
     in_target: str | None = None
-    """``module:function`` that reads such a head from the target's own checkpoint, if targets include one."""
+    """``module:function`` that reads such a head from the target's own checkpoint or beside it, if there is one."""
     same_head_as: str | None = None
     """The kind with the same module and checkpoint, if two kinds differ only in how they draft."""
 
@@ -197,6 +200,16 @@ KINDS: dict[str, HeadKind] = {
             engines="forerun.heads.mtp_files:MtpEngines",
             drafts="sequential",
             in_target="forerun.heads.mtp_files:read_target",
+        ),
+        HeadKind(
+            name="gemma4_assistant",
+            title="Gemma 4's assistant",
+            summary="Google's assistants for Gemma 4, which read the target's own keys and values; chain or tree",
+            module="forerun.heads.gemma4_assistant:Gemma4AssistantHead",
+            drafter="forerun.heads.gemma4_assistant:Gemma4AssistantDrafter",
+            format="forerun.heads.gemma4_assistant:Gemma4AssistantFormat",
+            drafts="sharing",
+            in_target="forerun.heads.gemma4_assistant:read_assistant",
         ),
         HeadKind(
             name="kangaroo",

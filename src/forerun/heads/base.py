@@ -354,6 +354,38 @@ class RecurrentHead(AttendingHead):
         """Return weight (V, H) and bias (V,), if any, of the output head of a depth."""
 
 
+Kept = Mapping[str, tuple[Tensor, Tensor]]
+"""Keys and values (B, groups, W, D) that the target keeps of what is committed, by the kind of layer."""
+
+
+class SharingHead(Head):
+    """Drafts level by level from keys and values that the target keeps of what is committed; nodes have none. Depth k,
+    from 0, reads the state that the depth before left, at first the target's of token i, and the embedding of token
+    i + 1 + k, and predicts token i + 2 + k.
+    """
+
+    @property
+    @abstractmethod
+    def windows(self) -> Mapping[str, int | None]:
+        """Kinds of the target's layers that it reads, and how many places it looks back there; None: all."""
+
+    @abstractmethod
+    def step(
+        self, embeds: Tensor, memory: Tensor, positions: Tensor, kept: Kept, masks: Mapping[str, Tensor]
+    ) -> Stepped:
+        """Run one depth: embeddings (B, N, H) beside what the depth before left (B, N, H), at the root's `positions`
+        (B, N), under masks (B, 1, N, W) by the kind of layer.
+        """
+
+    @abstractmethod
+    def logits(self, output: Tensor) -> Tensor:
+        """Return raw logits (.., V) of (.., H')."""
+
+    @property
+    def recordable(self) -> bool:
+        return False
+
+
 class BlockHead(AttendingHead):
     """Drafts all depths in one pass over a block behind what is committed: the root, then mask
     tokens for what is not known yet. For what is committed before the root, entry i is the feature

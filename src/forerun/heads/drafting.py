@@ -31,6 +31,7 @@ from forerun.heads.runner import (
     ParallelRunner,
     RecurrentRunner,
     SequentialRunner,
+    SharingRunner,
 )
 from forerun.model.fingerprint import fingerprint
 from forerun.model.kernels import forwards, packing
@@ -45,6 +46,7 @@ RUNNERS: dict[Way, type[HeadRunner]] = {
     "parallel": ParallelRunner,
     "block": BlockRunner,
     "adapter": AdapterRunner,
+    "sharing": SharingRunner,
 }
 """The runner for each way to draft."""
 

@@ -32,6 +32,7 @@ Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 Tensors = Mapping[str, Tensor]
 Written = tuple[dict[str, Any], dict[str, Tensor]]  # Keys of ``config.json``, and tensors
+INTEGERS = ("d2t", "token_ordering")  # Names of tensors that hold ids of tokens
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -216,7 +217,7 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
     expected = expected_shapes(config)
     common = sorted(expected.keys() & tensors.keys())
     misshapen = [name for name in common if tuple(tensors[name].shape) != expected[name]]
-    odd = [name for name in common if tensors[name].dtype not in ((torch.int64,) if name == "d2t" else FLOATS)]
+    odd = [name for name in common if tensors[name].dtype not in ((torch.int64,) if name in INTEGERS else FLOATS)]
     complaints = {
         "missing": sorted(expected.keys() - tensors.keys()),
         "unknown": sorted(tensors.keys() - expected.keys()),
@@ -344,9 +345,6 @@ OTHERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     ),
     "TensorRT-LLM's converted checkpoint (architecture, mapping, tensors of each rank)": lambda config: (
         isinstance(config.get("architecture"), str) and "mapping" in config
-    ),
-    "Google's assistant for Gemma 4, which reads the target's own cache": lambda config: (
-        "Gemma4Assistant" in str(config.get("architectures"))
     ),
 }
 """Descriptions of heads that no format here reads, and how to tell them by their ``config.json``.

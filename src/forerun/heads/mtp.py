@@ -20,9 +20,9 @@ target's and stay as they are.
 
 Layers may hold a mixture of experts of DeepSeek-V3's kind, as GLM-4-MoE has it too: sigmoid routing
 in groups, shared experts. Families differ in their norms, in a
-gate on attention's output, in how experts are chosen: a head whose layers are those of another target takes
-transformers' own class, which is right by construction, and gives it an attention function that hands queries, keys and
-values to the caller of the head (`build_layers`).
+gate on attention's output, in how experts are chosen, in sinks and indices: a head whose layers are those of another
+target takes transformers' own class, which is right by construction, and gives it an attention function that hands
+queries, keys and values to the caller of the head (`build_layers`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 from transformers.activations import ACT2FN
 
 from forerun.errors import ArgumentError, find_problem, refuse
@@ -55,37 +55,66 @@ from forerun.losses.objective import (
     chain_metrics,
     shift_left,
 )
-from forerun.model.masks import FULL
+from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 
 NAME = "forerun_head"
 """Name of `attend_outside` among transformers' attention functions."""
-SMALLEST: dict[str, Any] = {"vocab_size": 1, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+SMALLEST: dict[str, Any] = {"vocab_size": 1, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 """Keys of a model of which only the layers are used."""
+INDEXED = "indexed_attention"
+ATTENDS = frozenset({FULL, SLIDING, INDEXED})
+KINDS = ATTENDS | {"moe", "mlp"}
+"""Kinds of a target's layers that a module may consist of, as transformers names them."""
 
 
 def attend_outside(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *, attend: Attend, scaling: float, **others: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    *,
+    attend: Any,
+    number: int,
+    scaling: float,
+    s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the head's caller does, whose scale is one over the root of a query's size, in the only layer of the
-    head that attends.
+    """Attend as the head's caller does, in the layer `number` of the head: its scale is one over the root of a query's
+    size, and values are as wide as keys.
     """
     factor = scaling * math.sqrt(query.shape[-1])
     if not math.isclose(factor, 1.0):
         query = query * factor
-    return attend(0, query, key, value), None
+    given = {} if s_aux is None else {"sinks": s_aux}
+    if indices is not None and keeps_index(attend):
+        given["chosen"] = indices
+    wide = pad(value, (0, key.shape[-1] - value.shape[-1]))
+    return attend(number, query, key, wide, **given)[..., : value.shape[-1]], None
 
 
-def build_layers(target: Mapping[str, Any], kinds: Sequence[str]) -> nn.ModuleList:
-    """Build decoder layers of these `kinds`, of which one attends, for the `target` with these keys of a transformers
-    configuration.
+def config_of_layers(target: Mapping[str, Any], kinds: Sequence[str], mlp_kinds: Sequence[str] = ()) -> Any:
+    """Return a transformers configuration of decoder layers of these `kinds` for the `target` with these keys of one.
+    `mlp_kinds` say which have experts ("sparse") and which none ("dense"); empty: the target has no such list.
     """
-    from transformers import AttentionInterface, AutoConfig, AutoModel
+    from transformers import AutoConfig
 
-    AttentionInterface.register(NAME, attend_outside)
-    sizes = {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
-    config = AutoConfig.for_model(**{**target, **SMALLEST, **sizes})
-    layers: nn.ModuleList = AutoModel.from_config(config, attn_implementation=NAME).layers
+    sizes: dict[str, Any] = {"num_hidden_layers": len(kinds), "layer_types": list(kinds)}
+    if mlp_kinds:
+        sizes["mlp_layer_types"] = list(mlp_kinds)
+    return AutoConfig.for_model(**{**target, **SMALLEST, **sizes})
+
+
+def build_layers(config: Any) -> nn.ModuleList:
+    """Build the decoder layers that `config_of_layers` describes."""
+    import transformers
+
+    transformers.AttentionInterface.register(NAME, attend_outside)
+    # The class of a text model inside a larger one is in no table of transformers.
+    model_class = getattr(transformers, f"{type(config).__name__.removesuffix('Config')}Model")
+    layers: nn.ModuleList = model_class._from_config(config, attn_implementation=NAME).layers
     return layers
 
 
@@ -94,16 +123,49 @@ def norm_class(layers: nn.Module) -> type[nn.Module]:
     return next(type(part) for name, part in layers.named_modules() if "norm" in name)
 
 
-def run_layers(layers: nn.ModuleList, states: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-    """Run the layers of `build_layers`: (B, N, H) -> (B, N, H), the residual stream after them."""
+def keeps_index(attend: Any) -> bool:
+    """Return whether the caller of a head keeps keys of an index; training does not and attends to everything."""
+    return hasattr(attend, "cache")
+
+
+class IndexCache:
+    """Stands in for a layer's cache: the keys of its index go to the caller of the head, keys and values are handed to
+    its attention.
+    """
+
+    def __init__(self, attend: Any, number: int) -> None:
+        self.attend, self.number = attend, number
+        self.keeps = keeps_index(attend)
+
+    def update(self, keys: Tensor, values: Tensor, *_args: object, **_kwargs: object) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of this pass alone."""
+        return keys, values
+
+    def update_indexer(self, keys: Tensor, _layer: int) -> Tensor:
+        """Return the keys (B, M, D) that the index chooses from."""
+        return self.attend.cache.update_indexer(keys, self.number) if self.keeps else keys[:, :1]
+
+    def mask(self, like: Tensor) -> Tensor:
+        """Return the mask (B, 1, N, M) of these keys."""
+        return self.attend.masks[self.number] if self.keeps else like.new_zeros(1, 1, 1, 1)
+
+
+def run_layers(
+    layers: nn.ModuleList, states: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, number: int, indexed: bool
+) -> Tensor:
+    """Run the layers of `build_layers` as the layer `number` of a head: (B, N, H) -> (B, N, H), the residual stream
+    after them.
+    """
+    more: dict[str, Any] = {"attention_mask": None}
+    if indexed:
+        cache = IndexCache(attend, number)
+        more = {"attention_mask": cache.mask(states), "cache": cache}
     for layer in layers:
-        made = layer(states, position_embeddings=angles, attention_mask=None, attend=attend)
+        made = layer(states, position_embeddings=angles, attend=attend, number=number, **more)
         states = made[0] if isinstance(made, tuple) else made
     return states
 
 
-KINDS = frozenset({FULL, "moe", "mlp"})
-"""Kinds of a target's layers that a module may consist of."""
 GATHERED = 1 << 28  # Weights of experts copied at once on an accelerator: 512 MB in bfloat16
 
 
@@ -238,10 +300,14 @@ class MtpConfig(DecoderConfig):
     latent: LatentConfig | None = None  # None: ordinary attention
     partial_rotary_factor: float = 1.0  # Share of a head's dimensions, from the first on, that is rotated
     target_keys: Mapping[str, Any] | None = None
-    """Keys of the target's configuration in transformers, whose own classes of decoder layers the only module holds;
-    None: the layers are those of this file.
+    """Keys of the target's configuration in transformers, whose own classes of decoder layers the modules hold; None:
+    the layers are those of this file.
     """
-    target_layers: tuple[str, ...] = (FULL,)  # Kinds of these layers, as transformers names them; one of them attends
+    target_layers: tuple[str, ...] = (
+        FULL,
+    )  # Kinds of a module's layers, as transformers names them; one of them attends
+    target_mlps: tuple[str, ...] = ()  # Which of a module's layers have experts ("sparse"), which none ("dense")
+    output_heads: bool = False  # Each module has an output head of its own
 
     @property
     def norm_output(self) -> bool:
@@ -268,12 +334,8 @@ class MtpConfig(DecoderConfig):
             ),
             (self.num_hidden_layers < 1, "the target has no MTP layers"),
             (
-                self.target_keys is not None and self.num_hidden_layers > 1,
-                f"{self.num_hidden_layers} MTP modules of the target's own class of layer; only a single one is known",
-            ),
-            (
-                self.target_layers.count(FULL) != 1 or not KINDS.issuperset(self.target_layers),
-                f"one layer with full attention beside feed-forward layers is known here, got {self.target_layers}",
+                sum(kind in ATTENDS for kind in self.target_layers) != 1 or not KINDS.issuperset(self.target_layers),
+                f"one layer that attends beside feed-forward layers is known here, got {self.target_layers}",
             ),
         ):
             return wrong
@@ -303,6 +365,10 @@ class MtpHead(DecoderHead, SequentialHead):
         super().__init__(config)
         make: Callable[[MtpConfig, int], MtpModule] = OwnModule if config.target_keys is None else TargetModule
         self.layers = nn.ModuleList(make(config, layer) for layer in range(config.num_hidden_layers))
+        heads = config.num_hidden_layers if config.output_heads else 0
+        self.output_heads = nn.ModuleList(
+            nn.Linear(config.hidden_size, config.vocab_size, bias=False) for _ in range(heads)
+        )
         self.complete()
         for module in self.modules():
             for weight in module.parameters(recurse=False) if isinstance(module, Experts | Router) else ():
@@ -326,6 +392,9 @@ class MtpHead(DecoderHead, SequentialHead):
     @property
     def unseen(self) -> tuple[int, ...]:
         return tuple(range(self.config.num_hidden_layers))  # the texts that module k learned begin k tokens later
+
+    def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
+        return self.output_heads[min(depth, len(self.layers) - 1)](output) if self.config.output_heads else None
 
     def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
         made, states = list[Advanced](), features
@@ -385,12 +454,14 @@ class TargetModule(MtpModule):
     """An MTP module with decoder layers of the target's classes in transformers."""
 
     def __init__(self, config: MtpConfig, layer: int) -> None:
-        block = build_layers(config.target_keys or {}, config.target_layers)
+        block = build_layers(config_of_layers(config.target_keys or {}, config.target_layers, config.target_mlps))
         super().__init__(config, norm_class(block))
-        self.block = block
+        self.block, self.number, self.indexed = block, layer, INDEXED in config.target_layers
+        for name, weight in block.named_parameters():
+            weight.requires_grad_(".indexer." not in name)  # What it chooses has no gradient
 
     def decode(self, states: Tensor, angles: Angles, attend: Attend) -> Tensor:
-        return run_layers(self.block, states, angles, attend)
+        return run_layers(self.block, states, angles, attend, self.number, self.indexed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -438,6 +509,10 @@ class MtpObjective(Eagle3Objective):
                 (count := head.config.num_hidden_layers) > 1,
                 f"one MTP module is trained to draft several tokens, this target brings {count}, one for each; keep "
                 "them as they are, or start from a checkpoint with num_nextn_predict_layers 1",
+            ),
+            (
+                head.config.output_heads or any(name.endswith(".sinks") for name, _ in head.named_parameters()),
+                "the target's MTP layers have attention sinks or output heads of their own; they are not trained here",
             ),
             (
                 target.softcap is not None or target.scale != 1.0 or target.bias is not None,

@@ -6,8 +6,11 @@ the final norm. MiMo: ``model.mtp_layers.{k}.*``, ``input_proj`` of [state; embe
 Qwen3-Next and Qwen3.5 (``qwen3_next_mtp.py``, ``qwen3_5_mtp.py``):
 ``mtp.layers.0.*`` and, beside it, ``mtp.fc`` of [embedding; state], norms and ``mtp.norm``; after the final norm.
 Nemotron 3 (``nemotron_h_mtp.py``): ``mtp.layers.0.*`` attends, ``mtp.layers.1.*`` are its experts, one module.
+DeepSeek-V3.2 and GLM-5 as DeepSeek-V3, with an index; Ling 3 (``bailing_moe_v3_mtp.py``) with other names. MiMo-V2
+(``mimo_v2_mtp.py``): ``model.mtp.layers.{k}.*``. Step (``step3p5_mtp.py``): on the state before the norm, with output
+heads of their own. Mellum (transformers' ``MtpModel``) as Qwen3-Next.
 What a module hands on is normed where what it reads is (vLLM 47448, SGLang's ``deepseek_nextn.py``, exllamav3 238).
-Embedding and output head are the target's, whose copies in some checkpoints (``shared_head.head``) no engine reads.
+Otherwise embedding and output head are the target's; copies in some checkpoints (``shared_head.head``) no engine reads.
 
 How serving engines treat MTP layers: they read them in the target's own checkpoint, so an export
 is a copy of it. From their loaders' sources; vLLM 0.32 was run with layers of ours
@@ -20,7 +23,7 @@ import dataclasses
 import re
 import shlex
 import shutil
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -54,10 +57,10 @@ from forerun.heads.files import (
     read_head,
 )
 from forerun.heads.keys import Keys, architectures
-from forerun.heads.mtp import ExpertsConfig, MtpConfig
+from forerun.heads.mtp import ATTENDS, INDEXED, ExpertsConfig, MtpConfig, config_of_layers
 from forerun.model import quantised_weights
 from forerun.model.load import read_header, weight_files
-from forerun.model.masks import FULL
+from forerun.model.masks import FULL, SLIDING
 from forerun.types import LAST_HIDDEN
 from forerun.writing import read_object, replace_folder
 
@@ -69,6 +72,8 @@ COUNTS = (COUNT, "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers", "n
 """Names that families give the number of their MTP layers."""
 HEADS = re.compile(r"eagle|medusa|dflash|dspark", re.IGNORECASE)
 SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+PARTS, OUTPUT = ("enorm.", "hnorm.", "eh_proj.", "shared_head."), "output_head"
+"""Before the names of a module's parts that are in no decoder layer, and the name of an output head of its own."""
 EXPERT = re.compile(r"(layers\..+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SCALES = re.compile(r"_scale(_inv|_2)?$|\.(qweight|qzeros|scales|g_idx|weight_packed)$")
 MEANINGLESS = frozenset(
@@ -82,8 +87,10 @@ MEANINGLESS = frozenset(
 OURS = frozenset(
     {*COUNTS, MARK, "architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path"}
     | {"num_hidden_layers", "layer_types", "layers_block_type", "hybrid_override_pattern", "time_step_limit"}
+    | {"mlp_layer_types", "moe_layers_enum", "mtp_layer_types", "mtp_mlp_layer_types", "per_layer_config"}
+    | {"indexer_types", "index_topk_pattern", "index_topk_freq"}
 )
-"""Keys of a file with MTP layers that do not describe these layers: the last is a Mamba layer's."""
+"""Keys of a file with MTP layers that do not describe these layers, but the target's one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,12 +101,12 @@ class Family:
     layers: str = "model.layers."  # Before a layer's number
     behind: bool = True  # The numbers go on from those of the target's layers
     final_norm: bool = True  # The state that is read has been through the target's final norm
-    names: Mapping[str, str] = field(default_factory=dict)  # Ours -> theirs, where they differ
+    names: Mapping[str, str] = field(default_factory=dict)  # Parts, ours -> theirs, where they differ
     state_first: bool = False  # The projection reads [state; embedding]
+    classes: bool = False  # Layers are of the target's classes in transformers
+    announced: bool = True  # The configuration says how many modules there are
     beside: str | None = None
-    """Before ``layers`` and before the `names` of parts that stand beside them. Such layers are of the target's classes
-    in transformers, and all of them make a single module, which need not be announced.
-    """
+    """Before ``layers`` and before the `names` of parts that stand beside them: all layers make a single module."""
     inside: bool = False  # These parts stand in the first layer, the last norm in the last layer
 
 
@@ -107,6 +114,8 @@ QWEN: dict[str, Any] = {
     "layers": "mtp.layers.",
     "beside": "mtp.",
     "behind": False,
+    "classes": True,
+    "announced": False,
     "names": {
         "enorm": "pre_fc_norm_embedding",
         "hnorm": "pre_fc_norm_hidden",
@@ -117,6 +126,8 @@ QWEN: dict[str, Any] = {
 """How Qwen3-Next and its successors store them."""
 FAMILIES: dict[str, Family] = {
     "DeepseekV3ForCausalLM": Family(model_type="deepseek_v3"),
+    "DeepseekV32ForCausalLM": Family(model_type="deepseek_v32", classes=True),
+    "GlmMoeDsaForCausalLM": Family(model_type="glm_moe_dsa", classes=True),
     "Glm4MoeForCausalLM": Family(model_type="glm4_moe"),
     "MiMoForCausalLM": Family(
         model_type="mimo",
@@ -131,6 +142,44 @@ FAMILIES: dict[str, Family] = {
         },
         state_first=True,
     ),
+    "MiMoV2FlashForCausalLM": Family(
+        model_type="mimo_v2_flash",
+        layers="model.mtp.layers.",
+        behind=False,
+        classes=True,
+        announced=False,
+        names={
+            "shared_head.norm": "final_layernorm",
+            "post_attention_layernorm": "pre_mlp_layernorm",
+            "self_attn.sinks": "self_attn.attention_sink_bias",
+        },
+    ),
+    **dict.fromkeys(
+        ("BailingMoeV3ForCausalLM", "BailingHybridForCausalLM"),
+        Family(
+            model_type="bailing_hybrid",
+            classes=True,
+            names={
+                "shared_head.norm": "final_layernorm",
+                "self_attn.o_proj": "attention.dense",
+                "self_attn": "attention",
+                "mlp.gate.e_score_correction_bias": "mlp.gate.expert_bias",
+            },
+        ),
+    ),
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        Family(
+            model_type="step3p5",
+            final_norm=False,
+            classes=True,
+            names={
+                "shared_head.norm": "transformer.shared_head.norm",
+                "output_head": "transformer.shared_head.output",
+            },
+        ),
+    ),
+    "MellumForCausalLM": Family(model_type="mellum", **{**QWEN, "announced": True}),
     "Qwen3NextForCausalLM": Family(model_type="qwen3_next", **QWEN),
     **dict.fromkeys(
         ("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), Family(model_type="qwen3_5_text", **QWEN)
@@ -142,6 +191,7 @@ FAMILIES: dict[str, Family] = {
         model_type="nemotron_h",
         layers="mtp.layers.",
         behind=False,
+        classes=True,
         beside="mtp.",
         inside=True,
         names={
@@ -161,7 +211,7 @@ class MtpFormat(Format):
 
     def recognises(self, config: Config) -> bool:
         names, text = architectures(config), text_keys(config)
-        always = any(FAMILIES[name].beside and not FAMILIES[name].inside for name in names if name in FAMILIES)
+        always = any(not FAMILIES[name].announced for name in names if name in FAMILIES)
         return (always or any(text.get(key) for key in COUNTS)) and not HEADS.search(" ".join(names))
 
     def keeps(self, config: Config, name: str) -> bool:
@@ -195,8 +245,8 @@ class MtpFormat(Format):
         found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
         if family.state_first:
             found |= {name: _swap_halves(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
-        if family.beside is not None:
-            return _head_like_target(config, family, found)
+        if family.classes:
+            return _head_like_target(config, family, layers, found)
         return _head(config, family, layers, found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
@@ -252,8 +302,9 @@ def to_target(
     for name, tensor in checkpoint.tensors.items():
         if name == "d2t":
             continue
-        number, block, rest = re.fullmatch(r"layers\.(\d+)\.(?:block\.(\d+)\.)?(.+)", name).groups()  # type: ignore[union-attr]
-        where = f"{family.layers}{first + int(block or number)}."
+        inside = re.sub(r"^output_heads\.(\d+)", rf"layers.\1.{OUTPUT}", name)
+        number, block, rest = re.fullmatch(r"layers\.(\d+)\.(?:block\.(\d+)\.)?(.+)", inside).groups()  # type: ignore[union-attr]
+        where = f"{family.layers}{first + int(number) + int(block or 0)}."
         module, _, kind = rest.rpartition(".")
         if where + rest in stored:
             found[where + rest] = tensor
@@ -269,7 +320,7 @@ def to_target(
                 where = f"{family.layers}{len(checkpoint.config.target_layers) - 1}."
             elif family.beside is not None and not family.inside and module in family.names:
                 where = family.beside
-            found[f"{where}{family.names.get(module, module)}.{kind}"] = _swap_halves(tensor) if swap else tensor
+            found[where + _rename(rest, family.names)] = _swap_halves(tensor) if swap else tensor
     return found
 
 
@@ -314,9 +365,12 @@ def _family(config: Config) -> Family:
     names = architectures(config)
     found = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if found is None:
+        text = text_keys(config)
+        told = ", ".join(f"{key} {text[key]}" for key in COUNTS if text.get(key)) or "no number of them"
         raise CheckpointError(
             f"MTP layers of {', '.join(names) or 'an unnamed architecture'} cannot be read here; those of "
-            f"{', '.join(FAMILIES)} can. Draft with another method, or with an engine that knows the family"
+            f"{', '.join(FAMILIES)} can. config.json has {told}. Draft with another method, or with an engine that "
+            "knows the family"
         )
     return found
 
@@ -340,8 +394,18 @@ def _ours(family: Family, name: str, layers: int) -> str | None:
     first = layers if family.behind else 0
     if found is None or int(found[1]) < first or found[2].startswith(SHARED):
         return None
-    module, _, kind = found[2].rpartition(".")
-    return f"layers.{int(found[1]) - first}.{theirs.get(module, module)}.{kind}"
+    number, rest = int(found[1]) - first, _rename(found[2], theirs)
+    if rest.startswith(OUTPUT):
+        return f"output_heads.{number}{rest.removeprefix(OUTPUT)}"
+    return f"layers.{number}.{'block.0.' if family.classes and not rest.startswith(PARTS) else ''}{rest}"
+
+
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a tensor in a layer after the first of these renamings of parts that fits."""
+    for old, new in names.items():
+        if f"{name}.".startswith(f"{old}."):
+            return new + name.removeprefix(old)
+    return name
 
 
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -410,36 +474,68 @@ def _head(config: Config, family: Family, layers: int, tensors: Mapping[str, Ten
     )
 
 
-def _head_like_target(config: Config, family: Family, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
-    """Build the head of one module with layers of the target's classes in transformers."""
+def _head_like_target(config: Config, family: Family, layers: int, tensors: Mapping[str, Tensor]) -> HeadCheckpoint:
+    """Build a head with layers of the classes of its target, which has so many `layers`, in transformers."""
     from transformers import AutoConfig
 
-    kept = {name: value for name, value in config.items() if name not in OURS}
-    target_keys = {"model_type": family.model_type, **kept}
+    counts = {name: value for name, value in config.items() if name in COUNTS and value}
+    whole = layers + max(counts.values(), default=0)
+    # A list with an entry for each layer may go on with those of the MTP layers.
+    lists = {name: value for name, value in config.items() if family.behind and isinstance(value, list)}
+    own = {name: value[layers:] for name, value in lists.items() if len(value) == whole}
+    target_keys = {"model_type": family.model_type} | {
+        name: own.get(name, value) for name, value in config.items() if name not in OURS
+    }
+    mlp = "sparse" if any(".experts." in name for name in tensors) else "dense"
     try:
-        every = AutoConfig.for_model(**target_keys).to_dict()
+        known = AutoConfig.for_model(**target_keys, **counts)
+        listed = config.get("mtp_layer_types") or own.get("layer_types") or getattr(known, "mtp_layer_types", None)
+        kinds = _kinds_of_layers(getattr(known, "mtp_layers_block_type", None), listed, tensors)
+        mlps = (mlp,) if hasattr(known, "mlp_layer_types") else ()
+        vocabulary, known = known.vocab_size, config_of_layers(target_keys, kinds, mlps)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json describes no target that transformers knows: {error}") from error
+    every = known.to_dict() | {name: getattr(known, name, None) for name in known.attribute_map}
+    attends = next((kind for kind in kinds if kind in ATTENDS), FULL)
     rope = dict(every.get("rope_parameters") or {})
+    rope = dict(rope.get(attends, rope))
     factor = rope.pop("partial_rotary_factor", 1.0)
+    modules = 1 + max(int(name.split(".")[1]) for name in tensors)
     ours = {
+        "vocab_size": vocabulary,
         "layer_types": None,
-        "sliding_window": None,
+        "sliding_window": every.get("sliding_window") if attends == SLIDING else None,
         "rope_parameters": rope,
-        "num_hidden_layers": next((config[key] for key in COUNTS if config.get(key)), 1),
+        "num_hidden_layers": next(iter(counts.values()), modules),
         "intermediate_size": every.get("intermediate_size") or every.get("moe_intermediate_size"),
         "rms_norm_eps": every.get("rms_norm_eps") or every.get("layer_norm_epsilon"),
     }
     read = decoders.read_layers(Keys({**every, **ours}))
     read |= {
-        "boundaries": (LAST_HIDDEN,),
+        "boundaries": (LAST_HIDDEN,) if family.final_norm else (layers,),
         "target_hidden_size": read["hidden_size"],
         "draft_vocab_size": read["vocab_size"],
         "partial_rotary_factor": float(factor),
-        "target_keys": target_keys,
-        "target_layers": tuple(every.get("mtp_layers_block_type") or (FULL,)),
+        "target_keys": target_keys | ({"mtp_layer_types": list(kinds)} if listed else {}),
+        "target_layers": kinds,
+        "target_mlps": mlps,
+        "output_heads": any(name.startswith("output_heads.") for name in tensors),
     }
     return decoders.make_head(MtpConfig, tensors, **read, qk_norm=False)
+
+
+def _kinds_of_layers(
+    block: Sequence[str] | None, listed: Sequence[str] | None, tensors: Iterable[str]
+) -> tuple[str, ...]:
+    """Return the kinds of a module's layers: of a `block`, of one `listed` module, or as tensors tell."""
+    if block:
+        return tuple(block)
+    if listed:
+        if len(set(listed)) > 1:
+            raise CheckpointError(f"the MTP modules differ in how they attend ({', '.join(listed)})")
+        return (listed[0],)
+    names = " ".join(tensors)
+    return (INDEXED if ".indexer." in names else SLIDING if ".sinks" in names else FULL,)
 
 
 def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
@@ -475,7 +571,7 @@ TRAITS = (
         _COMPARE,
     ),
     Trait(
-        lambda at: not at.config.norm_output,
+        lambda at: not at.config.norm_output and at.config.target_keys is None,
         "several tokens from MiMo's module",
         [("check", "vllm sglang", "hands another state on, or refuses")],
         f"draft one token, or {_COMPARE}",
@@ -493,7 +589,7 @@ TRAITS = (
         _COMPARE,
     ),
     Trait(
-        lambda at: not at.config.norm_output,
+        lambda at: not at.config.norm_output and at.config.target_keys is None,
         "MTP layers of MiMo's kind",
         [("fails", "llama.cpp", "has no converter for their target")],
         "use vLLM or SGLang",
@@ -505,7 +601,7 @@ TRAITS = (
         "use vLLM or SGLang",
     ),
     Trait(
-        lambda at: at.config.norm_output and at.config.latent is None,
+        lambda at: at.config.latent is None and (at.config.norm_output or at.config.target_keys is not None),
         "MTP layers",
         [("check", "llama.cpp", "reads GLM's; they were not tried here")],
         f"convert the target with its layers there, and {_COMPARE}",

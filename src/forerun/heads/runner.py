@@ -25,9 +25,11 @@ from forerun.heads.base import (
     AttendingHead,
     BlockHead,
     Head,
+    Kept,
     ParallelHead,
     RecurrentHead,
     SequentialHead,
+    SharingHead,
 )
 from forerun.model import TransformersTarget
 from forerun.model.cache import SlotCache
@@ -177,6 +179,109 @@ class ParallelRunner(HeadRunner):
         return every[:, depth + 1 : depth + 2]
 
 
+class CachedAttention:
+    """Appends a layer's keys and values to a cache and attends over it, under the mask of that layer: an `Attend`."""
+
+    def __init__(self, cache: SlotCache, masks: Sequence[Tensor]) -> None:
+        self.cache, self.masks, self._pass = cache, masks, Pass()
+
+    def __call__(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        chosen: Tensor | None = None,
+    ) -> Tensor:
+        """Attend, to the keys `chosen` (B, N, k) alone where a layer has an index, beside `sinks` (heads,): the score
+        of a key with value zero.
+        """
+        keys, values = self.cache.update(key, value, layer)
+        mask, scaling = self.masks[layer], None
+        if chosen is not None:
+            left = torch.ones_like(mask, dtype=torch.bool).scatter(-1, chosen.unsqueeze(1).long(), False)
+            mask = mask.masked_fill(left, torch.finfo(mask.dtype).min)
+        if sinks is not None:
+            scaling = query.shape[-1] ** -0.5
+            query, keys, values, mask = _with_sinks(query, keys, values, mask, sinks)
+        return attend(query, keys, values, mask, self._pass, scaling=scaling)[..., : value.shape[-1]]
+
+
+def _with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the arguments of an attention that has one key more, whose score is that of the head's sink: queries have
+    a further dimension in which other keys are zero. Its value is zero, too.
+    """
+    score = (sinks * query.shape[-1] ** 0.5).to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    return (
+        torch.cat([query, pad(score, (0, 7))], -1),  # a multiple of 8, as kernels want it
+        torch.cat([pad(key, (0, 8)), pad(torch.ones_like(key[..., :1, :1]), (key.shape[-1], 7))], 2),
+        pad(value, (0, 8, 0, 1)),
+        pad(mask, (0, 1)),
+    )
+
+
+class SharingRunner(ParallelRunner):
+    """Runs a head level by level over the keys and values that the target keeps of what is committed."""
+
+    head: SharingHead  # type: ignore[assignment]
+    _frontier: _Shared | None  # type: ignore[assignment]
+
+    def __init__(self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
+        super().__init__(head, target, rows, slots, run)
+        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        self._layers = {kind: target.layer_that_keeps(kind) for kind in head.windows}
+
+    def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
+        super().ingest(rows, tokens, hidden_states)
+        index, roots = send((torch.tensor(rows), torch.tensor([row[-1] for row in tokens])), self.device)
+        self._roots[index] = roots
+
+    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+        return max(self.lengths[row] for row in rows)
+
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+        cache = self.target.cache
+        cache.begin(rows, index.new_zeros(len(rows), 0), size, index=index)
+        kept, masks = dict[str, tuple[Tensor, Tensor]](), dict[str, Tensor]()
+        behind = lengths.unsqueeze(1) - 1 - torch.arange(size, device=self.device)
+        for kind, window in self.head.windows.items():
+            keys, values = cache.seen(self._layers[kind])
+            kept[kind] = keys.to(self.device, self._dtype), values.to(self.device, self._dtype)
+            hidden = (behind < 0) | (behind > (size if window is None else window))
+            lowest = torch.finfo(self._dtype).min
+            masks[kind] = self._features.new_zeros(hidden.shape).masked_fill(hidden, lowest)[:, None, None]
+        memory = self._features[index].unsqueeze(1)
+        shared = _Shared(kept=kept, masks=masks, positions=lengths.unsqueeze(1), memory=memory)
+        return self._step(shared, self._roots[index].unsqueeze(1))
+
+    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
+        last = self._frontier
+        assert last is not None, "only inside unroll"
+        memory = last.memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.memory.shape[-1]))
+        return self._step(replace(last, memory=memory), tokens)
+
+    def _step(self, shared: _Shared, tokens: Tensor) -> Tensor:
+        embeds, width = self.target.embed(tokens).to(self.device, self._dtype), tokens.shape[1]
+        masks = {kind: mask.expand(-1, -1, width, -1) for kind, mask in shared.masks.items()}
+        stepped = self.head.step(embeds, shared.memory, shared.positions.expand(-1, width), shared.kept, masks)
+        self._frontier = replace(shared, memory=stepped.memory)
+        return self.head.logits(stepped.output)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Shared:
+    """The keys and values that a target keeps of the rows which trees are drafted for, and the trees' last level."""
+
+    kept: Kept
+    masks: Mapping[str, Tensor]  # (B, 1, 1, W) by the kind of layer
+    positions: Tensor  # (B, 1) int64 of the roots
+    memory: Tensor  # (B, F, H) of the last level's nodes
+
+
 class AttendingRunner(HeadRunner):
     """Runs a head over a row-and-slot cache of its own: entry i of a row stands in slot i, drafted
     nodes behind them.
@@ -286,12 +391,7 @@ class AttendingRunner(HeadRunner):
         """Return an attention function that appends a layer's keys and values to the cache and
         attends over it, under the mask of that layer.
         """
-        this = Pass()
-
-        def attend_cached(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return attend(query, *self._cache.update(key, value, layer), masks[layer], this)
-
-        return attend_cached
+        return CachedAttention(self._cache, masks)
 
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor:
         """Embed (..) -> (.., H) with the head's own table or the target's."""
@@ -356,7 +456,7 @@ class SequentialRunner(AttendingRunner):
 
         advanced = self._advance(tokens, block, last.width, step)
         self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
-        return self.logits(advanced.output)
+        return self.logits(advanced.output, depth)
 
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         index, before = new.index, fused[:, :1]  # which nobody reads but who has a chain

@@ -341,6 +341,17 @@ class TransformersTarget(Target):
         """Return raw logits (.., V) of states after the final norm (.., H), soft caps and scales included."""
         return self.head(states)
 
+    def layer_that_keeps(self, kind: str) -> int:
+        """Return the last layer of that kind, as transformers names kinds, which has keys and values of its own.
+        Raises ArgumentError if there is none.
+        """
+        own = self.num_layers - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        kinds = (getattr(self.config, "layer_types", None) or [masks.FULL] * self.num_layers)[:own]
+        found = [layer for layer, other in enumerate(kinds) if other == kind]
+        if not found:
+            raise ArgumentError(f"{self.name_or_path} has no layer of the kind {kind} with keys of its own")
+        return found[-1]
+
     @property
     def keeps_states(self) -> bool:
         return self.states is not None

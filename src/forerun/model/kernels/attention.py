@@ -172,6 +172,8 @@ def refusal(model: Any, ids: Tensor) -> str | None:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
     ) -> Any:
         right: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **others)
+        if others.get("indices") is not None:  # which `sdpa` is given as a part of the mask
+            wrong.append(f"in layer {module.layer_idx}, where an index chooses the keys")
         count, lowest = query.shape[2], torch.finfo(query.dtype).min
         seen = (
             torch.full((count, count), lowest, device=query.device)
