@@ -344,7 +344,7 @@ FAULTS = {
 def test_a_fault_of_every_parameter_is_seen(
     llm: LLM, reference: Reference, prompt: list[int], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=replace(PLAN, detect=0.4))
+    run = checks.Run(llm=llm, reference=reference, prompts=[prompt], plan=replace(PLAN, detect=0.5))
     [setting] = [one for one in checks.settings_for(run, 0.7) if one.what == what]
     FAULTS[what](monkeypatch)
     assert not checks.chi_square_check(run, checks.uncertain(run, setting, 0, tests=1)).passed
