@@ -656,18 +656,28 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
     },
     "blocks": {
         "the least value of a nested block is added": (
-            "Lanes negative = multiply_lanes(least[part], all_lanes(-1.0f));",
-            "Lanes negative = least[part];",
+            "_mm512_mul_ps(least ? _mm512_mul_ps(outer, all_lanes(-1.0f)) : outer, _mm512_cvtepi32_ps(inner))",
+            "_mm512_mul_ps(outer, _mm512_cvtepi32_ps(inner))",
             BLOCKS,
         ),
         "a zero loses the sign of its scale": (
-            "least[part] = all_lanes(-0.0f);",
-            "least[part] = all_lanes(0.0f);",
+            "f.least ? scales_of(f, b, part * WIDTH, 1) : all_lanes(-0.0f)",
+            "f.least ? scales_of(f, b, part * WIDTH, 1) : all_lanes(0.0f)",
             BLOCKS,
         ),
-        "integers without a least value are read without their sign": (
-            "shift_right_signed(shift_left(words, 28 - 16 * input - 4 * at), 28)",
-            "shift_right(shift_left(words, 28 - 16 * input - 4 * at), 28)",
+        "integers that were moved up stay so": (
+            "if (!LEAST) words = add_words(words",
+            "if (0) words = add_words(words",
+            BLOCKS,
+        ),
+        "a state in 8 bits is cut, not rounded": (
+            "words[half] = _mm256_cvtps_epi32(",
+            "words[half] = _mm256_cvttps_epi32(",
+            BLOCKS,
+        ),
+        "the least value is multiplied by half of the states": (
+            "INPUTS == GROUP ? last->total : last->pair",
+            "last->total",
             BLOCKS,
         ),
         "rows stay in the order of the file": (
@@ -676,8 +686,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             BLOCKS,
         ),
         "rows behind the eighth take the sums of the first ones' states": (
-            "totals + row * p->depth / f.inputs",
-            "totals",
+            "groups += most * p->depth / GROUP",
+            "groups += 0",
             BLOCKS,
         ),
         "a file's weights are taken for the model's unseen": (

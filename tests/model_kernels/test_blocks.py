@@ -32,6 +32,7 @@ HALVES = {  # Where the numbers in float16 stand in a block
     Type.Q6_K: [208],
 }
 BUILDS = {"narrow": products.BASE, "wide": products.AVX512}
+GROUP = 16  # Inputs that share a scale of the states
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 64, 65)
 
 
@@ -77,35 +78,58 @@ def test_blocks_expand_to_the_bits_of_gguf(library: Any, kind: Type, shape: tupl
     assert torch.equal(bits(products.unpack(panels, *shape)), bits(matrix.bfloat16()))
 
 
+def rounded(states: Tensor) -> Tensor:
+    """States (M, depth) as `blocks.h` rounds them, float64."""
+    groups = states.float().unflatten(-1, (-1, GROUP))
+    largest = groups.abs().amax(-1, keepdim=True)
+    inverse = torch.full_like(largest, 127).div(largest)  # ``127 / largest`` is rounded twice
+    return ((groups * inverse).round().double() * (largest / 127).double()).flatten(-2)
+
+
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
-def test_products_are_those_of_the_values_in_float32(library: Any, kind: Type, biased: bool) -> None:
-    """For all ways to multiply and an odd number of outputs. Nothing but sums and the result is rounded (AMX tiles take
-    values in bf16), and a row has the same bits among any others, on any number of threads."""
+def test_products_are_those_of_states_in_8_bits(library: Any, kind: Type, biased: bool) -> None:
+    """For an odd number of outputs. Nothing but sums and the result is rounded else; a row has the same bits among any
+    others, on any number of threads, and on any processor."""
     outputs, depth = 70, 768
     rows, matrix = stored(kind, outputs, depth)
     packed = blocks.pack([rows], depth)
     bias = torch.randn(outputs).bfloat16() if biased else None
-    states = torch.randn(max(COUNTS), depth).bfloat16()
+    states = (torch.randn(max(COUNTS), depth) * torch.logspace(-6, 6, depth)).bfloat16()
     added = 0 if bias is None else bias.double()
-    exact = states.double() @ matrix.double().T + added
+    exact = rounded(states) @ matrix.double().T + added
     # Sums of float32, of integers and of least values apart, each of which is larger than the value that they make up.
     scale = matrix.view(outputs, -1, 16).abs().amax(-1).repeat_interleave(16, -1)
     room = 2**-8 * exact.abs() + 2**-17 * (states.double().abs() @ scale.double().T)
-    for way in (ProductKind.WIDENED, ProductKind.DOTS, ProductKind.TILES):
-        if not library.forerun_product_has(way):
-            continue
-        whole = products.call(library, way, states, packed, bias, outputs, in_blocks=True)
-        if way is ProductKind.TILES:
-            panels = products.pack(matrix.bfloat16())
-            assert torch.equal(bits(whole), bits(products._multiply(library, way, states, panels, bias, outputs)))
-        else:
-            assert (whole.double() - exact).abs().sub(room).max() <= 0, way
-        for number in (1, 3):
-            torch.set_num_threads(number)
-            for count in COUNTS:
-                found = products.call(library, way, states[:count], packed, bias, outputs, in_blocks=True)
-                assert torch.equal(bits(found), bits(whole[:count])), (way, number, count)
+    whole = products.call(library, ProductKind.WIDENED, states, packed, bias, outputs, in_blocks=True)
+    assert (whole.double() - exact).abs().sub(room).max() <= 0
+    for number in (1, 3):
+        torch.set_num_threads(number)
+        for count in COUNTS:
+            found = products.call(library, ProductKind.WIDENED, states[:count], packed, bias, outputs, in_blocks=True)
+            assert torch.equal(bits(found), bits(whole[:count])), (number, count)
+    simplest = products.open_library(products.BASE)
+    there = products.call(simplest, ProductKind.WIDENED, states, packed, bias, outputs, in_blocks=True)
+    assert torch.equal(bits(there), bits(whole))
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(library: Any, wrong: float) -> None:
+    """In its row alone."""
+    rows, _ = stored(Type.Q4_1, 32, 256)
+    states = torch.randn(5, 256).bfloat16()
+    states[3, 77] = wrong
+    packed = blocks.pack([rows], 256)
+    found = products.call(library, ProductKind.WIDENED, states, packed, None, 32, in_blocks=True)
+    assert found.isfinite().any(-1).tolist() == found.isfinite().all(-1).tolist() == [True, True, True, False, True]
+
+
+def test_states_of_zero_and_the_smallest_ones(library: Any) -> None:
+    rows, _ = stored(Type.Q8_0, 32, 256)
+    states = torch.zeros(2, 256, dtype=torch.bfloat16)
+    states[1] = 1e-40
+    found = products.call(library, ProductKind.WIDENED, states, blocks.pack([rows], 256), None, 32, in_blocks=True)
+    assert not found.any()
 
 
 @pytest.mark.parametrize("kinds", [(Type.Q4_K, Type.Q6_K, None), (None, Type.Q4_0), (Type.Q8_0, None, Type.Q4_1)])

@@ -1,13 +1,15 @@
-// Weights that stay as a GGUF file keeps them, in blocks of few bits.
+// Weights that stay as a GGUF file keeps them, in blocks of few bits, times states in 8 bits.
 //
-// A value is scale * integer + least, with one scale and one least value for each output and block of inputs. The integers
-// are multiplied, as float32 or as bf16, which holds them exactly; the sum over a block by its scale, and the least value by
-// the sum of the states. AMX tiles take whole panels of bf16: what dequantising to float32 and rounding gives.
+// A weight is scale * integer + least, with one scale and one least value for each output and block of inputs. The states
+// of a row are rounded to integers of 8 bits, with one scale for every `GROUP` inputs; llama.cpp has one for every 32. The
+// integers are multiplied exactly; their sum over a group is multiplied by both scales, and the least value by the sum of
+// the states. Processors differ in how they multiply integers, never in what comes out.
 //
 // Such weights begin with one `Panel` for each panel. A panel is a sequence of blocks: scales of LANES outputs, their least
-// values, then a line for every two inputs: LANES x 2 integers. Those of 8 bits lie side by side, those of 4 in words of 16
-// bits, each of which holds the same place of four lines, the first one lowest. Scales and least values are float16; those
-// of the formats "K" are 8-bit integers, and before every 256 inputs stand the float16 numbers that they are multiplied by.
+// values, then lines of 64 bytes. A line of 8 bits has four inputs of each output side by side. A line of 4 bits has eight:
+// the first four in the low halves of its bytes. Integers are unsigned: those of types without least values were moved up
+// by `offset_of`. Scales and least values are float16; those of the formats "K" are 8-bit integers, and before every 256
+// inputs stand the float16 numbers that they are multiplied by.
 
 #ifndef FORERUN_BLOCKS_H
 #define FORERUN_BLOCKS_H
@@ -16,8 +18,8 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { LINE = 2 * LANES, TOGETHER = 4 };    // Values of a line; lines that lie together
-enum { MOST_INPUTS = 256 };                // Of a block in the file
+enum { GROUP = 16, LINE = 4 * LANES };    // Inputs that share a scale of the states; bytes of a line
+enum { MOST_INPUTS = 256 };              // Of a block in the file
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 30 };    // As in GGUF
 
 typedef struct { int64_t at, type; } Panel;    // Bytes from the beginning of the weights
@@ -55,100 +57,36 @@ INLINE int64_t panel_bytes(int64_t type, int64_t inputs) {
     return type == BF16 ? inputs * LANES * 2 : inputs / f.held * head_bytes(f) + inputs / f.inputs * block_bytes(f);
 }
 
+// What was added to the integers of a type.
+INLINE int offset_of(Form f) { return f.least ? 0 : f.bits == 4 ? 8 : 128; }
+
+// A block of a panel.
+typedef struct {
+    const uint8_t *outer, *inner;    // Scales and least values, LANES each: float16, and for "K" the integers behind them
+    const uint8_t *lines, *next;
+} Block;
+
+// The block behind `b`, which begins with the input `at`.
+INLINE Block next_block(Form f, Block b, int64_t at) {
+    const uint8_t *inner = b.next;
+    if (!f.nested) b.outer = inner;
+    else if (at % MOST_INPUTS == 0) b.outer = inner, inner += head_bytes(f);
+    return (Block){b.outer, inner, inner + (f.nested ? 1 : 2) * LANES * (1 + f.least), inner + block_bytes(f)};
+}
+
+// The scales (`least` = 0) of WIDTH outputs from number `first` on, or their least values (1).
+INLINE Lanes scales_of(Form f, Block b, int first, int least) {
 #ifdef __AVX512F__
-#define bytes_to_words(from) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from)))
-#define halves_to_words(from) _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(from)))
-#define shift_left(words, by) _mm512_slli_epi32(words, (unsigned)(by))
-#define shift_right(words, by) _mm512_srli_epi32(words, (unsigned)(by))
-#define shift_right_signed(words, by) _mm512_srai_epi32(words, by)
-#define mask_words(words, bits) _mm512_and_si512(words, _mm512_set1_epi32((int)(bits)))
-#define join_words _mm512_or_si512
-#define add_words _mm512_add_epi32
-#define all_words _mm512_set1_epi32
-#define store_words(to, words) _mm512_storeu_si512(to, words)
-#define words_of_lanes _mm512_castps_si512
-#define words_to_lanes _mm512_cvtepi32_ps
-#define halves_to_lanes(from) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from)))
-#define multiply_lanes _mm512_mul_ps
+    Lanes outer = _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(b.outer + 2 * (least * LANES + first))));
+    if (!f.nested) return outer;
+    Words inner = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(b.inner + least * LANES + first)));
+    return _mm512_mul_ps(least ? _mm512_mul_ps(outer, all_lanes(-1.0f)) : outer, _mm512_cvtepi32_ps(inner));
 #else
-#define bytes_to_words(from) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from)))
-#define halves_to_words(from) _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(from)))
-#define shift_left _mm256_slli_epi32
-#define shift_right _mm256_srli_epi32
-#define shift_right_signed _mm256_srai_epi32
-#define mask_words(words, bits) _mm256_and_si256(words, _mm256_set1_epi32((int)(bits)))
-#define join_words _mm256_or_si256
-#define add_words _mm256_add_epi32
-#define all_words _mm256_set1_epi32
-#define store_words(to, words) _mm256_storeu_si256((__m256i *)(to), words)
-#define words_of_lanes _mm256_castps_si256
-#define words_to_lanes _mm256_cvtepi32_ps
-#define halves_to_lanes(from) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(from)))
-#define multiply_lanes _mm256_mul_ps
+    Lanes outer = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b.outer + 2 * (least * LANES + first))));
+    if (!f.nested) return outer;
+    Words inner = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(b.inner + least * LANES + first)));
+    return _mm256_mul_ps(least ? _mm256_mul_ps(outer, all_lanes(-1.0f)) : outer, _mm256_cvtepi32_ps(inner));
 #endif
-
-// Bytes of as many lines as lie together.
-INLINE int64_t bytes_together(const int BITS) { return TOGETHER * LINE * BITS / 8; }
-
-// Integers of WIDTH outputs, from number `part` * WIDTH on, of the first input (0) or the second (1) of the line `at`. Those of
-// 4 bits are signed where there are no least values.
-INLINE Lanes integers(const int BITS, const int LEAST, const uint8_t *lines, int at, int part, int input) {
-    if (BITS == 8) {
-        Words words = halves_to_words(lines + at * LINE + part * WIDTH * 2);
-        return words_to_lanes(shift_right_signed(shift_left(words, 24 - 8 * input), 24));
-    }
-    Words words = load_words(lines + part * WIDTH * 4);
-    if (LEAST) return words_to_lanes(mask_words(shift_right(words, 16 * input + 4 * at), 15));
-    return words_to_lanes(shift_right_signed(shift_left(words, 28 - 16 * input - 4 * at), 28));
-}
-
-// Two values of WIDTH outputs -> the nearest bf16, that part of a line.
-INLINE void store_pairs(uint16_t *to, Lanes first, Lanes second) {
-#ifdef __AVX512BF16__
-    const __m512i halves = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i order = _mm512_or_si512(halves, _mm512_slli_epi32(_mm512_add_epi32(halves, _mm512_set1_epi32(16)), 16));
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first)));
-#else
-    Words near[2] = {words_of_lanes(first), words_of_lanes(second)};
-    for (int one = 0; one < 2; one++)
-        near[one] = add_words(add_words(near[one], all_words(0x7fff)), mask_words(shift_right(near[one], 16), 1));
-    store_words(to, join_words(shift_right(near[0], 16), mask_words(near[1], 0xffff0000u)));
-#endif
-}
-
-INLINE int64_t divide(int64_t number, int64_t power_of_two) { return number >> __builtin_ctzll((uint64_t)power_of_two); }
-
-// The scales and least values of the block that begins with the input `at` of a panel, LANES each; returns where its lines
-// are. A least value of -0 leaves every sum as it is.
-INLINE const uint8_t *read_scales(Form f, const uint8_t *panel, int64_t at, Lanes *scale, Lanes *least) {
-    int64_t block = block_bytes(f), head = head_bytes(f), each = divide(f.held, f.inputs);
-    const uint8_t *outer = panel + divide(at, f.held) * (head + each * block);
-    const uint8_t *here = outer + head + divide(at & (f.held - 1), f.inputs) * block;
-    if (!f.nested) outer = here;
-    for (int part = 0; part < PARTS; part++) {
-        scale[part] = halves_to_lanes(outer + part * WIDTH * 2), least[part] = all_lanes(-0.0f);
-        if (f.least) least[part] = halves_to_lanes(outer + (LANES + part * WIDTH) * 2);
-        if (f.nested) scale[part] = multiply_lanes(scale[part], words_to_lanes(bytes_to_words(here + part * WIDTH)));
-        if (f.nested && f.least) {
-            Lanes negative = multiply_lanes(least[part], all_lanes(-1.0f));
-            least[part] = multiply_lanes(negative, words_to_lanes(bytes_to_words(here + LANES + part * WIDTH)));
-        }
-    }
-    return here + (f.nested ? 1 : 2) * LANES * (1 + f.least);
-}
-
-INLINE void expand_lines(
-    const int BITS, const int LEAST, const uint8_t *lines, int64_t count, const Lanes *scale, const Lanes *least,
-    uint16_t *out) {
-    for (int64_t at = 0; at < count; at += TOGETHER, lines += bytes_together(BITS))
-        UNROLL for (int one = 0; one < TOGETHER; one++, out += LINE)
-            UNROLL for (int part = 0; part < PARTS; part++) {
-                Lanes first = integers(BITS, LEAST, lines, one, part, 0);
-                Lanes second = integers(BITS, LEAST, lines, one, part, 1);
-                first = multiply_add(first, scale[part], least[part]);
-                second = multiply_add(second, scale[part], least[part]);
-                store_pairs(out + part * WIDTH * 2, first, second);
-            }
 }
 
 // The values of a panel as lines of bf16.
@@ -158,123 +96,181 @@ static void expand(const uint8_t *panel, int64_t type, int64_t inputs, uint16_t 
         return;
     }
     Form f = form_of(type);
-    for (int64_t at = 0; at < inputs; at += f.inputs, out += f.inputs * LANES) {
-        Lanes scale[PARTS], least[PARTS];
-        const uint8_t *lines = read_scales(f, panel, at, scale, least);
-        if (f.bits == 8) expand_lines(8, 1, lines, f.inputs / 2, scale, least, out);
-        else if (f.least) expand_lines(4, 1, lines, f.inputs / 2, scale, least, out);
-        else expand_lines(4, 0, lines, f.inputs / 2, scale, least, out);
+    int offset = offset_of(f), mask = (1 << f.bits) - 1;
+    Block b = {.next = panel};
+    for (int64_t at = 0; at < inputs; at += f.inputs) {
+        b = next_block(f, b, at);
+        float scale[LANES], least[LANES];
+        for (int part = 0; part < PARTS; part++) {
+            store_lanes(scale + part * WIDTH, scales_of(f, b, part * WIDTH, 0));
+            // A least value of -0 leaves every sum as it is
+            store_lanes(least + part * WIDTH, f.least ? scales_of(f, b, part * WIDTH, 1) : all_lanes(-0.0f));
+        }
+        for (int64_t input = 0; input < f.inputs; input++) {
+            const uint8_t *line = b.lines + input * f.bits / 32 * LINE + input % 4;
+            int shift = f.bits == 4 ? input / 4 % 2 * 4 : 0;
+            uint16_t *to = out + (at + input) / 2 * 2 * LANES + input % 2;
+            for (int lane = 0; lane < LANES; lane++)
+                to[2 * lane] = narrow(fmaf((float)((line[4 * lane] >> shift & mask) - offset), scale[lane], least[lane]));
+        }
     }
 }
 
-#ifdef __AVX512BF16__
-// Integers of 4 bits in bf16, signed and unsigned; twice, for an index of a permutation has five bits, of which the highest
-// is another integer's.
-#define SEVEN 0, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0
-#define SIGNED SEVEN, 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80
-#define UNSIGNED SEVEN, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170
-static const uint16_t FOURS[2][2 * LANES] = {{SIGNED, SIGNED}, {UNSIGNED, UNSIGNED}};
+// GROUP states of a row in 8 bits.
+typedef struct {
+    int8_t integers[GROUP];
+    float scale;
+    int32_t sum;       // Of the integers
+    float total;       // Of the states
+    float pair;        // Of these states and those of the group before
+} Group;
 
-// The line number `at` as bf16.
-INLINE __m512bh line_of(const int BITS, const int LEAST, const uint8_t *lines, int at) {
-    if (BITS == 8) {
-        Lanes lower = words_to_lanes(bytes_to_words(lines + at * LINE));
-        Lanes upper = words_to_lanes(bytes_to_words(lines + at * LINE + LANES));
-        return _mm512_cvtne2ps_pbh(upper, lower);
+// GROUP states in bf16 -> 8 bits. With NaN or an infinity among them that is the scale, and nothing that comes of it is
+// finite.
+INLINE void round_group(const uint16_t *states, Group *to) {
+    __m256i bits = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)states), _mm256_set1_epi16(0x7fff));
+    __m128i larger = _mm_max_epu16(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
+    int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(larger, _mm_set1_epi16(-1))), 0);
+    uint32_t wide = (uint32_t)(0xffff - least) << 16;
+    float largest, inverse = 0;
+    memcpy(&largest, &wide, sizeof largest);
+    if (largest > 1e-35f) inverse = 127 / largest;    // Else all are 0
+    __m256i words[2];
+    for (int half = 0; half < 2; half++) {
+        __m256i wider = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(states + 8 * half)));
+        __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(wider, 16));
+        words[half] = _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
     }
-    __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(lines), (unsigned)(4 * at));
-    return (__m512bh)_mm512_permutexvar_epi16(index, _mm512_loadu_si512(FOURS[LEAST]));
+    __m256i added = _mm256_add_epi32(words[0], words[1]);
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(added), _mm256_extracti128_si256(added, 1));
+    sum = _mm_hadd_epi32(sum, sum);
+    to->sum = _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
+    to->scale = largest / 127;
+    to->total = to->scale * (float)to->sum;
+    added = _mm256_permute4x64_epi64(_mm256_packs_epi32(words[0], words[1]), 0xd8);
+    sum = _mm_packs_epi16(_mm256_castsi256_si128(added), _mm256_extracti128_si256(added, 1));
+    _mm_storeu_si128((__m128i *)to->integers, sum);
 }
-#endif
 
-#ifdef __AVX512BF16__
-typedef uint16_t State;
+// States (rows, depth) in bf16 -> groups (depth / GROUP, rows).
+static void round_states(const uint16_t *states, int64_t rows, int64_t depth, Group *to) {
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t group = 0; group < depth / GROUP; group++, states += GROUP) {
+            Group *here = to + group * rows + row;
+            round_group(states, here);
+            if (group % 2) here->pair = here[-rows].total + here->total;
+        }
+}
+
+#ifdef __AVX512F__
+#define all_words _mm512_set1_epi32
+#define add_words _mm512_add_epi32
+#define words_to_lanes _mm512_cvtepi32_ps
+#define low_halves(bytes) _mm512_and_si512(bytes, _mm512_set1_epi8(15))
+#define high_halves(bytes) _mm512_and_si512(_mm512_srli_epi16(bytes, 4), _mm512_set1_epi8(15))
+#define multiply_bytes _mm512_maddubs_epi16
+#define add_shorts _mm512_add_epi16
+#define add_pairs(shorts, times) _mm512_madd_epi16(shorts, _mm512_set1_epi16(times))
+#define multiply_lanes _mm512_mul_ps
 #else
-typedef float State;
+#define all_words _mm256_set1_epi32
+#define add_words _mm256_add_epi32
+#define words_to_lanes _mm256_cvtepi32_ps
+#define low_halves(bytes) _mm256_and_si256(bytes, _mm256_set1_epi8(15))
+#define high_halves(bytes) _mm256_and_si256(_mm256_srli_epi16(bytes, 4), _mm256_set1_epi8(15))
+#define multiply_bytes _mm256_maddubs_epi16
+#define add_shorts _mm256_add_epi16
+#define add_pairs(shorts, times) _mm256_madd_epi16(shorts, _mm256_set1_epi16(times))
+#define multiply_lanes _mm256_mul_ps
 #endif
 
-// What is multiplied with a panel: rows of the states, and the sums of as many of them as a block has inputs.
-typedef struct { const State *rows; const float *totals; int64_t depth; } States;
+// Sums of WIDTH outputs over a group: those of whole integers, or of their low and high halves in 16 bits.
+typedef struct { Words low, high; } Sums;
 
-// Adds one line times the states of its two inputs, which lie at `states`, to the sums of ROWS rows.
-INLINE void add_line(
-    const int BITS, const int LEAST, const int ROWS, const uint8_t *lines, int at, const State *states, int64_t depth,
-    Lanes (*sum)[PARTS]) {
-#ifdef __AVX512BF16__
-    __m512bh weights = line_of(BITS, LEAST, lines, at);
-    UNROLL for (int r = 0; r < ROWS; r++) {
-        int pair;
-        memcpy(&pair, states + r * depth, sizeof pair);
-        sum[r][0] = _mm512_dpbf16_ps(sum[r][0], weights, (__m512bh)_mm512_set1_epi32(pair));
-    }
+// Adds four integers of each output, of BITS bits, times four states. What is added up over a group fits 16 bits.
+INLINE void add_dots(const int BITS, Sums *sums, Words bytes, Words states) {
+#ifdef __AVX512VNNI__
+    (void)BITS;
+    sums->low = _mm512_dpbusd_epi32(sums->low, bytes, states);
 #else
-    UNROLL for (int input = 0; input < 2; input++) {
-        Lanes weights[PARTS];
-        UNROLL for (int part = 0; part < PARTS; part++) weights[part] = integers(BITS, LEAST, lines, at, part, input);
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int part = 0; part < PARTS; part++)
-                sum[r][part] = multiply_add(weights[part], all_lanes(states[r * depth + input]), sum[r][part]);
-    }
+    sums->low = add_shorts(sums->low, multiply_bytes(BITS == 4 ? bytes : low_halves(bytes), states));
+    if (BITS == 8) sums->high = add_shorts(sums->high, multiply_bytes(high_halves(bytes), states));
 #endif
 }
 
-// ROWS rows x a panel -> sums (ROWS, LANES).
+INLINE Words added_up(const int BITS, Sums sums) {
+#ifdef __AVX512VNNI__
+    (void)BITS;
+    return sums.low;
+#else
+    Words low = add_pairs(sums.low, 1);
+    return BITS == 4 ? low : add_words(low, add_pairs(sums.high, 16));
+#endif
+}
+
+// ROWS rows x WIDTH outputs of a panel from number `first` on -> sums (ROWS, LANES).
 INLINE void block_tile(
-    const int BITS, const int LEAST, const int ROWS, Form f, States s, const uint8_t *panel, float *sums) {
-    Lanes sum[MOST_ROWS][PARTS];
-    UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int part = 0; part < PARTS; part++) sum[r][part] = all_lanes(0.0f);
-    const float *totals = s.totals;
-    int64_t blocks = divide(s.depth, f.inputs);
-    for (int64_t start = 0; start < s.depth; start += f.inputs, totals++) {
-        Lanes scale[PARTS], least[PARTS], block[MOST_ROWS][PARTS];
-        const uint8_t *lines = read_scales(f, panel, start, scale, least);
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int part = 0; part < PARTS; part++) block[r][part] = all_lanes(0.0f);
-        for (int64_t at = start; at < start + f.inputs; at += 2 * TOGETHER, lines += bytes_together(BITS))
-            UNROLL for (int one = 0; one < TOGETHER; one++)
-                add_line(BITS, LEAST, ROWS, lines, one, s.rows + at + 2 * one, s.depth, block);
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int part = 0; part < PARTS; part++) sum[r][part] = multiply_add(block[r][part], scale[part], sum[r][part]);
+    const int BITS, const int LEAST, const int INPUTS, const int ROWS, Form f, int64_t depth, const Group *groups,
+    const uint8_t *panel, int first, float *sums) {
+    Lanes sum[MOST_ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) sum[r] = all_lanes(0.0f);
+    Block b = {.next = panel};
+    for (int64_t at = 0; at < depth; at += INPUTS) {
+        b = next_block(f, b, at);
+        const uint8_t *lines = b.lines + 4 * first;
+        Lanes block[MOST_ROWS];
+        UNROLL for (int half = 0; half < INPUTS / GROUP; half++, groups += ROWS) {
+            Sums whole[MOST_ROWS];
+            UNROLL for (int r = 0; r < ROWS; r++) whole[r].low = whole[r].high = all_words(0);
+            UNROLL for (int four = 0; four < GROUP / 4; four++) {
+                Words bytes = load_words(lines);
+                if (BITS == 4) bytes = four % 2 ? high_halves(bytes) : low_halves(bytes);
+                if (BITS == 8 || four % 2) lines += LINE;
+                UNROLL for (int r = 0; r < ROWS; r++) {
+                    int states;
+                    memcpy(&states, groups[r].integers + four * 4, sizeof states);
+                    add_dots(BITS, whole + r, bytes, all_words(states));
+                }
+            }
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                Words words = added_up(BITS, whole[r]);
+                if (!LEAST) words = add_words(words, all_words(-(BITS == 4 ? 8 : 128) * groups[r].sum));
+                Lanes lanes = words_to_lanes(words), scale = all_lanes(groups[r].scale);
+                block[r] = half ? multiply_add(lanes, scale, block[r]) : multiply_lanes(lanes, scale);
+            }
+        }
+        Lanes scale = scales_of(f, b, first, 0);
+        UNROLL for (int r = 0; r < ROWS; r++) sum[r] = multiply_add(block[r], scale, sum[r]);
         if (!LEAST) continue;
-        UNROLL for (int r = 0; r < ROWS; r++)
-            UNROLL for (int part = 0; part < PARTS; part++)
-                sum[r][part] = multiply_add(least[part], all_lanes(totals[r * blocks]), sum[r][part]);
+        Lanes least = scales_of(f, b, first, 1);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            const Group *last = groups + r - ROWS;
+            sum[r] = multiply_add(least, all_lanes(INPUTS == GROUP ? last->total : last->pair), sum[r]);
+        }
     }
-    UNROLL for (int r = 0; r < ROWS; r++)
-        UNROLL for (int part = 0; part < PARTS; part++) store_lanes(sums + r * LANES + part * WIDTH, sum[r][part]);
+    UNROLL for (int r = 0; r < ROWS; r++) store_lanes(sums + r * LANES + first, sum[r]);
 }
 
-static void block_tiles(int64_t rows, Form f, States s, const uint8_t *panel, float *sums) {
-#define TILE(ROWS)                                                                     \
-    case ROWS:                                                                         \
-        if (f.bits == 8 && f.least) block_tile(8, 1, ROWS, f, s, panel, sums);         \
-        else if (f.bits == 8) block_tile(8, 0, ROWS, f, s, panel, sums);               \
-        else if (f.least) block_tile(4, 1, ROWS, f, s, panel, sums);                   \
-        else block_tile(4, 0, ROWS, f, s, panel, sums);                                \
+static void block_tiles(
+    int64_t rows, Form f, int64_t depth, const Group *groups, const uint8_t *panel, int first, float *sums) {
+#define TILE(BITS, LEAST, INPUTS, ROWS)                                                            \
+    if (f.bits == BITS && f.least == LEAST && f.inputs == INPUTS) {                                \
+        block_tile(BITS, LEAST, INPUTS, ROWS, f, depth, groups, panel, first, sums);               \
+        return;                                                                                    \
+    }
+#define TILES(ROWS)                                                                                \
+    case ROWS:                                                                                     \
+        TILE(4, 0, 16, ROWS) TILE(4, 0, 32, ROWS) TILE(4, 1, 16, ROWS) TILE(4, 1, 32, ROWS)        \
+        TILE(8, 0, 16, ROWS) TILE(8, 0, 32, ROWS) TILE(8, 1, 32, ROWS)                             \
         break;
     switch (rows) {
-        TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
+        TILES(1) TILES(2) TILES(3) TILES(4) TILES(5) TILES(6)
 #ifdef __AVX512F__
-        TILE(7) TILE(8)
+        TILES(7) TILES(8)
 #endif
     }
+#undef TILES
 #undef TILE
-}
-
-// The sums of every 16 of `count` states, and behind them those of every 32.
-static void add_up(const uint16_t *states, int64_t count, float *totals) {
-    for (int64_t at = 0; at < count; at += 16) {
-        float values[16];
-        for (int one = 0; one < 16; one++) {
-            uint32_t bits = (uint32_t)states[at + one] << 16;
-            memcpy(values + one, &bits, sizeof bits);
-        }
-        UNROLL for (int half = 8; half; half /= 2)
-            UNROLL for (int one = 0; one < half; one++) values[one] += values[one + half];
-        totals[at / 16] = values[0];
-    }
-    for (int64_t at = 0; at < count / 32; at++) totals[count / 16 + at] = totals[2 * at] + totals[2 * at + 1];
 }
 
 // A block of the file.
@@ -388,14 +384,11 @@ static void write_blocks(Form f, const Held held[LANES], uint8_t *to) {
                 if (f.nested) *to++ = (uint8_t)(one ? held[lane].leasts : held[lane].scales)[block];
                 else memcpy(to, held[lane].outer + 2 * one, 2), to += 2;
             }
-        for (int64_t at = start; at < start + f.inputs; at += 2)
-            for (int place = 0; place < LINE; place++) {
-                uint8_t value = (uint8_t)held[place / 2].values[at + place % 2];
-                int64_t line = (at - start) / 2;
-                uint8_t *byte = to + line / TOGETHER * 2 * LINE + 2 * place + line % TOGETHER / 2;
-                if (f.bits == 8) to[line * LINE + place] = value;
-                else if (line % 2) *byte |= (uint8_t)(value << 4);
-                else *byte = value & 15;
+        for (int64_t at = 0; at < f.inputs; at++)
+            for (int lane = 0; lane < LANES; lane++) {
+                uint8_t value = (uint8_t)(held[lane].values[start + at] + offset_of(f));
+                uint8_t *byte = to + at * f.bits / 32 * LINE + 4 * lane + at % 4;
+                *byte = f.bits == 4 && at / 4 % 2 ? (uint8_t)(*byte | value << 4) : value;
             }
         to += f.inputs / 2 * f.bits * 4;
     }

@@ -46,14 +46,14 @@ enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 96, HELD = 1 << 19, WORTH 
 // a core's cache; entries of a matrix from which on several threads share the work
 #define UNROLL _Pragma("GCC unroll 16")
 
-#include "blocks.h"
-
 INLINE uint16_t narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     if (value != value) return (uint16_t)(bits >> 16 | 0x40);
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+
+#include "blocks.h"
 
 // Stores `count` sums, plus the bias, as entries of the result from `output` on.
 INLINE void finish_some(const Product *p, const float *sums, int64_t row, int64_t output, int64_t count) {
@@ -322,62 +322,51 @@ static void *room_of(int64_t size) {
     return room.at;
 }
 
-// All rows with one panel in blocks.
-static void by_blocks(const Product *p, int64_t panel, const float *totals) {
+// All rows with one panel in blocks; `groups` are the states of tiles of `most` rows.
+static void by_blocks(const Product *p, int64_t panel, const Group *groups, int64_t most) {
     __attribute__((aligned(64))) float sums[MOST_ROWS * LANES];
     const Panel *at = (const Panel *)p->weights + panel;
     const uint8_t *weights = (const uint8_t *)p->weights + at->at;
     if (at->type == BF16) {
         Product shown = *p;
         shown.weights = (const uint16_t *)weights - panel * p->depth * LANES;
+#ifdef __AMX_BF16__
+        if (p->kind == TILES_OF_AMX) {
+            by_tiles(&shown, 0, p->rows, panel, 1);
+            return;
+        }
+#endif
         by_lanes(&shown, 0, p->rows, panel, 1);
         return;
     }
     Form f = form_of(at->type);
-    const State *rows = sizeof *rows == sizeof *p->wide ? (const State *)p->wide : p->states;
-    if (f.inputs == 32) totals += p->rows * p->depth / 16;
-    int64_t groups = (p->rows + MOST_ROWS - 1) / MOST_ROWS, most = (p->rows + groups - 1) / groups;
-    for (int64_t row = 0; row < p->rows; row += most) {
+    for (int64_t row = 0; row < p->rows; row += most, groups += most * p->depth / GROUP) {
         int64_t count = p->rows - row < most ? p->rows - row : most;
-        States states = {rows + row * p->depth, totals + row * p->depth / f.inputs, p->depth};
-        block_tiles(count, f, states, weights, sums);
+        for (int part = 0; part < PARTS; part++)
+            block_tiles(count, f, p->depth, groups, weights, part * WIDTH, sums);
         for (int64_t one = 0; one < count; one++) finish(p, sums + one * LANES, row + one, panel * LANES);
     }
 }
-
-#ifdef __AMX_BF16__
-// All rows with panels in blocks, which become bf16 four at a time.
-static void by_tiles_of_blocks(const Product *p, int64_t panel, int64_t end) {
-    int64_t size = p->depth * LANES;
-    uint16_t *room = room_of(4 * size * (int64_t)sizeof *room);
-    for (; panel < end; panel += 4) {
-        int64_t count = end - panel < 4 ? end - panel : 4;
-        const Panel *at = (const Panel *)p->weights + panel;
-        for (int64_t one = 0; one < count; one++)
-            expand((const uint8_t *)p->weights + at[one].at, at[one].type, p->depth, room + one * size);
-        Product shown = *p;
-        shown.weights = room - panel * size;
-        by_tiles(&shown, 0, p->rows, panel, count);
-    }
-}
-#endif
 
 // A `Multiply`.
 void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     int64_t panels = (p->outputs + LANES - 1) / LANES;
     int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
 #ifdef __AMX_BF16__
-    if (p->kind == TILES_OF_AMX) {
-        if (p->blocks) by_tiles_of_blocks(p, begin, end);
-        else by_tiles(p, 0, p->rows, begin, end - begin);
+    if (p->kind == TILES_OF_AMX && !p->blocks) {
+        by_tiles(p, 0, p->rows, begin, end - begin);
         return;
     }
 #endif
     if (p->blocks) {
-        int64_t count = p->rows * p->depth;
-        float *totals = room_of((count / 16 + count / 32) * (int64_t)sizeof *totals);
-        add_up(p->states, count, totals);
-        for (int64_t panel = begin; panel < end; panel++) by_blocks(p, panel, totals);
+        int64_t tiles = (p->rows + MOST_ROWS - 1) / MOST_ROWS, most = tiles ? (p->rows + tiles - 1) / tiles : 1;
+        Group *groups = room_of(p->rows * p->depth / GROUP * (int64_t)sizeof *groups);
+        for (int64_t row = 0; row < p->rows; row += most) {
+            int64_t count = p->rows - row < most ? p->rows - row : most;
+            const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
+            round_states(states, count, p->depth, groups + row * p->depth / GROUP);
+        }
+        for (int64_t panel = begin; panel < end; panel++) by_blocks(p, panel, groups, most);
         return;
     }
     for (int64_t panel = begin; panel < end;) {

@@ -26,7 +26,8 @@ DTYPES = (torch.float32, torch.bfloat16)
 _WORD = 4  # Bytes that stay together in panels: a float, or two neighbours in bf16
 BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-mavx2", "-mfma", "-mf16c")
 AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
-DOT_PRODUCTS = (*AVX512, "-mavx512bf16")
+INTEGER_DOTS = (*AVX512, "-mavx512vnni")
+DOT_PRODUCTS = (*INTEGER_DOTS, "-mavx512bf16")
 _TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
 _REPEATS = 9
 _MUCH = 1.1  # Times that bf16 takes of float32's from which on float32 is the faster one
@@ -49,7 +50,7 @@ def library() -> ctypes.CDLL | None:
         return None
     builds = [BASE]
     if torch.cpu._is_avx512_supported():
-        builds.append(AVX512)
+        builds.append(INTEGER_DOTS if torch.cpu._is_vnni_supported() else AVX512)
     if torch.cpu._is_avx512_bf16_supported():
         builds.append(DOT_PRODUCTS)
     if torch.cpu._is_amx_tile_supported():
