@@ -3,7 +3,8 @@
 In turns: greedy decoding of 1, 8 and 16 rows by forerun's plain passes and by transformers' ``generate``; reading all
 weights once by torch's own matrix-vector products, and by ours; a prompt's pass in both. Answers are no part of it.
 
-Of a GGUF file (``--model FILE.gguf``): passes of 1 to 16 nodes with the weights in the file's blocks and dequantised.
+Of a GGUF file (``--model FILE.gguf``): passes of 1 to 32 nodes and a prompt with the weights in the file's blocks, by
+llama.cpp where that is installed, and dequantised.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 
 from benchmarks.suite.steps import linear_layers
 from forerun.core.tree import TokenTree
-from forerun.model import TransformersTarget
+from forerun.model import Target, TransformersTarget
+from forerun.model.back_ends import load_target
 from forerun.model.load import LoadOptions
 from forerun.model.prepare import open_named
 
@@ -149,43 +152,53 @@ def compare(model: str, dtype: str, rows: Sequence[int], tokens: int, repeats: i
     }
 
 
-def compare_blocks(file: str, nodes: Sequence[int], repeats: int) -> dict[str, Any]:
-    """Medians in ms of passes of so many nodes, which take turns; and how far apart the distributions are, in nats."""
+def compare_blocks(file: str, nodes: Sequence[int], repeats: int, long: int) -> dict[str, Any]:
+    """Medians in ms of passes of so many nodes, which take turns, and prompt tokens/s; and how far the distributions
+    are from those of the dequantised weights, in nats.
+    """
     dequantised = open_named(file, LoadOptions(dtype="bfloat16", device="cpu"))
-    arms = {
-        name: TransformersTarget.load(
-            source, dtype="bfloat16", slots=PROMPT + max(nodes) + 1, self_check=False, repack=True
-        )
-        for name, source in (("in blocks", file), ("dequantised", dequantised))
+    slots = PROMPT + long + max(nodes) + 1
+    common: dict[str, Any] = {"dtype": "bfloat16", "slots": slots, "self_check": False, "repack": True}
+    arms: dict[str, Target] = {
+        "in blocks": TransformersTarget.load(file, **common),
+        "dequantised": TransformersTarget.load(dequantised, **common),
     }
-    ids = torch.randint(100, 1000, (PROMPT,), generator=torch.Generator().manual_seed(0)).tolist()
+    if find_spec("llama_cpp") is not None:
+        arms["llama.cpp"] = load_target(file, backend="llama.cpp", slots=slots)
+    ids = torch.randint(100, 1000, (PROMPT + long,), generator=torch.Generator().manual_seed(0)).tolist()
     taken: dict[str, list[float]] = {}
-    apart = list[float]()
+    logits: dict[str, list[Tensor]] = {name: [] for name in arms}
     for count in nodes:
-        tree = TokenTree(ids[-1])
+        tree = TokenTree(ids[PROMPT])
         for node in range(1, count):
             tree.add(100 + node, (node - 1) // 2)
-        logits = list[Tensor]()
         for turn in range(repeats + 1):
             for name, target in arms.items():
                 if not turn:
                     target.truncate([0], [0])
-                    target.prefill([0], [ids])
+                    target.prefill([0], [ids[:PROMPT]])
                 began = time.perf_counter()
                 scored = target.score([0], [tree]).logits
                 _largest(scored)
                 taken.setdefault(f"{name}, {count} nodes", []).append(time.perf_counter() - began)
                 target.truncate([0], [PROMPT])
                 if not turn:
-                    logits.append(scored.clone())
-        ours, theirs = (each.float().log_softmax(-1) for each in logits)
-        apart.append(float(torch.nn.functional.kl_div(ours, theirs, log_target=True, reduction="none").sum(-1).mean()))
+                    logits[name].append(scored[0].float().log_softmax(-1))
+    for _ in range(1 + repeats // 16):
+        for name, target in arms.items():
+            target.truncate([0], [PROMPT])
+            read = timed(lambda target=target: target.prefill([0], [ids[PROMPT:]]))  # type: ignore[misc]
+            taken.setdefault(f"{name}, a prompt of {long} tokens", []).append(read)
+    right = torch.cat(logits.pop("dequantised"))
     return {
         "model": file,
         "threads": torch.get_num_threads(),
         "ms": {name: round(SCALE * median(values[1:]), 2) for name, values in taken.items()},
         "MB": {name: round(target.memory_bytes() / 1e6) for name, target in arms.items()},
-        "mean KL": max(apart),
+        "mean KL": {
+            name: float(nn.functional.kl_div(torch.cat(ours), right, log_target=True, reduction="none").sum(-1).mean())
+            for name, ours in logits.items()
+        },
     }
 
 
@@ -200,7 +213,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one line of JSON")
     given = parser.parse_args()
     if given.model.endswith(".gguf"):
-        found = compare_blocks(given.model, (1, 2, 4, 8, 16), given.repeats * given.tokens)
+        found = compare_blocks(given.model, (1, 2, 4, 8, 16, 32), given.repeats * given.tokens, given.prompt)
     else:
         found = compare(given.model, given.dtype, given.rows, given.tokens, given.repeats, given.prompt)
     text = json.dumps(found, indent=None if given.json else 2)

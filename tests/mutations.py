@@ -675,6 +675,11 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             "words[half] = _mm256_cvttps_epi32(",
             BLOCKS,
         ),
+        "what rounding leaves of an outstanding group is left out": (
+            "if (*s.outstanding) add_group(",
+            "if (0) add_group(",
+            BLOCKS,
+        ),
         "the least value is multiplied by half of the states": (
             "INPUTS == GROUP ? last->total : last->pair",
             "last->total",
@@ -686,8 +691,8 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
             BLOCKS,
         ),
         "rows behind the eighth take the sums of the first ones' states": (
-            "groups += most * p->depth / GROUP",
-            "groups += 0",
+            "states_in(room + tile * size, groups, count), panel)",
+            "states_in(room, groups, count), panel)",
             BLOCKS,
         ),
         "a file's weights are taken for the model's unseen": (

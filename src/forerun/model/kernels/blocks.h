@@ -1,9 +1,10 @@
 // Weights that stay as a GGUF file keeps them, in blocks of few bits, times states in 8 bits.
 //
 // A weight is scale * integer + least, with one scale and one least value for each output and block of inputs. The states
-// of a row are rounded to integers of 8 bits, with one scale for every `GROUP` inputs; llama.cpp has one for every 32. The
-// integers are multiplied exactly; their sum over a group is multiplied by both scales, and the least value by the sum of
-// the states. Processors differ in how they multiply integers, never in what comes out.
+// of a row are rounded to integers of 8 bits, with one scale for every `GROUP` inputs (llama.cpp: for every 32). A group
+// with a state that stands out in its row would lose the others: what rounding leaves of it is multiplied, too, as integers
+// of its own. Integers are multiplied exactly; their sum over a group is multiplied by both scales, and the least value by
+// the sum of the states. Processors differ in how they multiply integers, never in what comes out.
 //
 // Such weights begin with one `Panel` for each panel. A panel is a sequence of blocks: scales of LANES outputs, their least
 // values, then lines of 64 bytes. A line of 8 bits has four inputs of each output side by side. A line of 4 bits has eight:
@@ -20,6 +21,7 @@
 
 enum { GROUP = 16, LINE = 4 * LANES };    // Inputs that share a scale of the states; bytes of a line
 enum { MOST_INPUTS = 256 };              // Of a block in the file
+enum { OUTSTANDING = 3 };                // Times the mean of its row's groups that the largest state of such a group has
 enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 30 };    // As in GGUF
 
 typedef struct { int64_t at, type; } Panel;    // Bytes from the beginning of the weights
@@ -125,41 +127,76 @@ typedef struct {
     float pair;        // Of these states and those of the group before
 } Group;
 
-// GROUP states in bf16 -> 8 bits. With NaN or an infinity among them that is the scale, and nothing that comes of it is
-// finite.
-INLINE void round_group(const uint16_t *states, Group *to) {
+// The states of a tile's rows in 8 bits; (groups, rows) each.
+typedef struct {
+    Group *groups, *rests;    // What rounding left, zeros but for outstanding groups
+    uint8_t *outstanding;     // (groups,) whether it is one in any of the rows
+} States;
+
+INLINE int64_t room_of_states(int64_t groups, int64_t rows) {
+    return (groups * (2 * rows * (int64_t)sizeof(Group) + 1) + 63) / 64 * 64;
+}
+
+INLINE States states_in(char *room, int64_t groups, int64_t rows) {
+    Group *first = (Group *)room;
+    return (States){first, first + groups * rows, (uint8_t *)(first + 2 * groups * rows)};
+}
+
+// The largest magnitude of GROUP states in bf16; where one is not finite, neither is this.
+INLINE float largest_of(const uint16_t *states) {
     __m256i bits = _mm256_and_si256(_mm256_loadu_si256((const __m256i *)states), _mm256_set1_epi16(0x7fff));
     __m128i larger = _mm_max_epu16(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1));
     int least = _mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(larger, _mm_set1_epi16(-1))), 0);
     uint32_t wide = (uint32_t)(0xffff - least) << 16;
-    float largest, inverse = 0;
+    float largest;
     memcpy(&largest, &wide, sizeof largest);
-    if (largest > 1e-35f) inverse = 127 / largest;    // Else all are 0
+    return largest;
+}
+
+// Rounds values to multiples of `largest` / 127 and leaves in them what remains.
+INLINE void round_group(__m256 values[2], float largest, Group *to) {
     __m256i words[2];
+    to->scale = largest / 127;
     for (int half = 0; half < 2; half++) {
-        __m256i wider = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(states + 8 * half)));
-        __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(wider, 16));
-        words[half] = _mm256_cvtps_epi32(_mm256_mul_ps(values, _mm256_set1_ps(inverse)));
+        __m256 inverse = _mm256_set1_ps(largest > 1e-35f ? 127 / largest : 0);    // Smaller states and NaN: all are 0
+        words[half] = _mm256_cvtps_epi32(_mm256_mul_ps(values[half], inverse));
+        values[half] = _mm256_fnmadd_ps(_mm256_cvtepi32_ps(words[half]), _mm256_set1_ps(to->scale), values[half]);
     }
     __m256i added = _mm256_add_epi32(words[0], words[1]);
     __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(added), _mm256_extracti128_si256(added, 1));
     sum = _mm_hadd_epi32(sum, sum);
     to->sum = _mm_cvtsi128_si32(_mm_hadd_epi32(sum, sum));
-    to->scale = largest / 127;
     to->total = to->scale * (float)to->sum;
     added = _mm256_permute4x64_epi64(_mm256_packs_epi32(words[0], words[1]), 0xd8);
     sum = _mm_packs_epi16(_mm256_castsi256_si128(added), _mm256_extracti128_si256(added, 1));
     _mm_storeu_si128((__m128i *)to->integers, sum);
 }
 
-// States (rows, depth) in bf16 -> groups (depth / GROUP, rows).
-static void round_states(const uint16_t *states, int64_t rows, int64_t depth, Group *to) {
-    for (int64_t row = 0; row < rows; row++)
+// States (rows, depth) in bf16 -> 8 bits. Nothing that comes of NaN or an infinity is finite.
+static void round_states(const uint16_t *states, int64_t rows, int64_t depth, States to) {
+    memset(to.rests, 0, (size_t)(depth / GROUP) * ((size_t)rows * sizeof(Group) + 1));    // And `outstanding` behind them
+    for (int64_t row = 0; row < rows; row++) {
+        float sum = 0;
+        for (int64_t at = 0; at < depth; at += GROUP) sum += largest_of(states + at);
+        float bound = sum / (float)(depth / GROUP) * OUTSTANDING;
         for (int64_t group = 0; group < depth / GROUP; group++, states += GROUP) {
-            Group *here = to + group * rows + row;
-            round_group(states, here);
+            float largest = largest_of(states);
+            Group *here = to.groups + group * rows + row;
+            __m256 values[2];
+            for (int half = 0; half < 2; half++) {
+                __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(states + 8 * half)));
+                values[half] = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+            }
+            round_group(values, largest, here);
+            if (largest > bound) {
+                Group *rest = to.rests + group * rows + row;
+                round_group(values, here->scale / 2, rest);
+                here->total += rest->total;
+                to.outstanding[group] = 1;
+            }
             if (group % 2) here->pair = here[-rows].total + here->total;
         }
+    }
 }
 
 #ifdef __AVX512F__
@@ -208,9 +245,32 @@ INLINE Words added_up(const int BITS, Sums sums) {
 #endif
 }
 
+// Adds GROUP inputs, whose integers lie from `lines` on, times the states of ROWS rows to a block's sums; to none at first.
+INLINE void add_group(
+    const int BITS, const int LEAST, const int ROWS, const int FIRST, const uint8_t *lines, const Group *groups,
+    Lanes *block) {
+    Sums whole[MOST_ROWS];
+    UNROLL for (int r = 0; r < ROWS; r++) whole[r].low = whole[r].high = all_words(0);
+    UNROLL for (int four = 0; four < GROUP / 4; four++) {
+        Words bytes = load_words(lines + four * BITS / 8 * LINE);
+        if (BITS == 4) bytes = four % 2 ? high_halves(bytes) : low_halves(bytes);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            int states;
+            memcpy(&states, groups[r].integers + four * 4, sizeof states);
+            add_dots(BITS, whole + r, bytes, all_words(states));
+        }
+    }
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        Words words = added_up(BITS, whole[r]);
+        if (!LEAST) words = add_words(words, all_words(-(BITS == 4 ? 8 : 128) * groups[r].sum));
+        Lanes lanes = words_to_lanes(words), scale = all_lanes(groups[r].scale);
+        block[r] = FIRST ? multiply_lanes(lanes, scale) : multiply_add(lanes, scale, block[r]);
+    }
+}
+
 // ROWS rows x WIDTH outputs of a panel from number `first` on -> sums (ROWS, LANES).
 INLINE void block_tile(
-    const int BITS, const int LEAST, const int INPUTS, const int ROWS, Form f, int64_t depth, const Group *groups,
+    const int BITS, const int LEAST, const int INPUTS, const int ROWS, Form f, int64_t depth, States s,
     const uint8_t *panel, int first, float *sums) {
     Lanes sum[MOST_ROWS];
     UNROLL for (int r = 0; r < ROWS; r++) sum[r] = all_lanes(0.0f);
@@ -219,32 +279,18 @@ INLINE void block_tile(
         b = next_block(f, b, at);
         const uint8_t *lines = b.lines + 4 * first;
         Lanes block[MOST_ROWS];
-        UNROLL for (int half = 0; half < INPUTS / GROUP; half++, groups += ROWS) {
-            Sums whole[MOST_ROWS];
-            UNROLL for (int r = 0; r < ROWS; r++) whole[r].low = whole[r].high = all_words(0);
-            UNROLL for (int four = 0; four < GROUP / 4; four++) {
-                Words bytes = load_words(lines);
-                if (BITS == 4) bytes = four % 2 ? high_halves(bytes) : low_halves(bytes);
-                if (BITS == 8 || four % 2) lines += LINE;
-                UNROLL for (int r = 0; r < ROWS; r++) {
-                    int states;
-                    memcpy(&states, groups[r].integers + four * 4, sizeof states);
-                    add_dots(BITS, whole + r, bytes, all_words(states));
-                }
-            }
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                Words words = added_up(BITS, whole[r]);
-                if (!LEAST) words = add_words(words, all_words(-(BITS == 4 ? 8 : 128) * groups[r].sum));
-                Lanes lanes = words_to_lanes(words), scale = all_lanes(groups[r].scale);
-                block[r] = half ? multiply_add(lanes, scale, block[r]) : multiply_lanes(lanes, scale);
-            }
+        UNROLL for (int half = 0; half < INPUTS / GROUP; half++, lines += GROUP * BITS / 32 * LINE) {
+            if (half) add_group(BITS, LEAST, ROWS, 0, lines, s.groups, block);
+            else add_group(BITS, LEAST, ROWS, 1, lines, s.groups, block);
+            if (*s.outstanding) add_group(BITS, LEAST, ROWS, 0, lines, s.rests, block);
+            s.groups += ROWS, s.rests += ROWS, s.outstanding++;
         }
         Lanes scale = scales_of(f, b, first, 0);
         UNROLL for (int r = 0; r < ROWS; r++) sum[r] = multiply_add(block[r], scale, sum[r]);
         if (!LEAST) continue;
         Lanes least = scales_of(f, b, first, 1);
         UNROLL for (int r = 0; r < ROWS; r++) {
-            const Group *last = groups + r - ROWS;
+            const Group *last = s.groups + r - ROWS;
             sum[r] = multiply_add(least, all_lanes(INPUTS == GROUP ? last->total : last->pair), sum[r]);
         }
     }
@@ -252,10 +298,10 @@ INLINE void block_tile(
 }
 
 static void block_tiles(
-    int64_t rows, Form f, int64_t depth, const Group *groups, const uint8_t *panel, int first, float *sums) {
+    int64_t rows, Form f, int64_t depth, States s, const uint8_t *panel, int first, float *sums) {
 #define TILE(BITS, LEAST, INPUTS, ROWS)                                                            \
     if (f.bits == BITS && f.least == LEAST && f.inputs == INPUTS) {                                \
-        block_tile(BITS, LEAST, INPUTS, ROWS, f, depth, groups, panel, first, sums);               \
+        block_tile(BITS, LEAST, INPUTS, ROWS, f, depth, s, panel, first, sums);                    \
         return;                                                                                    \
     }
 #define TILES(ROWS)                                                                                \

@@ -322,8 +322,8 @@ static void *room_of(int64_t size) {
     return room.at;
 }
 
-// All rows with one panel in blocks; `groups` are the states of tiles of `most` rows.
-static void by_blocks(const Product *p, int64_t panel, const Group *groups, int64_t most) {
+// `count` rows from `row` on with one panel in blocks.
+static void by_blocks(const Product *p, int64_t row, int64_t count, States states, int64_t panel) {
     __attribute__((aligned(64))) float sums[MOST_ROWS * LANES];
     const Panel *at = (const Panel *)p->weights + panel;
     const uint8_t *weights = (const uint8_t *)p->weights + at->at;
@@ -332,20 +332,17 @@ static void by_blocks(const Product *p, int64_t panel, const Group *groups, int6
         shown.weights = (const uint16_t *)weights - panel * p->depth * LANES;
 #ifdef __AMX_BF16__
         if (p->kind == TILES_OF_AMX) {
-            by_tiles(&shown, 0, p->rows, panel, 1);
+            by_tiles(&shown, row, row + count, panel, 1);
             return;
         }
 #endif
-        by_lanes(&shown, 0, p->rows, panel, 1);
+        by_lanes(&shown, row, row + count, panel, 1);
         return;
     }
     Form f = form_of(at->type);
-    for (int64_t row = 0; row < p->rows; row += most, groups += most * p->depth / GROUP) {
-        int64_t count = p->rows - row < most ? p->rows - row : most;
-        for (int part = 0; part < PARTS; part++)
-            block_tiles(count, f, p->depth, groups, weights, part * WIDTH, sums);
-        for (int64_t one = 0; one < count; one++) finish(p, sums + one * LANES, row + one, panel * LANES);
-    }
+    for (int part = 0; part < PARTS; part++)
+        block_tiles(count, f, p->depth, states, weights, part * WIDTH, sums);
+    for (int64_t one = 0; one < count; one++) finish(p, sums + one * LANES, row + one, panel * LANES);
 }
 
 // A `Multiply`.
@@ -359,14 +356,19 @@ void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     }
 #endif
     if (p->blocks) {
-        int64_t tiles = (p->rows + MOST_ROWS - 1) / MOST_ROWS, most = tiles ? (p->rows + tiles - 1) / tiles : 1;
-        Group *groups = room_of(p->rows * p->depth / GROUP * (int64_t)sizeof *groups);
-        for (int64_t row = 0; row < p->rows; row += most) {
-            int64_t count = p->rows - row < most ? p->rows - row : most;
-            const uint16_t *states = (const uint16_t *)p->states + row * p->depth;
-            round_states(states, count, p->depth, groups + row * p->depth / GROUP);
+        int64_t groups = p->depth / GROUP, tiles = (p->rows + MOST_ROWS - 1) / MOST_ROWS;
+        int64_t most = tiles ? (p->rows + tiles - 1) / tiles : 1, size = room_of_states(groups, most);
+        char *room = room_of(tiles * size);
+        for (int64_t tile = 0; tile < tiles; tile++) {
+            int64_t row = tile * most, count = p->rows - row < most ? p->rows - row : most;
+            States states = states_in(room + tile * size, groups, count);
+            round_states((const uint16_t *)p->states + row * p->depth, count, p->depth, states);
         }
-        for (int64_t panel = begin; panel < end; panel++) by_blocks(p, panel, groups, most);
+        for (int64_t panel = begin; panel < end; panel++)
+            for (int64_t tile = 0; tile < tiles; tile++) {
+                int64_t row = tile * most, count = p->rows - row < most ? p->rows - row : most;
+                by_blocks(p, row, count, states_in(room + tile * size, groups, count), panel);
+            }
         return;
     }
     for (int64_t panel = begin; panel < end;) {
