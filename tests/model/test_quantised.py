@@ -78,8 +78,8 @@ def test_a_checkpoint_in_few_bits_is_checked_packed_and_drafted_for(
 def test_integers_stay_in_blocks_where_products_take_them(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in blocks are not rounded to bf16. Groups in another order, and scales that 16 bits do not hold, are
-    dequantised."""
+    """Weights in blocks are not rounded to bf16, activations are to 8 bits. Groups in another order, and scales that 16
+    bits do not hold, are dequantised."""
     write(name, tmp_path / "model")
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     found = []
@@ -90,7 +90,7 @@ def test_integers_stay_in_blocks_where_products_take_them(
     (plain, none), (logits, in_blocks) = found
     assert not none and len(in_blocks) == (0 if name in ("gptq-act-order", "compressed-int8") else 14)
     if in_blocks:
-        torch.testing.assert_close(logits, plain, rtol=0.05, atol=0.05)
+        assert (logits - plain).float().abs().mean() < 0.05 * plain.float().std()
     else:
         assert torch.equal(logits, plain)
 
