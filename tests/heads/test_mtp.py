@@ -188,6 +188,15 @@ def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temper
     assert all_learn(report, made) and all(parameter.grad is None for parameter in model().parameters())
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_dsa", "ling", "mellum", "nemotron"])
+def test_the_module_that_a_target_brings_learns(family: str, tmp_path: Path) -> None:
+    """All of it but an index, which has no gradient."""
+    made = read_target(Checkpoint(family, tmp_path).folder).build(torch.float32)
+    frozen = {name for name, weight in made.named_parameters() if not weight.requires_grad}
+    assert all(".indexer." in name for name in frozen) and bool(frozen) == (family in ("deepseek_v32", "glm_dsa"))
+    assert all_learn(objective(made)(two_texts(made.config.boundaries)), made)
+
+
 def test_experts_give_the_same_in_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted on the host, and gathered where the host must not wait, at once and a few tokens at a time."""
     experts: Experts = mtp(experts=EXPERTS).layers[0].mlp.experts
