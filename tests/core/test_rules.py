@@ -264,7 +264,7 @@ def test_a_rule_that_does_not_fit_is_refused_by_name() -> None:
     check_fits("greedy_k", DraftKind(sampled=True, multipath=True), "draft_model")
     with pytest.raises(ArgumentError, match=r"'block' verifies chains, drafter 'merge' .* takes 'traversal'"):
         check_fits("block", DraftKind(sampled=True), "merge")
-    with pytest.raises(ArgumentError, match="at most one sampled child a node"):
+    with pytest.raises(ArgumentError, match="at most one sampled child per node"):
         check_fits("greedy_k", DraftKind(sampled=True), "merge")
 
 

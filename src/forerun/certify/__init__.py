@@ -17,25 +17,26 @@ class CertifyPlan:
 
     prompts: int = 6  # Prompts for the greedy and the log-probability check
     prompt_tokens: int = 192  # First tokens of each
-    max_tokens: int = 96  # Tokens of each greedy answer
-    detect: float = 0.2  # Total variation that each chi-square test is to detect; sets how many answers are drawn
-    power: float = 0.99  # Probability with which it does
-    sample_tokens: int = 5  # Tokens of each sampled answer: the first has no draft, the next have up to three levels
+    max_tokens: int = 96  # Tokens of each greedy completion
+    detect: float = 0.2  # Total variation that each chi-square test detects; decides how many completions are drawn
+    power: float = 0.99  # Probability of detecting it
+    sample_tokens: int = 5  # Tokens of each sampled completion: the first has no draft, the next ones up to depth 3
     sample_prompt_tokens: int = 24
     temperatures: tuple[float, ...] = (0.0, 0.7)  # 0: greedy checks; above: chi-square tests; 1 hides orders
-    family_error: float = 1e-6  # Probability that any chi-square test of this run fails although all is well
+    family_error: float = 1e-6
+    """Probability that any chi-square test of this run fails although speculation is lossless."""
     ways: int | None = None  # Ways to sample that are tested; None: all, and drafts that are sampled
-    cells: int = 24  # Most cells of a chi-square test: more see finer, and need more answers
+    cells: int = 24  # Most cells of a chi-square test: more cells show finer differences, and need more completions
     seed: int = 20_260_101
 
     @property
     def least(self) -> float:
-        """Return the least probability of a cell: a coarse test takes few answers, and so few cells."""
+        """Return the least probability of a cell: a coarse test draws few completions, so it has few cells."""
         return max(0.01, self.detect / (20 if self.ways is None else 8))
 
     @property
     def longest(self) -> int:
-        """Return the most tokens of a prompt and its answer."""
+        """Return the most tokens of a prompt and its completion."""
         sampled = self.sample_prompt_tokens + self.sample_tokens
         return max(self.prompt_tokens + self.max_tokens, sampled) + 1
 
@@ -65,7 +66,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """True if every check passed; no check is no proof, and neither is one that was left out."""
+        """True if there were checks, none was left out, and all passed."""
         return any(not check.left_out for check in self.checks) and all(check.passed for check in self.checks)
 
     def record(self) -> dict[str, Any]:

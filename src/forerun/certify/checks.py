@@ -1,9 +1,9 @@
 """The checks of ``forerun certify``: rules enumerated, greedy text and log-probabilities, seeded and sampled text.
 
-Sampled text is compared with the target's exact distribution of the first few tokens, which comes from transformers' or
-llama.cpp's own passes (`reference`), by Pearson's chi-square; unlikely answers share a cell. Longer answers are
-compared token by token: where each stands among all, the likelier ones first (`Reference.places`). How many are drawn
-follows from what is to be detected (`chi_square`).
+Sampled text is compared with the target's exact distribution of the first few tokens, which is computed from
+transformers' or llama.cpp's own passes (`reference`), by Pearson's chi-square test; unlikely completions share a cell.
+Longer completions are compared token by token, by each token's quantile in the distribution (`Reference.places`). The
+number of samples follows from the difference that is to be detected (`chi_square`).
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ CUTS: tuple[dict[str, Any], ...] = ({"top_k": 8}, {"top_p": 0.7}, {"min_p": 0.1}
 """Parameters that cut tokens off, each tested by itself. In float32: rounding moves the border of what is cut, and a
 token at the border is then all or nothing."""
 PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": -2.0, "frequency_penalty": -2.0}
-"""Below 0, so that tokens do come again in answers of a few tokens: only there the two are seen."""
+"""Below 0, so that tokens are repeated within a few tokens: these penalties only show there."""
 LETTERS = b"abcdefghijklmnopqrstuvwxyz "  # What the grammar of a test allows, for longer than its answers are
-_TOGETHER = 128  # Answers asked for at once
-_TRIED = 32  # Answers, or fewer longer ones, in which the examined drafter has to draft, or another drafts in its place
+_TOGETHER = 128  # Completions requested at once
+_TRIED = 32  # Completions in which the examined drafter must draft at least once; else another drafter takes its place
 
 Tokens = list[int]
 
@@ -113,8 +113,8 @@ class Run:
     def answers(
         self, prompts: Sequence[Tokens], params: Sequence[SamplingParams], speculative: Speculative = None
     ) -> Iterator[CompletionOutput]:
-        """Speculative answers with drafting counted as free: a policy that drafts nothing, which is often right in
-        answers as short as these, would leave nothing to compare."""
+        """Return speculative completions, with a policy for which drafts are free: the usual one often drafts nothing
+        in completions as short as these, and nothing would be tested."""
         with self.llm.engine.drafting.free_of_charge():
             for start in range(0, len(prompts), _TOGETHER):
                 some = slice(start, start + _TOGETHER)
@@ -125,7 +125,7 @@ class Run:
 
 
 def examined(run: Run) -> list[Check]:
-    """All checks of a run: the rules that were seen to verify drafts, greedy and seeded text, sampled distributions."""
+    """Return all checks of a run: greedy and seeded text, sampled distributions, and the rules that verified drafts."""
     stages = list[Stage]()
     for temperature in run.plan.temperatures:
         if temperature == 0:
@@ -140,7 +140,7 @@ def examined(run: Run) -> list[Check]:
 
 
 def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[Tokens]:
-    """Return the beginnings of the prompts that are examined, as token ids."""
+    """Return the first tokens of the examined prompts, as token ids."""
     if llm.tokenizer is None:
         raise ArgumentError("certify needs the model's tokenizer to read its prompts")
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
@@ -175,19 +175,20 @@ def _distribution_checks(run: Run) -> Iterator[Check]:
 
 
 def _drafts(run: Run, test: Test) -> bool:
-    """Return whether the examined drafter drafts in a few such answers: one that copies may find nothing to copy."""
+    """Return whether the examined drafter drafts in a few such completions: a lookup drafter may find no match."""
     answers = test.drawn(run, max(4, _TRIED * run.plan.sample_tokens // test.tokens), first=0)
     return any(answer.speculation.num_draft_tokens for _, answer in answers)
 
 
 def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
-    """Return the same examination, drafted by one that samples and is often right; None if the target cannot run its
-    layers in part.
+    """Return the same test with a drafter that samples and is often right (`early_exit`); None if the target cannot run
+    only a part of its layers.
     """
     layers = run.llm.target.num_layers
     if layers < 2:
         return None
-    depth = 3 if test.each == "answers" else 2  # Each level costs most of a pass, and longer answers have many steps
+    # Each depth costs most of a pass, and longer completions have many steps
+    depth = 3 if test.each == "answers" else 2
     found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": depth}
     found["adaptive"] = False
     try:
@@ -199,7 +200,7 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
 
 
 def settings_for(run: Run, temperature: float) -> list[Setting]:
-    """Return the ways to ask for sampled answers at a temperature: every parameter by itself."""
+    """Return the settings of sampled requests at a temperature: every sampling parameter by itself."""
     base = SamplingParams(temperature=temperature, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
     bias: dict[int, float] = {}
     for prompt in run.prompts:
@@ -220,9 +221,8 @@ def settings_for(run: Run, temperature: float) -> list[Setting]:
 
 
 def _letters(llm: LLM) -> Tensor:
-    """Return, (V,), which tokens are made of `LETTERS` alone: what the grammar allows, told without its own code.
-
-    None are where there is no tokenizer, and so no grammar.
+    """Return (V,) bool: the tokens that consist of `LETTERS`, which the grammar allows, computed without the grammar's
+    code. All are False without a tokenizer, and so without a grammar.
     """
     allowed = torch.zeros(llm.target.vocab_size, dtype=torch.bool)
     if llm.tokenizer is None:
@@ -250,8 +250,9 @@ def _rule_checks(run: Run) -> Iterator[Check]:
 
 
 def _greedy_checks(run: Run) -> list[Check]:
-    """Greedy equality and equality of log-probabilities. The reference's logits of prompt and answer show at every
-    position which token is its own greedy one, as far as the answer had not yet parted from its own."""
+    """Check equality of greedy text and of log-probabilities. The reference's logits over prompt and completion show
+    its greedy token at every position up to the first difference.
+    """
     params = SamplingParams(
         temperature=0.0, max_tokens=run.plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False
     )
@@ -308,7 +309,7 @@ def _equality(
 
 
 def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
-    """With deterministic drafts, sampled text equals plain decoding's for the same seed; else no check."""
+    """Check, for deterministic drafts only, that sampled text equals that of plain decoding for the same seed."""
     plan, number = run.plan, len(run.prompts)
     params = SamplingParams(
         temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
@@ -331,13 +332,13 @@ def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One way to ask for sampled answers."""
+    """The settings of sampled requests."""
 
     params: SamplingParams
     seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
-    what: str = ""  # What is particular about it
-    allowed: Tensor | None = None  # (V,) tokens that its grammar allows everywhere in these answers
-    speculative: dict[str, Any] | None = None  # Another drafter than the one that is examined
+    what: str = ""  # Its special parameter, in words
+    allowed: Tensor | None = None  # (V,) tokens that its grammar allows everywhere in these completions
+    speculative: dict[str, Any] | None = None  # Another drafter than the examined one
 
     @property
     def name(self) -> str:
@@ -345,46 +346,47 @@ class Setting:
         return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
 
     def requests(self, number: int, tokens: int, first: int) -> list[SamplingParams]:
-        """Return so many requests; where they have seeds, these are the `first` one and those that follow it."""
+        """Return `number` requests; seeds, if they have any, count from `first` on."""
         params = replace(self.params, max_tokens=tokens, ignore_eos=True, detokenize=False)
         return [replace(params, seed=first + index if self.seeded else None) for index in range(number)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Test(SampledTest):
-    """A test compares sampled answers of an engine with their exact distribution."""
+    """Compares sampled completions of an engine with their exact distribution."""
 
     setting: Setting
-    prompts: list[Tokens]  # Answered in turn
-    tokens: int  # Of each answer
-    passed_over: int = 0  # Prompts before this one, which had nothing to compare
+    prompts: list[Tokens]  # Used in turn
+    tokens: int  # Of each completion
+    passed_over: int = 0  # Number of earlier prompts, whose completions were certain
 
     @property
     def answers(self) -> int:
-        """Return the answers of a drawing."""
+        """Return the number of completions of one sample."""
         return self.samples // (1 if self.each == "answers" else self.tokens)
 
     def drawn(self, run: Run, number: int, first: int) -> Iterator[tuple[Tokens, CompletionOutput]]:
-        """Draw so many answers, those with seeds from the `first` seed on, each with its prompt."""
+        """Yield `number` sampled completions, each with its prompt; seeds, if they have any, count from `first` on."""
         prompts = [self.prompts[index % len(self.prompts)] for index in range(number)]
         requests = self.setting.requests(number, self.tokens, first)
         return zip(prompts, run.answers(prompts, requests, self.setting.speculative), strict=True)
 
 
 def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
-    """Return the test, one of `tests`, of where the tokens of longer answers stand in their own distributions. The
-    setting has a temperature and nothing else."""
+    """Return the test, one of `tests`, of the quantiles of longer completions' tokens in their distributions. The
+    setting has a temperature and nothing else.
+    """
     plan, longer = run.plan, replace(setting, what="each token of longer answers")
     least = plan.least / (20 if plan.ways is None else 5)
-    cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test takes few answers
+    cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test draws few completions
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
     own: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
     return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **own)
 
 
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
-    """Return the test of a setting, one of `tests`, on the beginning of the first prompt from `index` on whose answers
-    are not certain. ArgumentError: there is no such prompt."""
+    """Return the test of a setting, one of `tests`, for the first prompt from `index` on whose completions are not
+    certain. Raises ArgumentError if there is none."""
     plan, params = run.plan, replace(setting.params, max_tokens=run.plan.sample_tokens)
     for turn in range(len(run.prompts)):
         prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
@@ -401,16 +403,16 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
 
 @dataclass(kw_only=True, slots=True)
 class Pace:
-    """It tells how many answers are drawn and about how long the others will take."""
+    """Reports how many completions are drawn and about how long the others will take."""
 
     tell: Callable[[str], None]
-    total: int  # Tokens of the answers of all tests together
+    total: int  # Tokens of the completions of all tests together
     drawn: int = 0
-    news: Callable[[str], None] | None = None  # Is told once, as soon as there is a pace
+    news: Callable[[str], None] | None = None  # Called once, as soon as the pace is known
     began: float = field(default_factory=time.perf_counter)
 
     def told(self, what: str) -> None:
-        """Say what is done, and how long all that is left will take."""
+        """Report what is being done and how long the rest will take."""
         spent = time.perf_counter() - self.began
         rest = f", about {math.ceil(spent / self.drawn * (self.total - self.drawn))} s left" if self.drawn else ""
         self.tell(what + rest)
@@ -420,8 +422,8 @@ class Pace:
 
 
 def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
-    """Compare speculative answers with the exact distribution. It fails if a drawing is unlikely, and then another one,
-    with other seeds, too; or if an answer is impossible."""
+    """Compare speculative completions with the exact distribution. The check fails if two samples with different seeds
+    are both unlikely, or if a completion is impossible."""
     pace, stats = pace or Pace(tell=run.progress, total=test.answers * test.tokens), SpeculationStats()
 
     def draw(turn: int) -> Counter[Outcome]:
@@ -441,7 +443,7 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
 
 
 def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> list[Outcome]:
-    """Draw a test's answers, those with seeds from the `first` seed on, and return what goes into cells."""
+    """Draw a test's completions, with seeds from `first` on, and return the outcomes to count."""
     outcomes, seed = list[Outcome](), run.plan.seed + first
     uniform = torch.Generator().manual_seed(seed)
     for index, (prompt, answer) in enumerate(test.drawn(run, test.answers, seed)):

@@ -1,8 +1,8 @@
-"""Pearson's chi-square for ``forerun certify``: how many answers a test takes, and what two drawings of them say.
+"""Pearson's chi-square test for ``forerun certify``: the number of samples that it needs, and its verdict.
 
-A test fails if two drawings, one after the other, are unlikely: each then has a level that is the root of the test's,
-where the chi-square approximation is good and fewer answers suffice. The level of a run is shared among its tests
-(Bonferroni).
+A test fails if two independent samples are both unlikely. The level of each is then the square root of the test's
+level, where the chi-square approximation is good and fewer samples suffice. The level of a run is divided among its
+tests (Bonferroni).
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from forerun.certify import CertifyPlan, Check
 from forerun.certify.reference import Cells, Outcome
 
 EDGES = (*(tenth / 10 for tenth in range(1, 10)), 0.99, 0.999)
-"""The places of tokens share these cells. Rare tokens have some of their own: there faults of a rejection show most."""
-_FEWEST = 5  # Answers that each cell expects: with fewer a count is too skewed for chi-square
+"""Edges of the cells for tokens' quantiles. Rare tokens have narrow cells: errors of rejection show most there."""
+_FEWEST = 5  # Least expected count of a cell: with fewer the distribution of a count is too skewed for chi-square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledTest:
-    """A `SampledTest` compares what is drawn with its exact distribution."""
+    """Compares samples with their exact distribution."""
 
     name: str
     cells: Cells
-    level: float  # Probability below which a drawing is unlikely
-    samples: int  # What a drawing puts into cells: answers, or tokens of answers
-    detects: float  # The total variation that a failure is nearly certain for
-    each: str = "answers"  # What is put into cells
+    level: float  # Probability below which a sample is unlikely
+    samples: int  # Number of outcomes in a sample: completions, or tokens of completions
+    detects: float  # Total variation at which the test fails with the plan's power
+    each: str = "answers"  # What the outcomes are
 
     @classmethod
     def over(cls, cells: Cells, plan: CertifyPlan, tests: int, *, batch: int = 1, **own: Any) -> Self:
-        """Return one of `tests` tests, which draws so much that it detects what the plan wants detected and that each
-        cell expects enough, in whole batches.
+        """Return one of `tests` tests, with enough samples, in whole batches, to detect the plan's total variation and
+        to give each cell a sufficient expected count.
         """
         likely = [chance for chance in cells.values() if chance > 0]
         level = level_of(plan, tests)
@@ -50,8 +50,8 @@ class SampledTest:
     def check(
         self, plan: CertifyPlan, draw: Callable[[int], Counter[Outcome]], where: str = ""
     ) -> tuple[Check, Counter[Outcome]]:
-        """Return the check, and what was drawn last. `draw` counts a drawing by cell, and is told how many went before;
-        `where` begins the summary.
+        """Return the check, and the last sample's counts. `draw` returns the counts of a sample by cell, and gets the
+        number of earlier samples; `where` begins the summary.
         """
         drawn = Counter[Outcome]()
 
@@ -73,7 +73,7 @@ class SampledTest:
 
 
 def fit(cells: Cells, drawn: Counter[Outcome]) -> tuple[float, int, float]:
-    """Return chi-square, its degrees of freedom and the probability of a larger one."""
+    """Return chi-square, its degrees of freedom and its p-value."""
     statistic, freedom = pearson(cells, drawn, drawn.total())
     return statistic, freedom, survival(statistic, freedom)
 
@@ -81,9 +81,9 @@ def fit(cells: Cells, drawn: Counter[Outcome]) -> tuple[float, int, float]:
 def judged(
     draw: Callable[[int], tuple[float, int, float]], level: float, what: str = ""
 ) -> tuple[bool, str, dict[str, Any]]:
-    """Judge a drawing by its statistic, degrees of freedom and chance; an unlikely one, unless it is impossible, by
-    another. `draw` is told how many went before. Returns whether it passed, in words (`what` stands behind the
-    statistic), and the figures."""
+    """Judge a sample by its statistic, degrees of freedom and p-value; after an unlikely one, unless it is impossible,
+    another is drawn. `draw` gets the number of earlier samples. Return whether it passed, a summary (`what` follows the
+    statistic in it), and the figures."""
     first = None
     statistic, freedom, chance = draw(0)
     if 0 < chance < level:
@@ -98,19 +98,19 @@ def judged(
 
 
 def level_of(plan: CertifyPlan, tests: int) -> float:
-    """Return the probability below which each of two drawings of one of `tests` tests is unlikely."""
+    """Return the p-value below which each of the two samples of one of `tests` tests is unlikely."""
     return math.sqrt(plan.family_error / tests)
 
 
 def place_cells(edges: Sequence[float]) -> Cells:
-    """Return the cells of tokens' places between these edges."""
+    """Return the cells of tokens' quantiles between these edges."""
     return {(index,): high - low for index, (low, high) in enumerate(itertools.pairwise([0.0, *edges, 1.0]))}
 
 
 def draws_for(freedom: int, level: float, detect: float, power: float) -> int:
-    """The fewest answers by which whatever is `detect` away in total variation fails with probability `power`. The
-    statistic grows least with differences in proportion to the probabilities: by 4 N detect^2, the noncentrality of its
-    distribution (Cauchy-Schwarz)."""
+    """Return the fewest samples with which any distribution at a total variation of `detect` fails with probability
+    `power`. The statistic grows least if differences are proportional to the probabilities: by 4 N detect^2, the
+    noncentrality of its distribution (Cauchy-Schwarz)."""
     freedom = max(freedom, 1)
     critical = _smallest(lambda value: survival(value, freedom) <= level)
     wanted = _smallest(lambda apart: _survival_apart(critical, freedom, apart) >= power)
@@ -118,7 +118,7 @@ def draws_for(freedom: int, level: float, detect: float, power: float) -> int:
 
 
 def _smallest(holds: Callable[[float], bool]) -> float:
-    """The smallest number above 0 for which `holds`, which stays true from there on; to one part in a thousand."""
+    """Return the smallest number above 0 from which on `holds` is true, to one part in a thousand."""
     high = 1.0
     while not holds(high):
         high *= 2
@@ -130,7 +130,8 @@ def _smallest(holds: Callable[[float], bool]) -> float:
 
 
 def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
-    """Probability that a noncentral chi-square variable exceeds `statistic`: a Poisson mixture of central ones."""
+    """Return the probability that a noncentral chi-square variable exceeds `statistic`: a Poisson mixture of central
+    ones."""
     most = int(apart / 2 + 12 * math.sqrt(apart / 2 + 1)) + 12
     terms = torch.arange(most, dtype=torch.float64)
     weights = (terms * math.log(apart / 2) - apart / 2 - torch.lgamma(terms + 1)).exp()
@@ -139,7 +140,7 @@ def _survival_apart(statistic: float, freedom: int, apart: float) -> float:
 
 
 def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float, int]:
-    """The statistic and its degrees of freedom; infinite if an answer came that the distribution excludes."""
+    """Return the statistic, infinite if an impossible outcome was drawn, and its degrees of freedom."""
     statistic, used = 0.0, 0
     for outcome, chance in cells.items():
         expected = chance * samples
@@ -152,7 +153,8 @@ def pearson(cells: Cells, counts: Counter[Outcome], samples: int) -> tuple[float
 
 
 def survival(statistic: float, freedom: int) -> float:
-    """Probability that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma function."""
+    """Return the probability that a chi-square variable exceeds `statistic`: the regularised upper incomplete gamma
+    function."""
     if statistic == float("inf"):
         return 0.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""This module runs ``forerun drafters check``: what every drafter must keep, on a tiny random model.
+"""``forerun drafters check`` tests the contract of drafters on a tiny random model.
 
-The real engine drives the drafter, so a fault that is seen here is one that users would meet. forerun's own drafters
-are held to the same checks by its tests, and to more.
+The real engine runs the drafter, so users would meet every fault that is found here. forerun's own drafters pass the
+same checks, and more, in its tests.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 VOCABULARY = 12
 SLOTS = 128
 PROMPT = [1, 5, 3, 1, 5, 7, 2, 1, 5]
-"""Its end occurred twice before, with different continuations: a copying drafter has something to copy."""
+"""Its last tokens occurred twice before, with different continuations, so that lookup drafters have a match."""
 PROMPTS = [PROMPT, [3], [4, 9, 4, 9, 4], [2, 2, 2, 2, 2, 2], [11, 0, 7, 6, 5, 4, 3, 2, 1, 0, 11, 0, 7]]
-WHOLE = 512  # Tokens of a pass over prompts, more than all of `PROMPTS`
-PIECE = 3  # Tokens of a prompt that are shown at a time, where it is shown in pieces
+WHOLE = 512  # Tokens of a prefill pass, more than all of `PROMPTS`
+PIECE = 3  # Tokens of a chunk, where prompts are read in chunks
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, detokenize=False, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=0.8, top_p=0.95)
 PLAN = CertifyPlan(prompts=len(PROMPTS), max_tokens=24, detect=0.2, temperatures=(0.0, 0.8))
 
 Config = Mapping[str, Any]  # A drafter as `LLM` takes it
-Step = list[tuple[int, int, int]]  # One draft's nodes behind the root: token, parent, how it was drawn
+Step = list[tuple[int, int, int]]  # One draft's nodes without the root: token, parent, how it was drawn
 
 
 @cache
@@ -73,9 +73,10 @@ def tiny_engine(
     check: bool = True,
     device: str | None = "cpu",
 ) -> LLM:
-    """Return a new engine on the tiny target, or another one as small, with a drafter that knows nothing yet. It drafts
-    the same at every step unless the config says otherwise, and has no self-check: every fault is left to be found.
-    Its passes over prompts have `piece` tokens, however long they take."""
+    """Return a new engine on the tiny target, or on another one as small, with a new drafter. It drafts the same at
+    every step unless the config says otherwise, and has no self-check, so that every fault shows. Its prefill passes
+    have `piece` tokens.
+    """
     from forerun import LLM
 
     return LLM(
@@ -92,7 +93,7 @@ def tiny_engine(
 
 
 class Recorder:
-    """Stands around a drafter, and keeps what it drafted for each isolation domain; all else passes through."""
+    """Wraps a drafter and records its drafts for each isolation domain."""
 
     def __init__(self, drafter: Any) -> None:
         self._drafter = drafter
@@ -111,7 +112,7 @@ class Recorder:
 
 
 def recorded(engine: LLM) -> Recorder:
-    """Put a recorder around the engine's drafter."""
+    """Wrap the engine's drafter in a recorder, and return it."""
     made: list[Recorder] = []
 
     def around(drafter: Any) -> Any:
@@ -130,13 +131,13 @@ def as_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
 
 
 def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    """Return the token ids of each first answer."""
+    """Return the token ids of each output's first completion."""
     return [output.outputs[0].token_ids for output in outputs]
 
 
 def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams, **more: Any) -> list[RequestOutput]:
-    """Answer prompts of token ids, together. Each has a seed of its own, since a drafter may draw for a greedy one,
-    too."""
+    """Generate completions of prompts of token ids in one batch. Each has its own seed, since a drafter may draw for a
+    greedy request, too."""
     asked = [replace(params, seed=seed) for seed in range(len(prompts))]
     return engine.generate(as_prompts(prompts), asked, **more)
 
@@ -145,12 +146,12 @@ def answer(engine: LLM, prompts: Sequence[Sequence[int]], params: SamplingParams
 
 
 def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: None) -> list[Check]:
-    """Examine a drafter (``{"method": "module:Class", ...}``); one check's failure keeps no other from running.
+    """Examine a drafter (``{"method": "module:Class", ...}``); after a failed check the others still run.
 
     Raises:
         ArgumentError: there is no such drafter, or it refuses its options.
     """
-    tiny_engine(config, rows=1)  # What keeps it from being built is no finding
+    tiny_engine(config, rows=1)  # An error here is raised, not reported as a finding
     found = []
     for name, look in CHECKS.items():
         progress(name)
@@ -164,7 +165,7 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
 
 
 def _sound(config: Config) -> tuple[bool, str]:
-    """It raised nothing, and each tree was one and within its budget."""
+    """Check that it raised nothing, and that each tree was valid and within its budget."""
     total, problems = SpeculationStats(), list[str]()
     with _collect_problems(problems):
         for params in (GREEDY, SAMPLED):
@@ -178,7 +179,7 @@ def _sound(config: Config) -> tuple[bool, str]:
 
 
 def _ends(config: Config) -> tuple[bool, str]:
-    """An answer ends where plain decoding ends it, also within an accepted draft."""
+    """Check that a completion ends where plain decoding ends it, also within an accepted draft."""
     engine = tiny_engine(config)
     whole = tokens_of(answer(engine, PROMPTS, GREEDY, speculative=False))
     for place in range(1, 8):
@@ -193,7 +194,7 @@ def _ends(config: Config) -> tuple[bool, str]:
 
 
 def _company(config: Config) -> tuple[bool, str]:
-    """Rows do not disturb each other: a text is the same alone and beside others."""
+    """Check that rows do not affect each other: a text is the same alone and in a batch."""
     for params in (GREEDY, SAMPLED):
         together = tokens_of(answer(tiny_engine(config), PROMPTS, params))
         for index, prompt in enumerate(PROMPTS):
@@ -205,7 +206,7 @@ def _company(config: Config) -> tuple[bool, str]:
 
 
 def _repeats(config: Config) -> tuple[bool, str]:
-    """All its randomness is `context.rng`'s."""
+    """Check that `context.rng` is its only source of randomness."""
     first, second = (_drafts(config, SAMPLED) for _ in range(2))
     if first != second:
         return False, "two engines with the same seeds drafted differently: draw with context.rng alone"
@@ -213,7 +214,7 @@ def _repeats(config: Config) -> tuple[bool, str]:
 
 
 def _pieces(config: Config) -> tuple[bool, str]:
-    """A prompt that is shown in pieces is drafted for as one that is shown at once."""
+    """Check that a prompt that is read in chunks gets the same drafts as one that is read at once."""
     if _drafts(config, GREEDY, one_by_one=True) != _drafts(config, GREEDY, one_by_one=True, piece=PIECE):
         return (
             False,
@@ -223,7 +224,7 @@ def _pieces(config: Config) -> tuple[bool, str]:
 
 
 def _domains(config: Config) -> tuple[bool, str]:
-    """Nothing that one isolation domain wrote shows in what is drafted for another, which has its row now."""
+    """Check that the texts of one isolation domain do not change the drafts for another domain in the same row."""
     drafts = []
     for others in (False, True):
         engine = tiny_engine(config, rows=1)
@@ -251,7 +252,7 @@ CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
 
 
 def _answers(config: Config) -> list[Check]:
-    """Examine what ``forerun certify`` does: greedy text, log-probabilities, distributions and rules."""
+    """Run the checks of ``forerun certify``: greedy text, log-probabilities, distributions and rules."""
     reference = TransformersReference(copy.deepcopy(tiny_target()))
     run = Run(
         llm=tiny_engine(config, rows=32), reference=reference, prompts=[list(prompt) for prompt in PROMPTS], plan=PLAN
@@ -272,7 +273,7 @@ def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False,
 
 @contextmanager
 def _collect_problems(problems: list[str]) -> Iterator[None]:
-    """While open, what is said of a drafter's failures goes to `problems`, and nowhere else."""
+    """Collect the log messages about a drafter's failures in `problems` within the context."""
     log = logging.getLogger("forerun.decode.drafter")
     handler, propagate = logging.Handler(), log.propagate
     handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]

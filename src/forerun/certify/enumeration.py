@@ -1,7 +1,8 @@
-"""Exact distributions of the real rules: an rng that takes every outcome, and toy worlds small enough to enumerate.
+"""Exact distributions of the real rules, by an rng that enumerates all outcomes and by toy targets that are small
+enough.
 
-A rule that meets `EnumeratingRng` instead of `Rng` is run once per outcome with that outcome's probability, so its
-emitted distribution is computed, not estimated. Used by the tests and by ``forerun certify``.
+With `EnumeratingRng` instead of `Rng` a rule is run once per outcome, with that outcome's probability, so its output
+distribution is computed, not estimated. The tests and ``forerun certify`` use this.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Draw = Callable[[Rng], TokenTree]  # A toy drafter: one tree, all its randomness
 class EnumeratingRng(Rng):
     """An rng that follows a script of outcomes and multiplies their probabilities.
 
-    A key asked twice is an error: a real rng would give the same number twice, which is a bias.
+    Using a key twice is an error: a real rng would give the same number twice, which is a bias.
     """
 
     def __init__(self, script: Sequence[int] = ()) -> None:
@@ -46,17 +47,17 @@ class EnumeratingRng(Rng):
         self._keys: set[tuple[str, int, int]] = set()
 
     def flip(self, probability: float, node: int) -> bool:
-        """Both outcomes, unless one is certain."""
+        """Take both outcomes, unless one is certain."""
         assert not isnan(probability), "a probability is NaN"
         chance = min(max(probability, 0.0), 1.0)
         return self._choose(("flip", node, 0), [chance, 1.0 - chance]) == 0
 
     def draw(self, distribution: Tensor, depth: int = 0) -> int:
-        """Every token of positive probability."""
+        """Take every token of positive probability."""
         return self._choose(("draw", depth, 0), _probabilities(distribution))
 
     def drafted(self, distribution: Tensor, node: int, index: int = 0) -> int:
-        """Every token of positive probability."""
+        """Take every token of positive probability."""
         return self._choose(("drafted", node, index), _probabilities(distribution))
 
     def _choose(self, key: tuple[str, int, int], probabilities: list[float]) -> int:
@@ -178,7 +179,9 @@ class Drawing(StrEnum):
 
 
 def branching(*counts: int) -> Shape:
-    """The balanced shape with so many children per node, by depth; ``branching(1, 1, 1)`` is a chain of three."""
+    """Return the shape in which all nodes of a depth have the same number of children; ``branching(1, 1, 1)`` is a
+    chain of three.
+    """
     return (branching(*counts[1:]),) * counts[0] if counts else ()
 
 
@@ -188,8 +191,8 @@ def shape_depth(shape: Shape) -> int:
 
 
 def toy_drafter(distributions: Distributions, shape: Shape, drawing: Drawing) -> Draw:
-    """A drafter that knows `distributions` and fills `shape`; where a distribution runs out of tokens there are fewer
-    siblings."""
+    """Return a drafter with these `distributions` that fills `shape`; a node has fewer children if its distribution has
+    fewer tokens."""
 
     def draw(rng: Rng) -> TokenTree:
         tree = TokenTree(root=0)
@@ -300,9 +303,8 @@ class RuleCheck:
 
 
 def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: int = 0) -> RuleCheck | None:
-    """Enumerate one case over a vocabulary of three, also where the rule has to leave nodes out.
-
-    ``argmax_walk`` is a rule for temperature 0; asked about any other target it gives None.
+    """Enumerate one case over a vocabulary of three, also if the rule ignores some nodes. None for ``argmax_walk``, a
+    rule for temperature 0, with any other target.
     """
     if rule.name == "argmax_walk" and world is not World.GREEDY_TARGET:
         return None
@@ -316,7 +318,7 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
 def _toy_case(
     shape: str, drawing: Drawing, world: World, seed: int
 ) -> tuple[Distributions, list[tuple[TokenTree, float]]]:
-    """Return the target and every tree that may be drawn, with its probability: all rules are asked about the same."""
+    """Return the target and every tree that may be drawn, with its probability; all rules get the same ones."""
     target, draft = toy_distributions(world, vocabulary=3, depth=shape_depth(SHAPES[shape]), seed=seed)
     return target, list(outcomes(toy_drafter(draft, SHAPES[shape], drawing)))
 

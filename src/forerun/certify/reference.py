@@ -1,8 +1,8 @@
-"""This module has a model's own logits, as transformers or llama.cpp runs it without us, the exact distributions of
-answers that follow, and tells ties from bugs.
+"""The reference for certify: a model's logits from transformers or llama.cpp without forerun, and from them the exact
+distributions of completions.
 
 In a low-precision format the shape of a batch changes the last bits of a logit, so two tokens that are almost equally
-likely may change places; anything more than that is a bug.
+likely may change places, which counts as a tie. Larger differences are bugs.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """The target as somebody else runs it: what its answers are compared with."""
+    """The target without forerun's code, with which completions are compared."""
 
     whose = ""  # Logits, in a report: "transformers'"
 
     @staticmethod
     def of(llm: LLM) -> Reference:
-        """Load the target once more, as whoever made its kernels runs it. ArgumentError: the engine was built from a
-        model in memory, which has no checkpoint to load again.
+        """Load the target a second time, on its original implementation. Raises ArgumentError if the engine was built
+        from a model in memory, which has no checkpoint.
         """
         if isinstance(llm.target, LlamaCppTarget):
             return LlamaCppReference.of(llm)
@@ -54,9 +54,9 @@ class Reference:
     def places(
         self, prompt: Sequence[int], answer: Sequence[int], temperature: float, uniform: torch.Generator
     ) -> list[float]:
-        """Return the place of each token of an answer between 0 and 1 among all of the vocabulary, the likelier ones
-        first and each as wide as it is likely, at a random point of its width. These places are uniform and independent
-        if each token was drawn from the target's distribution at that temperature (Rosenblatt's transform, 1952)."""
+        """Return the quantile of each token of a completion in its distribution, with the likelier tokens first, at a
+        random point of the token's probability. These are uniform and independent if each token was drawn from the
+        target's distribution at that temperature (Rosenblatt's transform, 1952)."""
         logits = self.logits([*prompt, *answer[:-1]], len(answer)).cpu().double()
         probs = (logits / temperature).softmax(-1)
         own = probs.gather(1, torch.tensor(answer)[:, None])
@@ -69,8 +69,8 @@ class Reference:
     def probs(
         self, prompt: Sequence[int], answer: Sequence[int], params: SamplingParams, allowed: Tensor | None = None
     ) -> Tensor:
-        """(V,) float64: the distribution of the token behind the beginning of an `answer`, by transformers' processors
-        for the repetition penalty, temperature, top-k, top-p and min-p; what it has none for is written out here.
+        """Return (V,) float64, the distribution of the token after a partial completion `answer`, by transformers'
+        processors for the repetition penalty, temperature, top-k, top-p and min-p; other parameters are applied here.
         `allowed`, (V,): the tokens that a grammar allows there."""
         from transformers import (
             MinPLogitsWarper,
@@ -104,7 +104,7 @@ class Reference:
 
 
 class TransformersReference(Reference):
-    """The checkpoint as transformers loads and runs it: a `PreTrainedModel` that is not ours."""
+    """The checkpoint as transformers loads and runs it: an unmodified `PreTrainedModel`."""
 
     whose = "transformers'"
 
@@ -132,14 +132,14 @@ class TransformersReference(Reference):
 
 
 class LlamaCppReference(Reference):
-    """A GGUF file in a context of llama.cpp of its own: one sequence, the prompt as a whole and then one token in each
-    pass, as llama.cpp decodes. There are no trees and no other rows, and nothing of `LlamaCppTarget`.
+    """A GGUF file in its own context of llama.cpp, with one sequence: the prompt in one pass, then one token per pass,
+    as llama.cpp decodes. There are no trees and no other rows, and no code of `LlamaCppTarget`.
     """
 
     whose = "llama.cpp's"
 
     def __init__(self, file: str, *, tokens: int, layers: int = 0) -> None:
-        """Open a file for texts of so many tokens, with so many layers on an accelerator."""
+        """Open a file for texts of up to `tokens` tokens, with `layers` layers on an accelerator."""
         api = self._api = load_api()
         model, context = api.llama_model_default_params(), api.llama_context_default_params()
         model.n_gpu_layers = layers
@@ -150,7 +150,8 @@ class LlamaCppReference(Reference):
         self._context = self._model and api.llama_init_from_model(self._model, context)
         if not self._context:
             raise OutOfMemoryError(f"llama.cpp cannot open {file} a second time, to compare with: lower --max-tokens")
-        weakref.finalize(self, api.llama_free, self._context)  # Before the model: the last is called first
+        # Finalizers run in reverse order: this one before the model's
+        weakref.finalize(self, api.llama_free, self._context)
         self._memory = api.llama_get_memory(self._context)
         self._vocab_size = int(api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model)))
         self._prompt = list[int]()  # The context begins with it
@@ -163,10 +164,10 @@ class LlamaCppReference(Reference):
         return LlamaCppReference(llm.target.name_or_path, tokens=llm.max_model_len, layers=layers)
 
     def logits(self, tokens: Sequence[int], last: int) -> Tensor:
-        """Run the prompt at once, unless it is the one before, and the other tokens one by one."""
+        """Run the prompt in one pass, unless it is already in the context, and the other tokens one by one."""
         prompt, answer = list(tokens[: len(tokens) - last + 1]), tokens[len(tokens) - last + 1 :]
         if prompt != self._prompt or not self._api.llama_memory_seq_rm(self._memory, 0, len(prompt), -1):
-            self._api.llama_memory_clear(self._memory, True)  # Recurrent states cannot be cut back
+            self._api.llama_memory_clear(self._memory, True)  # Recurrent states cannot be rolled back
             self._prompt = prompt
             for start in range(0, len(prompt), PREFILL_CHUNK):
                 self._behind = self._run(prompt[start : start + PREFILL_CHUNK])
@@ -181,7 +182,7 @@ class LlamaCppReference(Reference):
         return torch.from_numpy(np.ctypeslib.as_array(logits, (self._vocab_size,))).clone()
 
 
-IMPOSSIBLE = 1e-12  # Probability below which a cell counts as outside the distribution: one answer there is a failure
+IMPOSSIBLE = 1e-12  # Probability below which an outcome counts as impossible: a single one is a failure
 Outcome = tuple[int, ...]
 Cells = dict[Outcome, float]
 REST: Outcome = ()  # The cell of everything that has no cell of its own
@@ -194,7 +195,7 @@ def exact_cells(
     plan: CertifyPlan,
     allowed: Tensor | None = None,
 ) -> Cells:
-    """Return the cells of answers to `prompt`, and their probabilities in the target's own distribution."""
+    """Return the cells of completions of `prompt`, and their probabilities in the target's distribution."""
 
     def likely(beginning: Outcome) -> dict[int, float]:
         probs = reference.probs(prompt, beginning, params, allowed)
@@ -204,10 +205,11 @@ def exact_cells(
 
 
 def cells_of(likely: Callable[[Outcome], Mapping[int, float]], plan: CertifyPlan) -> Cells:
-    """Return the probability of every cell: the likeliest beginnings of answers that no other cell continues, and
-    `REST`. `likely` gives the tokens behind a beginning of an answer with their probabilities; what it leaves out
-    stays in the cell of the beginning. The likeliest beginning is continued until there are `plan.cells`; what is
-    less likely than `plan.least` joins the cell of its own beginning. They sum to 1."""
+    """Return the probability of every cell: the likeliest prefixes of completions that no other cell extends, and
+    `REST`. `likely` returns the tokens after a prefix with their probabilities; missing tokens stay in the prefix's
+    cell. The likeliest prefix is extended until there are `plan.cells`; extensions less likely than `plan.least` join
+    the cell of their prefix. The probabilities sum to 1.
+    """
     cells: Cells = {REST: 1.0}
     going = [REST]
     while going and len(cells) < plan.cells:
@@ -226,7 +228,7 @@ def cells_of(likely: Callable[[Outcome], Mapping[int, float]], plan: CertifyPlan
 
 
 def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
-    """Let what is left of a beginning beside its own cells join a shorter one where it is little."""
+    """Merge the remainder of a prefix with the cell of a shorter prefix if its probability is small."""
     for outcome in sorted(cells, key=len, reverse=True):
         if outcome and cells[outcome] < IMPOSSIBLE:
             cells[outcome] = 0.0
@@ -241,7 +243,7 @@ def _merge(cells: Cells, plan: CertifyPlan) -> Cells:
 
 
 def _home(beginning: Outcome, cells: Cells) -> Outcome:
-    """The cell that answers with this beginning fall into: the longest part of it that has one."""
+    """Return the cell of completions with this prefix: its longest prefix that is a cell."""
     lengths = range(len(beginning), 0, -1)
     return next((beginning[:length] for length in lengths if beginning[:length] in cells), REST)
 
@@ -265,28 +267,28 @@ and 0.40 two that changed places.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """The place where two answers to one prompt part."""
+    """The first difference between two completions of one prompt."""
 
     prompt: int  # Index of the prompt
     position: int  # Index of the first token that differs
-    plain: int | None  # Plain decoding's token; None where it had ended
+    plain: int | None  # Plain decoding's token; None if its completion had ended
     speculative: int | None
     gap: float  # From the best log-probability there to the worse of the two, nats; infinite for an unlikely token
     epsilon: float
 
     @property
     def tie(self) -> bool:
-        """True if the arithmetic explains it."""
+        """True if rounding explains it."""
         return self.gap < self.epsilon
 
 
 def epsilon_of(llm: LLM) -> float:
-    """Largest gap that counts as a tie in the target's number format, nats."""
+    """Return the largest gap that counts as a tie in the target's number format, nats."""
     return TIE_EPSILON.get(llm.target.dtype_name, QUANTISED)
 
 
 def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: float) -> Difference | None:
-    """The first token of a greedy answer that is not the largest of `logits` (T, V), those before it given."""
+    """Return the first token of a greedy completion that is not the argmax of `logits` (T, V), or None."""
     best = logits.argmax(-1).tolist()
     position = first_difference(best, answer)
     if position is None:
@@ -297,7 +299,7 @@ def first_worse(logits: Tensor, answer: Sequence[int], index: int, epsilon: floa
 
 
 def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | None:
-    """Index of the first token that differs, a missing one included; None for equal answers."""
+    """Return the index of the first token that differs or is missing; None for equal completions."""
     pairs = enumerate(itertools.zip_longest(plain, speculative))
     return next((position for position, (one, other) in pairs if one != other), None)
 
@@ -305,7 +307,7 @@ def first_difference(plain: Sequence[int], speculative: Sequence[int]) -> int | 
 def difference(
     llm: LLM, prompt: Sequence[int], plain_ids: Sequence[int], other_ids: Sequence[int]
 ) -> Difference | None:
-    """Find where the plain and the speculative answer to `prompt` part, and how near the two best tokens are there."""
+    """Find the first difference between the plain and the speculative completion of `prompt`, and the gap there."""
     position = first_difference(plain_ids, other_ids)
     if position is None:
         return None

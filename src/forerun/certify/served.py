@@ -1,8 +1,8 @@
-"""A `ServedModel` is a model behind an OpenAI-compatible server, asked for tokens and their log-probabilities.
+"""A `ServedModel` requests tokens and their log-probabilities from an OpenAI-compatible server.
 
-Servers say the same in different words: vLLM, SGLang and forerun give ids by ``return_token_ids``, llama.cpp puts an
-``id`` beside each token. What a server lacks is found out once, when it is opened, and kept with the reason. A
-`ServerExam` is one run of ``forerun certify --server``, and a fault that it finds is shown by the smallest request.
+Servers differ: vLLM, SGLang and forerun return ids with ``return_token_ids``, llama.cpp puts an ``id`` beside each
+token. The features that a server lacks are found once, when it is opened, and kept with the reason. A `ServerExam` is
+one run of ``forerun certify --server``; it reports a fault with the smallest request that shows it.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from forerun.certify.reference import TIE_EPSILON, Difference
 from forerun.endpoints import ServerError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-LIKELIEST = 20  # Tokens of a place whose log-probabilities are asked for: the most that vLLM gives by default
-TOGETHER = 16  # Requests at a time, where many are asked at once
-CHOICES = 4  # Answers to one request, where `n` is tried
-TRIES = 32  # Smaller requests that are tried to show a fault
+LIKELIEST = 20  # Requested log-probabilities per position: the most that vLLM returns by default
+TOGETHER = 16  # Concurrent requests, where concurrency is tested
+CHOICES = 4  # Completions of one request, where `n` is tested
+TRIES = 32  # Most smaller requests that are tried to show a fault
 
 Prompt = tuple[int, ...] | str
 Stated = Mapping[int, float]
-"""Log-probabilities of the likeliest tokens of a place, in nats."""
+"""Log-probabilities of the likeliest tokens at a position, in nats."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRequest:
-    """One request for a completion, or several copies of it at a time."""
+    """One request for a completion, or several concurrent copies of it."""
 
     prompt: Prompt
     max_tokens: int
@@ -42,45 +42,45 @@ class ServedRequest:
     n: int = 1
     seed: int | None = None
     copies: int = 1  # Sent at the same time
-    before: Prompt | None = None  # A prompt that is answered first, so that the server's cache has it
-    salt: str | None = None  # Requests share a cached prefix with those of the same salt alone
+    before: Prompt | None = None  # A prompt that is completed first, so that it is in the server's cache
+    salt: str | None = None  # Requests share cached prefixes only with those of the same salt
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedAnswer:
-    """One choice of a completion. A token is its id; one below 0 is known by its text alone."""
+    """One choice of a completion. Tokens are ids; an id below 0 stands for a token of which only the text is known."""
 
     text: str
     tokens: tuple[int, ...]
-    logprobs: tuple[float | None, ...]  # Of each token, as the server states it with the answer
+    logprobs: tuple[float | None, ...]  # Of each token, as stated in the completion
     likeliest: tuple[Stated, ...]
     finish_reason: str | None
 
 
 class ServedModel:
-    """A `ServedModel` is asked by `ask` and `next_tokens`; open it with `serving_model`."""
+    """A model behind a server; requests go through `ask` and `next_tokens`. Open it with `serving_model`."""
 
     def __init__(self, server: Server, runner: asyncio.Runner) -> None:
         self._server, self._runner = server, runner
         self.url, self.model, self.engine = server.url, server.model or "", server.engine
         self.missing: dict[str, str] = {}
-        """The lacks of the server (extras, logprobs, ids, n), each with its reason; complete once `probe` has run."""
+        """The features that the server lacks (extras, logprobs, ids, n), each with the reason; filled by `probe`."""
         self.cached_tokens: int | None = None
-        """Tokens that the server says it took from its prefix cache, of all answers; None where it does not say."""
+        """Tokens of all completions that came from the prefix cache, as the server states it; None: it does not."""
         self._likeliest = LIKELIEST
-        self._texts: dict[str, int] = {}  # Token's text -> number below 0, where a server gives no id beside it
-        self._ids: dict[int, int] = {}  # Number below 0 -> id, where an answer told it
-        self._stated: dict[tuple[int, ...], Stated] = {}  # Text -> what may follow
+        self._texts: dict[str, int] = {}  # Token's text -> number below 0, if the server gives no id
+        self._ids: dict[int, int] = {}  # Number below 0 -> id, once a completion shows it
+        self._stated: dict[tuple[int, ...], Stated] = {}  # Text -> stated next tokens
         self._counts: list[SpeculationCounts] = []
         self._before = self._runner.run(server.metrics())
 
     @property
     def exact(self) -> bool:
-        """Return whether the server states the log-probabilities that answers can be compared with."""
+        """Return whether the server states the log-probabilities that completions can be compared with."""
         return not {"logprobs", "ids"} & self.missing.keys()
 
     def probe(self) -> None:
-        """Find out what the server gives. ServerError: it has no completions at all."""
+        """Find the features of the server. Raises ServerError if it has no completions endpoint."""
         asked = ServedRequest(prompt="The", max_tokens=1)
         tries = ((True, LIKELIEST), (True, 5), (False, 5), (False, 0))
         complaint: ServerError | None = None
@@ -126,7 +126,7 @@ class ServedModel:
             self.missing["n"] = f"it gives {len(choices)} answers for n = {CHOICES}"
 
     def encode(self, text: str) -> Prompt:
-        """Return the ids of a text; the text itself where the server tells no ids."""
+        """Return the ids of a text; the text itself if the server gives no ids."""
         if "ids" in self.missing:
             return text
         body: dict[str, Any] = {"model": self.model, "prompt": text}
@@ -140,7 +140,7 @@ class ServedModel:
             return text
 
     def body(self, request: ServedRequest) -> dict[str, Any]:
-        """Return the request as JSON: temperature and seed, and everything else that shapes answers switched off."""
+        """Return the request as JSON, with temperature and seed, and all other sampling parameters switched off."""
         body: dict[str, Any] = {
             "model": self.model,
             "prompt": request.prompt if isinstance(request.prompt, str) else list(request.prompt),
@@ -164,19 +164,19 @@ class ServedModel:
         return body | own | named | ({} if request.salt is None else {"cache_salt": request.salt})
 
     def command(self, path: str, body: Mapping[str, Any]) -> str:
-        """Return the shell's line that sends a request."""
+        """Return the shell command that sends a request."""
         words = json.dumps(body, ensure_ascii=False)
         return f"curl -s {self.url}{path} -H 'content-type: application/json' -d {shlex.quote(words)}"
 
     def commands(self, request: ServedRequest) -> tuple[str, ...]:
-        """Return the shell's lines that send a request and what comes before it."""
+        """Return the shell commands that send a request, and the one before it."""
         own = (self.command(COMPLETIONS, self.body(request)),)
         if request.before is None:
             return own
         return (self.command(COMPLETIONS, self.body(replace(request, prompt=request.before))), *own)
 
     def post(self, path: str, bodies: Sequence[Mapping[str, Any]], at_a_time: int = 1) -> list[dict[str, Any]]:
-        """Send requests, so many at a time, and return what they are answered with. ServerError: one is refused."""
+        """Send requests, `at_a_time` concurrently, and return the responses. Raises ServerError if one is refused."""
 
         async def every() -> list[dict[str, Any]]:
             slots = asyncio.Semaphore(at_a_time)
@@ -190,9 +190,8 @@ class ServedModel:
         return self._runner.run(every())
 
     def ask(self, requests: Sequence[ServedRequest], at_a_time: int = 1) -> list[list[ServedAnswer]]:
-        """Return the choices of each request, and of its copies, which are sent at the same time.
-
-        Requests with one `before` are sent one after the other, each behind its own.
+        """Return the choices of each request and of its copies, which are sent concurrently. Requests with a `before`
+        are sent one after the other, each after its own.
         """
         found = []
         if any(request.before is not None or request.copies > 1 for request in requests):
@@ -206,10 +205,10 @@ class ServedModel:
         return [self.read(payload) for payload in payloads]
 
     def next_tokens(self, texts: Sequence[tuple[int, ...]], salt: str) -> list[Stated]:
-        """Return for each text what may follow, as the server states it in an answer of one token.
+        """Return the likeliest next tokens of each text, as the server states them with a completion of one token.
 
-        Such an answer comes from the pass over the prompt: nothing is drafted for it, and its salt keeps it apart
-        from what other answers left in the prefix cache.
+        That token comes from the prefill pass, without a draft, and its salt excludes what other requests left in the
+        prefix cache.
         """
         unknown = [text for text in dict.fromkeys(texts) if text not in self._stated]
         asked = [ServedRequest(prompt=text, max_tokens=1, temperature=1.0, seed=0, salt=salt) for text in unknown]
@@ -218,18 +217,18 @@ class ServedModel:
         return [self._stated[text] for text in texts]
 
     def continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
-        """Return a prompt with the beginning of an answer behind it; None where an id is not known."""
+        """Return a prompt extended by the first tokens of a completion; None if an id is not known."""
         ids = [self._id_of(token) for token in tokens]
         known = [token for token in ids if token is not None]
         return None if isinstance(prompt, str) or len(known) < len(ids) else (*prompt, *known)
 
     def stated(self, prompt: Prompt, beginning: Sequence[int], salt: str) -> Stated:
-        """Return what may follow the beginning of an answer; nothing where the server cannot be asked."""
+        """Return the stated next tokens after a partial completion; empty if they cannot be requested."""
         text = self.continued(prompt, beginning)
         return {} if text is None else self.next_tokens([text], salt)[0]
 
     def speculation(self) -> SpeculationCounts | None:
-        """Return what the server counted since it was opened; None where neither its metrics nor its answers tell."""
+        """Return the server's counts of drafted and accepted tokens since it was opened; None if it has none."""
         after = self._runner.run(self._server.metrics())
         if self._before is not None and after is not None:
             counted = diff_counts(self._before, after)
@@ -238,7 +237,7 @@ class ServedModel:
         return sum_counts(self._counts)
 
     def read(self, payload: Mapping[str, Any]) -> list[ServedAnswer]:
-        """Return the choices of an answer. ServerError: it is no completion."""
+        """Return the choices of a response. Raises ServerError if it is not a completion."""
         try:
             usage = payload.get("usage") or {}
             cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -255,7 +254,7 @@ class ServedModel:
 
     def _read_choice(self, choice: Mapping[str, Any]) -> ServedAnswer:
         told, ids = choice.get("logprobs") or {}, choice.get("token_ids")
-        if told.get("content") is not None:  # The form of chats, which llama.cpp's completions have, too
+        if told.get("content") is not None:  # The format of chat completions, which llama.cpp's completions have, too
             places = [(self._token(one["token"], one.get("id")), one) for one in told["content"]]
             tokens = [token for token, _ in places]
             logprobs = [one.get("logprob") for _, one in places]
@@ -286,7 +285,7 @@ class ServedModel:
         )
 
     def _token(self, name: str, known: int | None) -> int:
-        """Return the id of a token that a server names, else a number below 0 of its own for its text."""
+        """Return the id of a token, or a number below 0 for its text if the server gives no id."""
         if known is not None:
             return int(known)
         if name.startswith("token_id:"):
@@ -299,9 +298,8 @@ class ServedModel:
 
 @contextmanager
 def serving_model(url: str, *, model: str | None = None, api_key: str | None = None) -> Iterator[ServedModel]:
-    """Open a server and find out what it gives.
-
-    ServerError: nobody answers, or not as OpenAI does. ArgumentError: the model is not there, or there are several.
+    """Open a server and find its features. Raises ServerError if it does not respond as OpenAI's API does;
+    ArgumentError if it does not have the model, or has several and none is named.
     """
     with asyncio.Runner() as runner:
         server = Server(url, model=model, api_key=api_key)
@@ -316,7 +314,7 @@ def serving_model(url: str, *, model: str | None = None, api_key: str | None = N
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerExam:
-    """A plan with the server that is examined, and the one that it is compared with."""
+    """One run: the plan, the examined server, and the one that it is compared with."""
 
     served: ServedModel
     against: ServedModel | None
@@ -324,7 +322,7 @@ class ServerExam:
     plan: CertifyPlan
     dtype: str
     progress: Callable[[str], None]
-    salt: str = field(default_factory=lambda: secrets.token_hex(16))  # It keeps the reference's cache apart
+    salt: str = field(default_factory=lambda: secrets.token_hex(16))  # Separates the reference's cached prefixes
 
     @property
     def epsilon(self) -> float:
@@ -337,15 +335,15 @@ class ServerExam:
         return 3 + (self.against is not None)
 
     def next_tokens(self, contexts: Iterable[tuple[int, ...] | None]) -> None:
-        """Ask for what follows these texts, many at a time; `stated` has it then."""
+        """Request the next tokens of these texts concurrently, for `stated`."""
         self.served.next_tokens([text for text in contexts if text is not None], self.salt)
 
     def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
-        """Return what may follow the beginning of an answer, see `ServedModel.stated`."""
+        """Return the stated next tokens after a partial completion, see `ServedModel.stated`."""
         return self.served.stated(prompt, beginning, self.salt)
 
     def difference(self, place: tuple[int, int], tokens: tuple[int | None, int | None], gap: float) -> Difference:
-        """Return that an answer has another token than plain decoding at a `place`, its prompt and position."""
+        """Return the difference between a completion and plain decoding at `place` (prompt, position)."""
         (prompt, position), (plain, other) = place, tokens
         return Difference(
             prompt=prompt, position=position, plain=plain, speculative=other, gap=gap, epsilon=self.epsilon
@@ -353,18 +351,20 @@ class ServerExam:
 
 
 Shows = Callable[[ServedRequest], str | None]
-"""It asks a request, and says what is wrong with its answer; None where nothing is."""
+"""A function that sends a request and returns what is wrong with its completion, or None."""
 
 
 def left_out(name: str, why: str) -> Check:
-    """Return a check that was not made, with the reason."""
+    """Return a check that was left out, with the reason."""
     return Check(name=name, passed=True, left_out=True, summary=f"left out: {why}")
 
 
 def with_smallest(
     exam: ServerExam, check: Check, requests: Sequence[ServedRequest], shows: Shows, tries: int = TRIES
 ) -> Check:
-    """Return a failed check with the smallest request that shows its fault, from the first of `requests` that does."""
+    """Return a failed check with the smallest request that shows its fault, made from the first of `requests` that
+    does.
+    """
     exam.progress(f"{check.name}: looking for a smaller request")
     for request in requests:
         smallest, fault = smallest_request(request, shows, tries)
@@ -379,10 +379,10 @@ def with_smallest(
 
 
 def smallest_request(request: ServedRequest, shows: Shows, tries: int = TRIES) -> tuple[ServedRequest, str | None]:
-    """Return the smallest request found that shows a fault, and what it shows; None where not even the first does.
+    """Return the smallest request found that shows a fault, and what it shows; None if not even the first one does.
 
-    Smaller is: fewer at a time, a shorter prompt, an answer of fewer tokens. What comes before it stays: the server
-    may remember it from an earlier try.
+    Smaller means fewer concurrent copies, a shorter prompt, or a shorter completion. The prompt before it is kept,
+    because the server may have it cached from an earlier try.
     """
     fault = shows(request)
     if fault is None:
@@ -407,7 +407,8 @@ def _smaller(request: ServedRequest) -> Iterator[ServedRequest]:
         yield replace(request, copies=request.copies // 2)
     length = len(request.prompt)
     for cut in sorted({length // 2, length // 4, 1}, reverse=True):
-        if 0 < cut < length:  # From the front: what comes before loses the same, and still begins alike
+        # From the front: the prompt before it loses the same tokens, so that they keep a common prefix
+        if 0 < cut < length:
             before = None if request.before is None else request.before[cut:] or request.before[-1:]
             yield replace(request, prompt=request.prompt[cut:], before=before)
     for tokens in (request.max_tokens // 2, request.max_tokens * 3 // 4, request.max_tokens - 1):

@@ -1,9 +1,9 @@
-"""The checks of ``forerun certify --server``: whether speculation changes what a server answers, seen from outside.
+"""The checks of ``forerun certify --server``: whether speculation changes a server's completions, seen from outside.
 
-A server's reference is the server itself, asked for one token behind every beginning of an answer: such a token comes
-from the pass over the prompt, and nothing is drafted for it. Greedy answers are compared with it token by token, and
-sampled ones at temperature 1, of which its log-probabilities are the distribution, by chi-square tests.
-With a second server, one that does not speculate for example, the answers of both are compared as well.
+The reference is the server itself: for every prefix of a completion one token is requested, which comes from the
+prefill pass without a draft. Greedy completions are compared with it token by token. Completions at temperature 1,
+whose distribution the stated log-probabilities are, are compared by chi-square tests. With a second server, for example
+one without speculation, the completions of both are compared, too.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from forerun.certify.server_samples import first_parting, sampled_beside, sample
 from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError
 
-ASSUMED = "bfloat16"  # A server does not tell its number format
+ASSUMED = "bfloat16"  # Servers do not state their number format
 FORMATS = {
     "colour": {"type": "string", "enum": ["red", "green", "blue"]},
     "sure": {"type": "boolean"},
     "size": {"type": "string", "enum": ["small", "large"]},
 }
-"""The properties that an answer in JSON has to have: each ends by itself."""
+"""The properties that a JSON completion must have; each ends by itself."""
 QUESTION = "Describe the sky in JSON."
 
 
@@ -55,16 +55,17 @@ def certify_server(
     progress: Callable[[str], None] = lambda _: None,
     news: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Examine a server, and compare it with another one. ArgumentError: there are no prompts, or none is uncertain.
+    """Examine a server, and compare it with another one. Raises ArgumentError if there are no prompts, or if none has
+    an uncertain completion.
 
     Args:
-        served: the server that is examined.
-        texts: the beginnings of the first few are its prompts.
+        served: the examined server.
+        texts: the prompts are the beginnings of the first few texts.
         plan: how much to check.
-        against: a server of the same model, whose answers have to be the same.
-        dtype: the server's number format, which says how near a tie is; ``auto`` takes it to be bfloat16.
-        progress: is told what is being done.
-        news: is told what should stay to be read: each stage, and each check's verdict.
+        against: a server of the same model, whose completions must be the same.
+        dtype: the server's number format, which decides what counts as a tie; ``auto`` assumes bfloat16.
+        progress: called with a line about the current work.
+        news: called with lines to keep: each stage, and each check's verdict.
     """
     plan = plan or CertifyPlan()
     known = ASSUMED if dtype == "auto" else dtype
@@ -99,7 +100,7 @@ def _prompts(served: ServedModel, texts: Sequence[str], plan: CertifyPlan) -> li
 
 
 def greedy_checks(exam: ServerExam) -> Iterator[Check]:
-    """Examine greedy answers of one client and of many, cold and cached, and the log-probabilities beside them."""
+    """Check greedy completions of one client and of many, cold and cached, and their log-probabilities."""
     plan = exam.plan
     requests = [ServedRequest(prompt=prompt, max_tokens=plan.max_tokens) for prompt in exam.prompts]
     many = list(itertools.islice(itertools.cycle(requests), max(TOGETHER, len(requests))))
@@ -123,7 +124,7 @@ def greedy_checks(exam: ServerExam) -> Iterator[Check]:
 
 
 def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
-    """Return requests for prompts that no server has seen: cold, warm, behind another end, and warm again."""
+    """Return requests for new prompts: cold, warm, after another prompt with the same prefix, and warm again."""
     tokens = min(exam.plan.max_tokens, 32)
     unseen = exam.served.encode(f"{secrets.token_hex(4)}\n")
     found = []
@@ -146,7 +147,7 @@ def _greedy_check(
     at_a_time: int,
     answers: list[tuple[ServedRequest, ServedAnswer]],
 ) -> Check:
-    """Compare greedy answers with the server's own next tokens; `answers` grows by them."""
+    """Compare greedy completions with the server's own next tokens; they are appended to `answers`."""
     cached_before = exam.served.cached_tokens or 0
     pairs = zip(asked, exam.served.ask(asked, at_a_time), strict=True)
     greedy = [(request, choices[0]) for request, choices in pairs if request.temperature == 0]
@@ -188,7 +189,7 @@ def _greedy_check(
 def _parted(
     exam: ServerExam, requests: Sequence[ServedRequest], answers: Sequence[ServedAnswer]
 ) -> Iterator[list[Difference]]:
-    """Yield for each greedy answer the tokens that are not the likeliest, those before them given."""
+    """Yield, for each greedy completion, the tokens that are not the likeliest ones after those before them."""
     exam.next_tokens(
         exam.served.continued(request.prompt, answer.tokens[:position])
         for request, answer in zip(requests, answers, strict=True)
@@ -221,7 +222,7 @@ def _greedy_fault(exam: ServerExam) -> Shows:
 
 
 def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest], int]]) -> Iterator[Check]:
-    """Without log-probabilities greedy answers are compared with their own repetition."""
+    """Compare greedy completions with their own repetition, for servers without log-probabilities."""
     lacks = "; ".join(exam.served.missing.values())
     for name, requests, at_a_time in sets:
         exam.progress(name)
@@ -236,7 +237,7 @@ def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest]
 
 
 def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> Check:
-    """Compare what an answer states of its tokens with what is stated of the same token asked for alone."""
+    """Compare the log-probabilities in a completion with those of the same tokens requested one by one."""
     tolerance = LOGPROB_TOLERANCE.get(exam.dtype, 5e-4)
     apart = [one for request, answer in answered for one in _stated_pairs(exam, request, answer)]
     wrong = [one for one in apart if one[1] > tolerance]
@@ -260,7 +261,7 @@ def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, Ser
 def _stated_pairs(
     exam: ServerExam, request: ServedRequest, answer: ServedAnswer
 ) -> Iterator[tuple[ServedRequest, float, str]]:
-    """Yield for each token the request that ends with it, how far what is stated is from the reference, and words."""
+    """Yield, for each token, the request that ends with it, the distance from the reference, and a description."""
     for position, (token, own) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
         if own is not None and expected is not None:
@@ -272,7 +273,7 @@ def _stated_pairs(
 
 
 def structured_check(exam: ServerExam) -> Check:
-    """Ask chats for JSON of a schema, greedy and sampled, and read what comes."""
+    """Request JSON of a schema in chats, greedy and sampled, and check the results."""
     name = "structured outputs"
     exam.progress(name)
     bodies = [_structured_body(exam, FORMATS, temperature=0.0, seed=0)]
@@ -294,7 +295,7 @@ def structured_check(exam: ServerExam) -> Check:
     if not faults:
         return Check(name=name, passed=True, summary=summary, figures=figures)
     body, fault = faults[0]
-    for size in range(1, len(FORMATS)):  # A smaller schema may show it, too
+    for size in range(1, len(FORMATS)):  # A smaller schema may show the fault, too
         some = dict(itertools.islice(FORMATS.items(), size))
         smaller = _structured_body(exam, some, temperature=body["temperature"], seed=body["seed"])
         found = _misfit(exam.served.post(CHAT, [smaller])[0], some)
@@ -325,7 +326,7 @@ def _structured_body(
 
 
 def _content(answer: Mapping[str, Any]) -> str | None:
-    """Return what a chat was answered; None where the answer was cut off. ServerError: it is no chat's answer."""
+    """Return the content of a chat completion; None if it was cut off. Raises ServerError if it is none."""
     try:
         choice = answer["choices"][0]
         return None if choice["finish_reason"] == "length" else str(choice["message"].get("content") or "")
@@ -334,7 +335,7 @@ def _content(answer: Mapping[str, Any]) -> str | None:
 
 
 def _misfit(answer: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
-    """Return what is wrong with an answer in JSON; nothing where it fits, or was cut off."""
+    """Return what is wrong with a JSON completion; None if it fits the schema or was cut off."""
     text = _content(answer)
     if text is None:
         return ""
@@ -355,13 +356,13 @@ def _misfit(answer: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
 
 
 def _checks_beside(exam: ServerExam, other: ServedModel) -> Iterator[Check]:
-    """Compare greedy and sampled answers of both servers."""
+    """Compare greedy and sampled completions of both servers."""
     yield _greedy_beside(exam, other)
     yield sampled_beside(exam, other)
 
 
 def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
-    """Compare greedy answers of both servers; where they part, both say how likely the two tokens are."""
+    """Compare greedy completions of both servers; at a difference, both state the probabilities of the two tokens."""
     name = f"greedy equality with {other.url}"
     exam.progress(name)
     requests = [ServedRequest(prompt=prompt, max_tokens=exam.plan.max_tokens) for prompt in exam.prompts]
@@ -395,7 +396,7 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
 def _two_commands(
     exam: ServerExam, other: ServedModel, requests: Sequence[ServedRequest], bugs: Sequence[Difference]
 ) -> tuple[str, ...]:
-    """Return the request to both servers whose answers part the soonest."""
+    """Return the commands of the request whose completions differ earliest."""
     if not bugs:
         return ()
     soonest = min(bugs, key=lambda one: one.position)
@@ -408,8 +409,8 @@ def _at(answer: ServedAnswer, position: int) -> int | None:
 
 
 def _gap(stated: Stated, one: int | None, other: int | None) -> float | None:
-    """Return how much likelier one token is than another, nats; infinite where one is not among the likeliest, None
-    where nothing is stated."""
+    """Return how much likelier one token is than another, nats; infinite if one is not among the likeliest, None if
+    nothing is stated."""
     if not stated:
         return None
     values = [-math.inf if token is None else stated.get(token, -math.inf) for token in (one, other)]
@@ -424,7 +425,7 @@ def _nats(gap: float | None) -> str:
 
 
 def _speculation_check(exam: ServerExam) -> Check:
-    """Say whether the server drafted at all: without drafts nothing was seen of speculation."""
+    """Check that the server drafted at all: without drafts speculation was not tested."""
     counts, name = exam.served.speculation(), "speculation"
     if counts is None:
         return left_out(name, "neither the server's metrics nor its answers say whether it drafts")

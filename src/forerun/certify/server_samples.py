@@ -1,7 +1,7 @@
-"""The checks of ``forerun certify --server`` of sampled answers: seeds, and distributions by chi-square.
+"""The checks of ``forerun certify --server`` for sampled completions: seeds, and distributions by chi-square.
 
-Answers are drawn at temperature 1, where the log-probabilities that a server states are their distribution. They are
-compared with what it states of one token at a time behind every beginning of an answer, for which nothing is drafted.
+Completions are drawn at temperature 1, where the stated log-probabilities are their distribution. They are compared
+with the stated log-probabilities of single tokens after every prefix, for which nothing is drafted.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from forerun.certify.served import (
 )
 from forerun.errors import ArgumentError
 
-PARTED = 0.05  # Share of tokens at which 16-bit rounding may part two sampled answers to the same seed
-FEW_TRIES = 4  # Smaller requests that are tried for a fault of a distribution: each takes hundreds of answers
+PARTED = 0.05  # Share of tokens at which 16-bit rounding may change sampled text for the same seed
+FEW_TRIES = 4  # Most smaller requests that are tried for a wrong distribution: each takes hundreds of completions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedTest(SampledTest):
-    """A test compares sampled answers with the distribution that the server states."""
+    """Compares sampled completions with the distribution that the server states."""
 
-    requests: Sequence[ServedRequest]  # Asked in turn
+    requests: Sequence[ServedRequest]  # Sent in turn
     at_a_time: int
     seeded: bool
 
     def drawn(self, exam: ServerExam, first: int) -> list[Outcome]:
-        """Draw answers, those with seeds from the `first` seed on, and return what goes into cells."""
+        """Draw completions, with seeds from `first` on, and return the outcomes to count."""
         n, tokens = self.requests[0].n, self.requests[0].max_tokens if self.each == "tokens" else 1
         number = math.ceil(self.samples / n / tokens)
         asked = [
@@ -60,16 +60,15 @@ class ServedTest(SampledTest):
 
 
 def _edges(plan: CertifyPlan) -> list[float]:
-    """Return the edges of the places' cells: a coarse test takes few tokens, and none tells rare ones apart, for the
-    likeliest tokens of a place alone are stated."""
+    """Return the edges of the quantiles' cells: a coarse test has few, and rare tokens share one, because only the
+    likeliest tokens are stated."""
     return [edge for edge in EDGES if 1 - edge > 0.99 * plan.least]
 
 
 def _places(
     exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]], chance: random.Random
 ) -> list[Outcome]:
-    """Return the cell of each token's place among all, the likelier ones first and each as wide as it is likely, at a
-    random point of its width (`Reference.places`); what is not stated shares the end."""
+    """Return the cell of each token's quantile (`Reference.places`); tokens that are not stated share the last cell."""
     exam.next_tokens(
         exam.served.continued(request.prompt, answer.tokens[:position])
         for request, answer in answered
@@ -88,7 +87,7 @@ def _places(
 
 
 def sampled_checks(exam: ServerExam) -> Iterator[Check]:
-    """Examine seeds and three ways of sampling: alone with seeds, many at a time without, and longer answers."""
+    """Check seeds, and three ways of sampling: one client with seeds, many without, and longer completions."""
     yield _seed_check(exam)
     names = ("no seed", "seeded", "each token of longer answers")
     if not exam.served.exact:
@@ -116,8 +115,8 @@ def sampled_checks(exam: ServerExam) -> Iterator[Check]:
 
 
 def _uncertain(exam: ServerExam) -> Prompt:
-    """Return the prompt whose answers are the least certain behind their first token, which is never drafted: a
-    beginning, and the first half of it again, so that drafters that copy have something to copy."""
+    """Return the prompt whose completions are the least certain after the first token, which is never drafted: a text's
+    beginning, and the first half of it again, so that lookup drafters find a match."""
     length = exam.plan.sample_prompt_tokens
     prompts = [(*prompt[:length], *prompt[: length // 2]) for prompt in exam.prompts if not isinstance(prompt, str)]
     cells = {prompt: _cells(exam, prompt, exam.plan.sample_tokens) for prompt in prompts}
@@ -138,7 +137,7 @@ def _cells(exam: ServerExam, prompt: Prompt, tokens: int) -> Cells:
 
 
 def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
-    """Compare sampled answers with what the server states; the check fails if two drawings are unlikely."""
+    """Compare sampled completions with the stated distribution; the check fails if two samples are unlikely."""
     check, drawn = test.check(
         exam.plan, lambda turn: count(test.cells, test.drawn(exam, turn * test.samples)), "T = 1: "
     )
@@ -173,7 +172,7 @@ def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
 
 
 def _seed_check(exam: ServerExam) -> Check:
-    """Ask sampled answers with seeds twice. Rounding may part a few in 16 bits; a seed that is ignored parts all."""
+    """Request sampled completions with seeds twice. Rounding in 16 bits may change a few; ignored seeds change all."""
     name, plan = "same seed, same text", exam.plan
     exam.progress(name)
     asked = [
@@ -201,7 +200,7 @@ def _seed_check(exam: ServerExam) -> Check:
 
 
 def first_parting(one: ServedAnswer, other: ServedAnswer) -> int | None:
-    """Return the first token in which two answers differ, the first letter where a server names no tokens."""
+    """Return the index of the first token that differs, or of the first letter if the server names no tokens."""
     if one.tokens and other.tokens:
         return first_difference(one.tokens, other.tokens)
     return first_difference([ord(letter) for letter in one.text], [ord(letter) for letter in other.text])
@@ -216,7 +215,7 @@ def _seed_fault(exam: ServerExam) -> Shows:
 
 
 def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
-    """Compare sampled answers of both servers with each other by a chi-square test of two samples."""
+    """Compare sampled completions of both servers by a chi-square test of two samples."""
     name, plan = f"sampled answers beside {other.url}", exam.plan
     exam.progress(name)
     level = level_of(plan, exam.tests)
@@ -232,7 +231,7 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
             ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, seed=plan.seed + index)
             for index in range(turn * number, (turn + 1) * number)
         ]
-        # Apart in their seeds: equal seeds may give equal text, which has no distribution of its own
+        # With different seeds: equal seeds may give equal text, which would not be an independent sample
         others = [replace(request, seed=(request.seed or 0) + 10 * number) for request in asked]
         one = [_drafted(answer) for [answer] in exam.served.ask(asked, TOGETHER)]
         two = [_drafted(answer) for [answer] in other.ask(others, TOGETHER)]
@@ -248,7 +247,7 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
 
 
 def _drafted(answer: ServedAnswer) -> Outcome:
-    """Return what goes into a cell: the tokens behind the first, which is never drafted, or the letters of the end."""
+    """Return the outcome to count: the tokens after the first, which is never drafted, or the last letters."""
     return answer.tokens[1:] or tuple(ord(letter) for letter in answer.text[len(answer.text) // 2 :])
 
 

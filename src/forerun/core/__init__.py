@@ -1,3 +1,1 @@
-"""Speculative decoding itself: the token tree, sampling, verification rules, and the step that
-joins them.
-"""
+"""The parts of speculative decoding without a model: token trees, sampling, and verification rules."""

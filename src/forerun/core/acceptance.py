@@ -1,8 +1,7 @@
-"""The acceptance estimate: how likely the target accepts a drafted token, learned from the text so
-far.
+"""The acceptance estimate: the probability that the target accepts a drafted token, learned from the text so far.
 
-Whatever the rule decided, the committed text says of every node whose parent it holds whether it holds the node, too.
-An estimate never reads the value of a sampled node, only what was known before it was drawn.
+A node counts as accepted if the committed text contains it after its parent, whatever the verification rule decided.
+An estimate never depends on the token of a sampled node, only on what was known before it was drawn.
 """
 
 from __future__ import annotations
@@ -16,27 +15,27 @@ from typing import NamedTuple
 from forerun.types import Drawn
 
 _NOTHING = (0.0, 0.0)
-BINS, _RANKS = 10, 4  # Bins of probabilities and shares; ranks of siblings that are told apart
+BINS, _RANKS = 10, 4  # Bins of probabilities and shares; ranks of siblings that are counted separately
 COPIED = (0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.78, 0.8, 0.82, 0.84, 0.87, 0.9)
-"""Prior acceptance of a copied token after 0, 1, ... 8 matching tokens, then from 9, 16 and 32
-matching tokens on.
+"""Prior acceptance of a looked-up token after 0, 1, ... 8 matching tokens, then from 9, 16 and 32 matching tokens
+on.
 """
-WEIGHT = 8.0  # Observations that a first guess is worth
+WEIGHT = 8.0  # Observations that a prior counts for
 
 
 class Evidence(NamedTuple):
-    """A node's evidence before it is verified: the key that it is counted under, and a prior."""
+    """The evidence for a node before it is verified: the key that it is counted under, and a prior."""
 
-    key: Hashable  # Nodes of the same key are accepted equally often
-    prior: float  # First guess, in 0..1, that the node is accepted if its parent is
+    key: Hashable  # Nodes with the same key are assumed to be accepted equally often
+    prior: float  # Prior probability, in 0..1, that the node is accepted if its parent is
 
 
 class Acceptance:
     """Estimates the probability that a node is accepted if its parent is.
 
     Args:
-        weight: observations that the prior is worth.
-        memory: what an observation counts after the next one of its key.
+        weight: observations that the prior counts for.
+        memory: decay of a key's counts with each further observation.
     """
 
     __slots__ = ("_counts", "_memory", "_weight")
@@ -46,8 +45,8 @@ class Acceptance:
         self._counts: dict[Hashable, tuple[float, float]] = {}
 
     def estimate(self, key: Hashable, prior: float) -> float:
-        """Return the estimated acceptance, in 0..1: the counted share for this key, drawn to
-        `prior` while counts are few.
+        """Return the estimated acceptance, in 0..1: the key's accepted share, blended with `prior` while counts are
+        few.
         """
         accepted, tried = self._counts.get(key, _NOTHING)
         return (accepted + self._weight * prior) / (tried + self._weight)
@@ -72,22 +71,21 @@ class Acceptance:
 class Proposal:
     """One row's last draft, kept until the text that follows its root is known."""
 
-    acceptance: Acceptance  # Said how likely the nodes are accepted, and is told what became of them
-    tokens: Sequence[int]  # (N,) of each node, the root first; may go on to grow
-    parents: Sequence[int]  # (N,) by node id, -1 of the root
-    evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; a node without any was not submitted
+    acceptance: Acceptance  # The estimate that the nodes' confidences are from, and that learns from the outcome
+    tokens: Sequence[int]  # (N,) token of each node, root first; may still grow
+    parents: Sequence[int]  # (N,) parent of each node, -1 for the root
+    evidence: dict[int, Evidence] = field(default_factory=dict)  # By node; nodes without evidence were not submitted
 
     def learn(self, text: Sequence[int]) -> None:
-        """Compare the draft with the tokens that followed its root, and count each decided node."""
+        """Compare the draft with the tokens that followed its root, and count each node whose parent was accepted."""
         for node, accepted in compare_draft(self.tokens, self.parents, text):
             if node in self.evidence:
                 self.acceptance.learn(self.evidence[node].key, accepted)
 
 
 def compare_draft(tokens: Sequence[int], parents: Sequence[int], text: Sequence[int]) -> Iterator[tuple[int, bool]]:
-    """Yield every node that the text decides, in order, and whether the text holds it. A node is
-    decided when the text holds its parent. `tokens` and `parents` (-1 for the root) describe the
-    draft, root first; `text` is what followed the root, as far as it is known.
+    """Yield, in order, every node whose parent was accepted, and whether the node was accepted, too. `tokens` and
+    `parents` (-1 for the root) describe the draft, root first; `text` are the tokens that followed the root so far.
     """
     depths = {0: 0}
     for node in range(1, len(tokens)):
@@ -101,10 +99,9 @@ def compare_draft(tokens: Sequence[int], parents: Sequence[int], text: Sequence[
 
 
 def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
-    """Return the evidence of a node that a model drafted, known before the node's value is. It says
-    how the node is drawn, its rank among its siblings (0 for the eldest) and a draft probability:
-    the node's own if it is deterministic, the largest of the distribution it is drawn from if it is
-    sampled.
+    """Return the evidence for a node that a model drafted, which does not depend on a sampled token: how the node is
+    drawn, its rank among its siblings (0 for the first), and a draft probability: the node's own if it is
+    deterministic, the largest of its distribution if it is sampled.
     """
     given = drawn is Drawn.DETERMINISTIC
     key = given, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
@@ -113,9 +110,8 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
 
 
 def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
-    """Return the evidence of a token copied from `source` after `matched` equal tokens, drafted
-    ones above it included. `share`, in 0..1, is the fraction of positions with this context that
-    continue with the token.
+    """Return the evidence for a token that was looked up in `source` after `matched` matching tokens, drafted ones
+    above it included. `share`, in 0..1, is the fraction of positions with this context that continue with the token.
     """
     bucket = bucket_of(matched)
     return Evidence((source, bucket, min(int(share * BINS), BINS - 1)), COPIED[bucket] * share)
@@ -130,25 +126,25 @@ RankAcceptance = Sequence[Sequence[float]]
 """``[d][r]`` is the probability that the child of rank r at depth d + 1 is the accepted one if its
 parent was; ranks do not rise.
 
-Siblings exclude each other, so a line sums to at most 1. Deeper levels take the last line, further
-ranks 0.
+Siblings exclude each other, so a line sums to at most 1. Greater depths have the last line's values; further ranks
+have 0.
 """
 
 
 class TreeNode(NamedTuple):
-    """A `TreeNode` is a drafted node of a `best_tree`."""
+    """A drafted node of a `best_tree`."""
 
-    parent: int  # Number of the node above, counted from 1; 0 is the root
+    parent: int  # Number of the parent, counted from 1; 0 is the root
     level: int
     survival: float
 
 
 def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[TreeNode]:
-    """Return the tree of at most `nodes` nodes and `depth` levels with the most expected tokens.
+    """Return the tree of at most `nodes` nodes and depth `depth` with the most expected accepted tokens.
 
-    Its first n nodes are the best tree of n: the likeliest open child is taken each time. This is
-    exact, because a child survives no more often than its parent or an elder sibling (Sequoia's
-    dynamic programme, arXiv 2402.12374, finds the same tree; DDTree, 2604.12989, argues alike).
+    Its first n nodes are the best tree of n nodes, because the likeliest open child is taken each time. This is exact,
+    because a child survives no more often than its parent or an earlier sibling (Sequoia's dynamic programme, arXiv
+    2402.12374, finds the same tree; DDTree, 2604.12989, uses the same argument).
     """
     found: list[TreeNode] = []
     count = itertools.count()

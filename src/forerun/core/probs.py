@@ -1,8 +1,8 @@
 """The distributions that a rule reads at a node: the target's, and the residual after each rejected
 child.
 
-The vectors do not depend on what a rule draws: draws only decide where it stops. So `HostResidual` computes a residual
-when a rule asks for it, and `decode.residuals` computes all of them, for all nodes, on the device before any rule runs.
+The vectors do not depend on a rule's random draws: draws only decide where it stops. So `HostResidual` computes a
+residual on demand, and `decode.residuals` computes all of them, for all nodes, on the device before any rule runs.
 Vectors keep their dtype (float32 or better: a residual is a difference of nearly equal numbers); masses, ratios and
 weights are float64 (sums on a device without it are float32).
 """
@@ -32,26 +32,26 @@ class Probs(Protocol):
 
     @property
     def child(self) -> int | None:
-        """The child of the node to try next, or None if there is none.
+        """The next child to try, or None if there is none.
 
-        Sampled children come first, in the order they were drawn, then the deterministic ones, as draws from point
-        masses: deterministic siblings do not depend on the draws, and asking them last accepts more (arXiv 2502.18779).
-        A sampled child to which its distribution gives no mass is left out: its draw has probability zero, and leaving
-        a child out never biases a rule.
+        Sampled children come first, in the order in which they were drawn, then the deterministic ones, as draws from
+        point masses: deterministic siblings do not depend on the draws, and trying them last accepts more (arXiv
+        2502.18779). A sampled child to which its distribution gives no mass is skipped: its draw has probability zero,
+        and skipping a child never biases a rule.
         """
 
     @property
     def ratio(self) -> float:
-        """The ratio target(x) / draft(x) for the token x of `child`; draft is the distribution x
-        was drawn from, given its elder siblings.
+        """The ratio target(x) / draft(x) for the token x of `child`; draft is the distribution that x was drawn from,
+        given its earlier siblings.
         """
 
     def reject(self, weight: float = 1.0) -> tuple[Self, float]:
         """Return norm[weight * target - draft]_+ without `child`, and its mass before
         normalisation.
 
-        Positive only where the target is; at mass zero it is the target. A rule asks once per child, with the weight
-        that its paper gives the node there.
+        It is positive only where the target is; if its mass is zero, the target is returned. A rule calls this once per
+        child, with the weight that its paper defines for the node.
         """
 
     def draw(self, rng: Rng) -> int:
@@ -66,25 +66,23 @@ class Probs(Protocol):
 
 
 class NodeProbs(Protocol):
-    """The target's distributions at the nodes of one row's tree: all that a verification rule sees
-    of the target.
+    """The target's distributions at the nodes of one row's tree: a verification rule reads the target only through
+    this.
     """
 
     def probs(self, node: int) -> Probs:
-        """Return the distribution of the token after `node`, with nothing rejected yet; a point
-        mass at temperature 0.
-        """
+        """Return the distribution of the token after `node`, before any rejection; a point mass at temperature 0."""
 
     def argmax(self, node: int) -> int:
         """Return the token of the largest processed logit after `node`."""
 
 
 class HostResidual:
-    """A distribution or residual whose vector is at hand on the host (`Probs`).
+    """A distribution or residual whose vector is on the host (`Probs`).
 
     Args:
-        tree: of the node.
-        node: whose next token it is about.
+        tree: the node's tree.
+        node: the distribution is that of the token after it.
         values: (V,) nonnegative, float32 or float64; their sum need not be 1.
     """
 
@@ -93,7 +91,7 @@ class HostResidual:
     def __init__(self, tree: TokenTree, node: int, values: Tensor) -> None:
         self._tree, self.node, self.values = tree, node, values
         self._waiting: Sequence[int] = tree.asked[node]
-        self._draft: Tensor | None = None  # (V,) what the next sampled child was drawn from; None: what was recorded
+        self._draft: Tensor | None = None  # (V,) distribution of the next sampled child; None: the recorded one
         self._draft_mass = math.nan
 
     @cached_property

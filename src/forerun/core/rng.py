@@ -1,6 +1,6 @@
-"""All random numbers of generation, and the drawing of tokens by them: the only module that does either.
+"""All random numbers of generation are made here, and all tokens are drawn here.
 
-`Rng` is counter-based: a draw depends on (seed, position, stream, index) alone, not on who else is in the batch.
+`Rng` is counter-based: a draw depends on (seed, position, stream, index) only, not on other requests in the batch.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from torch import Tensor
 from forerun.devices import widest
 from forerun.errors import NumericError
 
-TOLERANCE = 1e-3  # How far from 1 the probabilities of a distribution may add up to
+TOLERANCE = 1e-3  # The sum of a distribution's probabilities may differ from 1 by this
 HINT = "check logit_bias, the processors and the checkpoint"
-_BLOCK = 128  # Tokens that race as one at first: so few numbers are drawn where the vocabulary is large
+_BLOCK = 128  # Tokens of a block; first a block is drawn, so that a large vocabulary needs few random numbers
 
 
 class Stream(IntEnum):
     """Independent streams of random numbers of one sequence."""
 
-    TARGET = 0  # The token at a position: recovered, bonus, walked and plain tokens alike
-    ACCEPT = 1  # Acceptance flips of a rule
-    DRAFT = 2  # Everything a drafter draws; a cascade's inner levels use 3, 4, ..
+    TARGET = 0  # The token at a position: recovered, bonus, walked and plain tokens
+    ACCEPT = 1  # Acceptance decisions of a rule
+    DRAFT = 2  # All draws of a drafter; the inner steps of a cascade use 3, 4, ...
 
 
 class Rng:
     """Counter-based random numbers of one step of one sequence.
 
     Args:
-        seed: of the sequence, 128 bits of it.
-        position: index, in the whole sequence, of the token that follows the root.
-        draft_stream: the stream `drafted` draws use; an inner level of a cascade has its own.
+        seed: the sequence's seed, of which 128 bits are used.
+        position: index, in the whole sequence, of the token after the root.
+        draft_stream: the stream for `drafted`; an inner step of a cascade has its own.
     """
 
     def __init__(self, seed: int, position: int, draft_stream: int = Stream.DRAFT) -> None:
@@ -53,11 +53,11 @@ class Rng:
     def draw(self, probs: Tensor, depth: int = 0) -> int:
         """Draw a token from `probs` (V,) for the position `depth` tokens after the first.
 
-        Keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
-        distribution, and almost always from two that differ in their last bits: blocks of tokens race each other, then
-        the tokens of the block that won (the smallest of exponential times, probabilities as rates). Cumulated
-        probabilities would let the first token's last bit move the borders of all others. NumericError: `probs` is no
-        distribution (NaN, infinite, negative where it was drawn, above 1 together); less is a residual.
+        Draws are keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
+        distribution, and almost always from distributions that differ in their last bits: the token with the smallest
+        exponential time is drawn, with probabilities as rates; first among blocks, then within the block. With
+        cumulative probabilities the last bit of the first token would shift all others. Raises NumericError if `probs`
+        is not a distribution (NaN, infinite, negative where it was drawn, a sum above 1); a sum below 1 is a residual.
         """
         padded = torch.nn.functional.pad(probs, (0, -len(probs) % _BLOCK)).view(-1, _BLOCK)
         masses = padded.sum(1, dtype=widest(probs.device)).cpu().double().numpy()
@@ -68,14 +68,14 @@ class Rng:
         return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
 
     def times(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
-        """Return (T,) the numbers that `draw` will use at `depth`, before any distribution is
-        known; `first_of` gives the token. Returns None if a subclass draws in its own way.
+        """Return (T,) the numbers that `draw` will use at `depth`, before the distribution is known; `first_of` turns
+        them into the token. None if a subclass draws in its own way.
         """
         return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
 
     def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
-        """Return (T,) exponential times: one per token of a block, then one per block. None is
-        zero, which over a rate of zero would be NaN.
+        """Return (T,) exponential times, one per token of a block, then one per block. They are positive, because zero
+        divided by a rate of zero would be NaN.
         """
         generator = np.random.Generator(self._bits(self.position + depth, Stream.TARGET, 0))
         times = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
@@ -87,9 +87,8 @@ class Rng:
         return int(quantiles(probs, uniform))
 
     def uniforms(self, children: Sequence[tuple[int, int]]) -> NDArray[np.float64] | None:
-        """Return (N,) the numbers in (0, 1) that `drafted` will use for children (node, index),
-        before any distribution is known; `quantiles` gives the tokens. Returns None if a subclass
-        draws in its own way.
+        """Return (N,) the numbers in (0, 1) that `drafted` will use for children (node, index), before the
+        distributions are known; `quantiles` turns them into tokens. None if a subclass draws in its own way.
         """
         return self._drafts(children) if type(self).drafted is Rng.drafted else None
 
@@ -105,15 +104,15 @@ class Rng:
 
 
 def completion_seed(seed: int, index: int) -> int:
-    """Return the seed of answer `index` of a request with this `seed`: that of no other pair of seed and index, and
-    for the first answer the request's own.
+    """Return the seed of completion `index` of a request with this `seed`: unique for each pair of seed and index, and
+    the request's own seed for the first completion.
     """
     return (seed & (2**64 - 1)) | index << 64
 
 
 def request_seed(seed: int, number: int) -> int:
-    """Return the seed of request `number` of an engine with this `seed`: repeatable, and different
-    for each request.
+    """Return the seed of request `number` of an engine with this `seed`: reproducible, and different for each
+    request.
     """
     return int(np.random.SeedSequence((seed & (2**64 - 1), number)).generate_state(1, np.uint64)[0])
 
@@ -130,9 +129,9 @@ def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
 
 
 def first_of(probs: Tensor, times: Tensor) -> Tensor:
-    """Return (M,) int64, the tokens that `Rng.draw` takes from each of `probs` (M, V). `times` (M,
-    T) are its random numbers in the device's widest float type. Reads no value on the host; a row
-    of `probs` that is no distribution gives an arbitrary token.
+    """Return (M,) int64, the tokens that `Rng.draw` draws from `probs` (M, V). `times` (M, T) are its random numbers in
+    the device's widest float type. Does not wait for the device; a row of `probs` that is not a distribution gives an
+    arbitrary token.
     """
     padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
     block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
@@ -151,9 +150,9 @@ def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def quantiles(distributions: Tensor, uniforms: Tensor) -> Tensor:
-    """Return (.., C) int64, the tokens at the quantiles `uniforms` (.., C) of the `distributions`
-    (.., V), which need not sum to 1. A token of probability zero is never returned where there is
-    another. `uniforms` have the device's widest float type. Reads no value on the host.
+    """Return (.., C) int64, the tokens at the quantiles `uniforms` (.., C) of the `distributions` (.., V), which need
+    not sum to 1. A token of probability zero is returned only if all are zero. `uniforms` have the device's widest
+    float type. Does not wait for the device.
     """
     cumulated = distributions.to(widest(distributions.device)).cumsum(-1)
     total = cumulated[..., -1:]

@@ -32,8 +32,8 @@ class Reads:
     """
 
     argmax: bool = False  # Only the token of largest processed logit
-    rejections: int | None = 0  # Most children of a node rejected in a row; None: all, 0: it only draws
-    weighted: bool = False  # Whether children are rejected with the weight of block and traversal verification, not 1
+    rejections: int | None = 0  # Most rejected children of a node; None: all of them; 0: the rule only draws
+    weighted: bool = False  # Whether children are rejected with the weights of block and traversal verification
     entropy: bool = False  # Also the entropy, and the probability of each child's token
 
 
@@ -45,16 +45,14 @@ class Rule(ABC):
     lossless: ClassVar[bool] = True  # Whether the emitted distribution is exactly the target's
 
     def verifies(self, kind: DraftKind) -> bool:
-        """Return whether the rule uses all nodes of such drafts. It ignores some nodes of other
-        drafts, which is lossless too.
+        """Return whether the rule uses all nodes of drafts of this kind. Of other drafts it ignores some nodes, which
+        is lossless, too.
         """
         return True
 
     @abstractmethod
     def verify(self, tree: TokenTree, target: NodeProbs, rng: Rng) -> Verdict:
-        """Verify the tree. The rule asks `target` only for what `reads` names, and draws only from
-        `rng`.
-        """
+        """Verify the tree. The rule reads from `target` only what `reads` declares, and draws only from `rng`."""
 
 
 def check_named(name: str) -> None:
@@ -81,10 +79,9 @@ def ending(tree: TokenTree, node: int) -> Source:
 
 
 def walk(tree: TokenTree, choose: Callable[[int], int]) -> Verdict:
-    """Follow the target's own choices for as long as they were drafted; ``choose(node)`` returns
-    the next token.
+    """Follow the target's own choices, ``choose(node)``, for as long as they were drafted.
 
-    Nodes that hold the same tokens from the root on (a token that was sampled twice) are followed side by side.
+    Nodes with the same tokens from the root on (a token that was sampled twice) are followed together.
     """
     nodes = [0]
     while True:
@@ -108,13 +105,13 @@ def default_rule(kind: DraftKind, *, greedy: bool) -> str:
 
 
 def check_fits(name: str, kind: DraftKind, drafter: str) -> None:
-    """Raise ArgumentError if a rule that was asked for by name cannot verify everything that a
-    drafter may draft, or if there is no such rule.
+    """Raise ArgumentError if the requested rule does not exist, or cannot verify everything that a drafter may
+    draft.
     """
     if rule_named(name).verifies(kind):
         return
     one = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))
-    wanted = "trees with at most one sampled child a node" if one else "chains"
+    wanted = "trees with at most one sampled child per node" if one else "chains"
     raise ArgumentError(
         f"rule {name!r} verifies {wanted}, drafter {drafter!r} as configured drafts other trees; leave the rule out, "
         f"which takes {default_rule(kind, greedy=False)!r}, or configure the drafter for {wanted}"

@@ -1,6 +1,6 @@
-"""Sampling parameters applied to logits: the only module that does so.
+"""Sampling parameters are applied to logits here.
 
-`Sampler` turns raw logits at a node into the distribution that the request asked for; penalties see that node's path.
+`Sampler` turns raw logits at a node into the distribution of the request's parameters; penalties read the node's path.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _NEUTRAL = SamplingParams()
 
 
 class Sampler:
-    """Turns one sequence's logits into the distribution its request asked for. It is read-only, for
-    drafters see it.
+    """Turns one sequence's logits into the distribution of its request's parameters. It is read-only, because drafters
+    get it, too.
 
     Args:
-        params: resolved (`resolve`): no field that has a neutral value is None.
-        prompt: the prompt's token ids; the repetition penalty sees them.
+        params: resolved (`resolve`): neutral values instead of None.
+        prompt: the prompt's token ids, for the repetition penalty.
         banned_until_min: token ids that may not come before `min_tokens`: every stop id.
         bad_words: token sequences that may not be produced.
     """
@@ -57,9 +57,7 @@ class Sampler:
             or params.frequency_penalty
             or params.repetition_penalty not in (None, 1.0)
         )
-        """True if the processed logits are the raw ones, so that an argmax over the batch serves
-        this row too.
-        """
+        """True if the processed logits equal the raw ones, so that one argmax over the batch includes this row."""
         self.prompt_set = frozenset(prompt)  # Its tokens
         self._allowed = torch.as_tensor(params.allowed_token_ids or (), dtype=torch.int64)
         self._biased = torch.as_tensor(list(params.logit_bias or ()), dtype=torch.int64)
@@ -73,7 +71,7 @@ class Sampler:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
-            raise AttributeError(f"a Sampler is not changed once it is made; make another one to have another {name}")
+            raise AttributeError(f"a Sampler is read-only; make another one with another {name}")
         super().__setattr__(name, value)
 
     @property
@@ -81,10 +79,9 @@ class Sampler:
         return self.params.greedy
 
     def fits(self, vocabulary: int) -> bool:
-        """Return whether `Processing` can apply these parameters on the device alone. It can where
-        the effect at a node depends on how often tokens came before and not on their order (no
-        user's processor, no bad word of several tokens) and all token ids are within the
-        vocabulary.
+        """Return whether `Processing` can apply these parameters on the device alone: the effect at a node must depend
+        on how often tokens occurred, not on their order (no custom processor, no bad word of several tokens), and all
+        token ids must be within the vocabulary.
         """
         if self.params.logits_processors or any(len(word) > 1 for word in self.bad_words):
             return False
@@ -95,7 +92,7 @@ class Sampler:
         return max((*self.bad_tokens, *self.banned_until_min), default=0) < vocabulary
 
     def edits(self, vocabulary: int, output: Sequence[int], paths: Sequence[Sequence[int]]) -> Edits | None:
-        """Return what `process` changes at the nodes behind `paths`, or None if nothing. Raises
+        """Return the changes that `process` makes at the ends of `paths`, or None if there are none. Raises
         ArgumentError as `process` does.
         """
         if self.neutral:
@@ -109,12 +106,11 @@ class Sampler:
         )
 
     def process(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Apply everything that comes before the temperature: (V,) float32 (float64 stays) from raw
-        (V,).
+        """Apply all processing before the temperature to raw logits (V,), and return (V,) float32 (float64 stays).
 
         Args:
-            logits: raw, of one node.
-            output: the node's own path from the prompt's end, itself included.
+            logits: raw logits of one node.
+            output: the output tokens up to and including the node.
 
         Raises:
             NumericError: the raw logits hold NaN, or the processors left NaN or infinity.
@@ -147,7 +143,7 @@ class Sampler:
         return logits, check_highest(float(logits.max()))
 
     def custom(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Apply the user's own logits processors to the logits (V,) behind an output."""
+        """Apply the custom logits processors to the logits (V,) after an output."""
         for processor in self.params.logits_processors:
             found: object = processor([*self.prompt, *output], logits)
             if not (isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point()):
@@ -168,9 +164,8 @@ class Sampler:
         self._fitting.add(vocabulary)
 
     def probs(self, logits: Tensor, output: Sequence[int]) -> Tensor:
-        """Return the distribution of the next token, (V,) float32; a point mass on the largest
-        processed logit at temperature 0. Raises as `process` does, and NumericError if the result
-        is no distribution.
+        """Return the distribution of the next token, (V,) float32; at temperature 0 a point mass on the largest
+        processed logit. Raises as `process` does, and NumericError if the result is not a distribution.
         """
         processed, highest = self._process(logits, output)
         probs = distribution_of(processed, self.params, highest)
@@ -190,7 +185,7 @@ class Sampler:
             logits[ids] -= p.presence_penalty + p.frequency_penalty * times
 
     def _word_ends(self, output: Sequence[int]) -> list[int]:
-        """Return the tokens that would complete a bad word behind the prompt and an output."""
+        """Return the tokens that would complete a bad word after the prompt and an output."""
         prompt, found = self.prompt, list(self.bad_tokens)
         for word in self._longer_words.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
@@ -207,31 +202,29 @@ class Edits:
     """
 
     sampler: Sampler
-    output: Sequence[int] = ()  # Committed tokens behind the prompt
+    output: Sequence[int] = ()  # Committed output tokens
     paths: Sequence[Sequence[int]] = ()  # (N,) tokens from the root's child to the node, itself included
     banned: Sequence[tuple[int, int]] = ()  # (node, token)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Processing:
-    """The logits processing of B requests, as tensors on their device; a part that no request uses
-    is None.
-    """
+    """The logits processing of B requests as tensors on their device; parts that no request uses are None."""
 
     outside: Tensor | None = None  # (B, V) bool, tokens that are never allowed
     bias: Tensor | None = None  # (B, V)
     early: Tensor | None = None  # (B, V) bool, tokens that may not come before `min_tokens`
-    missing: Tensor | None = None  # (B,) how many tokens are missing until then
+    missing: Tensor | None = None  # (B,) number of tokens until then
     penalties: Tensor | None = None  # (B, 3) repetition, presence and frequency
-    prompt: Tensor | None = None  # (B, V) bool, what the prompt holds, where repetition counts
-    output: Tensor | None = None  # (B, V) how often each token was output
+    prompt: Tensor | None = None  # (B, V) bool, tokens of the prompt, for the repetition penalty
+    output: Tensor | None = None  # (B, V) how often each token occurs in the output
 
     @classmethod
     def of(
         cls, edits: Sequence[Edits | None], vocabulary: int, device: torch.device, dtype: torch.dtype = torch.float32
     ) -> Processing | None:
-        """Collect the requests' parameters and send them to the device in one asynchronous copy;
-        None if nothing is to be done. What depends on a node's path is not included.
+        """Collect the requests' parameters and send them to the device in one asynchronous copy; None if no request
+        needs processing. Parts that depend on a node's path are not included.
         """
         if not any(edits):
             return None
@@ -282,8 +275,7 @@ class Processing:
         )
 
     def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:
-        """Return the processed logits of F nodes a row, without users' own processors. Reads no
-        value on the host.
+        """Return the processed logits of F nodes per row, without custom processors. Does not wait for the device.
 
         Args:
             values: (B, F, V) raw, float32 or float64.
@@ -330,10 +322,9 @@ def widen(logits: Tensor) -> Tensor:
 
 
 def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor, dict[tuple[int, int], BaseException]]:
-    """Run `Sampler.process` for all nodes of all rows without waiting for the device. Returns (B,
-    N, V) float32 (float64 stays) from raw `logits` (B, N, V), and the errors of users' own
-    processors, which run node by node, as (row, node) -> error. `edits` (B,) come from
-    `Sampler.edits`; None for a row whose logits stay as they are.
+    """Run `Sampler.process` for all nodes of all rows without waiting for the device. Return (B, N, V) float32 (float64
+    stays) from raw `logits` (B, N, V), and the errors of custom processors, which run node by node, as (row, node) ->
+    error. `edits` (B,) are those of `Sampler.edits`; None for a row whose logits are not changed.
     """
     values = widen(logits)
     rows = [(row, edit) for row, edit in enumerate(edits) if edit is not None]
@@ -351,7 +342,7 @@ def process_rows(logits: Tensor, edits: Sequence[Edits | None]) -> tuple[Tensor,
     values = processing.apply(values, drafted_at, depth_at, banned_at if banned else None)
     failed = dict[tuple[int, int], BaseException]()
     if any(edit.sampler.params.logits_processors for _, edit in rows):
-        values = values.clone()  # what they return is written into it
+        values = values.clone()  # The processors' results are written into it
     for row, edit in rows:
         for node, path in enumerate(edit.paths if edit.sampler.params.logits_processors else ()):
             try:
@@ -379,9 +370,9 @@ def has_filters(params: SamplingParams) -> bool:
 
 
 def probs_of(logits: Tensor, settings: Tensor, *, filters: bool) -> Tensor:
-    """Return (B, F, V) float32 (float64 stays): `distribution_of` by each row's `settings` (B, 5),
-    NaN where that raises. Rows at temperature 0 are filtered as at temperature 1, since they take
-    the largest logit. Reads no value on the host.
+    """Return (B, F, V) float32 (float64 stays): `distribution_of` with each row's `settings` (B, 5), NaN where that
+    raises. Rows at temperature 0 are filtered as at temperature 1, since only their argmax is used. Does not wait for
+    the device.
     """
     values = widen(logits)
     temperature, top_k, top_p, min_p = settings[:, 1:, None, None].unbind(1)
@@ -436,7 +427,7 @@ def _check_distribution(probs: Tensor, processed: Tensor | None) -> None:
     """Raise NumericError unless `probs` is a distribution over the tokens that the `processed`
     logits allow (None: all).
     """
-    if probs.device.type == "cpu":  # where numpy looks for banned tokens in a fifth of torch's time
+    if probs.device.type == "cpu":  # On a CPU numpy finds banned tokens in a fifth of torch's time
         outside = 0.0 if processed is None else float(probs.numpy()[processed.numpy() == -np.inf].sum())
         check_sums(float(probs.sum()), float(probs.min()), outside)
         return
@@ -467,20 +458,20 @@ def check_highest(highest: float) -> float:
     """
     if highest == -math.inf:
         raise NoTokenLeftError(
-            "every token is banned here; relax allowed_token_ids, bad_words, logit_bias, min_tokens (an answer whose "
-            "form is complete can only end) or the processors"
+            "every token is banned here; relax allowed_token_ids, bad_words, logit_bias, min_tokens (a complete "
+            "structured output can only end) or the processors"
         )
     if not math.isfinite(highest):
         raise NumericError(f"the largest processed logit is {highest}; {HINT}")
     return highest
 
 
-_COARSE = 20  # Bits of a float32 that do not count when tokens are classed by probability: eight classes an octave
+_COARSE = 20  # Bits of a float32 that are ignored when tokens are classed by probability: eight classes per octave
 
 
 def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Return (V,) bool: the smallest set of likeliest tokens whose mass reaches `top_p`; a tie at
-    its border goes to the lower id.
+    """Return (V,) bool: the smallest set of likeliest tokens whose mass reaches `top_p`; of equally likely tokens the
+    lower id comes first.
     """
     ordered, order = probs.sort(descending=True, stable=True)
     before = ordered.cumsum(0, dtype=widest(probs.device)) - ordered
@@ -488,16 +479,16 @@ def _sorted_nucleus(probs: Tensor, top_p: float) -> Tensor:
 
 
 def _classed_nucleus(probs: Tensor, top_p: float) -> Tensor:
-    """Compute `_sorted_nucleus` on a CPU, where sorting a vocabulary takes milliseconds. Only
-    tokens that can be in the nucleus are looked at; they are put into classes of about equal
-    probability, and only the class at the border is sorted.
+    """Compute `_sorted_nucleus` on a CPU, where sorting a vocabulary takes milliseconds. Tokens that can be in the
+    nucleus are put into classes of about equal probability, and only the class at the border is sorted.
     """
     values = probs.numpy()
-    able = np.flatnonzero(values >= (1 - top_p) / (2 * len(values)))  # all others together have less than half the rest
+    # All others together have less than half of the rest
+    able = np.flatnonzero(values >= (1 - top_p) / (2 * len(values)))
     chances = values[able].astype(np.float64)
     if chances.sum() <= top_p:
         able, chances = np.arange(len(values)), values.astype(np.float64)
-    classes = chances.astype(np.float32).view(np.int32) >> _COARSE  # bits of positive floats rise with their values
+    classes = chances.astype(np.float32).view(np.int32) >> _COARSE  # The bits of positive floats rise with their values
     mass = np.bincount(classes, weights=chances)
     above = np.append(mass[:0:-1].cumsum()[::-1], 0.0)
     border = int((above < top_p).argmax())

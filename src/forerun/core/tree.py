@@ -1,8 +1,8 @@
-"""The token tree: what a drafter builds, the target scores, a rule verifies and a trace shows.
+"""The token tree: a drafter builds it, the target scores it, a rule verifies it, and a trace shows it.
 
-A chain is the tree in which every parent is the node before. The structure is on the host, a few numbers a node; what
-is wide, the distributions that sampled nodes were drawn from, are tensors. A batch is packed once, on its way to the
-device (`forerun.model.inputs.Nodes`).
+In a chain every node's parent is the node before. The structure, a few numbers per node, is on the host; the
+distributions that sampled nodes were drawn from are tensors. A batch is packed once, on its way to the device
+(`forerun.model.inputs.Nodes`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ from forerun.types import Drawn
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resume:
-    """How far the first nodes of a tree ran through the target's first layers while they were
-    drafted. They did so in the slots in which they are scored, so scoring runs only the remaining
-    layers.
+    """States of a tree's first nodes, which ran through the target's first layers while they were drafted, in the slots
+    in which they are scored. Scoring runs only the remaining layers of these nodes.
     """
 
-    boundary: int  # Layers that they have run through, at least 1
+    boundary: int  # Number of layers that they have run through, at least 1
     states: Tensor  # (R, H) at that boundary, of the tree's first R nodes, root included
-    stamp: int  # `Target.writes` of the row after they were run: once somebody else wrote to its slots, it runs anew
+    stamp: int  # `Target.writes` of the row after they were run: after another write to its slots they are run again
 
 
 class TokenTree:
     """One sequence's draft. Node 0 is the root, the last committed token, which is not drafted.
 
-    A drafter adds nodes, parents before their children. What the engine scores is a copy that `seal` has made
-    read-only. Only `Drawn.DETERMINISTIC` siblings are merged: a token that was sampled twice is two nodes, since
-    merging them would bias the output.
+    A drafter adds nodes, parents before their children. The engine scores a read-only copy, made by `seal`. Only
+    `Drawn.DETERMINISTIC` siblings are merged: a token that was sampled twice is two nodes, since merging them would
+    bias the output.
 
     Args:
         root: the last committed token.
@@ -45,15 +44,13 @@ class TokenTree:
         self.tokens = [root]  # (N,) token of each node
         self.parents = [-1]  # (N,) parent of each node, -1 for the root
         self.depths = [0]  # (N,) depth of each node, root 0
-        self.drawn = [Drawn.DETERMINISTIC]  # (N,) how each node came about; the root is DETERMINISTIC
+        self.drawn = [Drawn.DETERMINISTIC]  # (N,) how each node was drawn; the root is DETERMINISTIC
         self.confidence = [1.0]
-        """(N,) the drafter's estimate, in 0..1, that a node is accepted if its parent is; 1 for the
-        root.
-        """
+        """(N,) the drafter's estimate, in 0..1, that a node is accepted if its parent is; 1 for the root."""
         self.probes: set[int] = set()  # Nodes that are scored for the drafter's own use and never accepted
         self.draft_probs: dict[int, Tensor] = {}
-        """The distribution (V,) float32 that each node's sampled children were drawn from, by node;
-        V is at most the target's vocabulary.
+        """By node, the distribution (V,) float32 that its sampled children were drawn from; V is at most the target's
+        vocabulary.
         """
         self.masses: dict[int, float] = {}  # node -> the sum of its `draft_probs`, where known; see `masses_of`
         self.resume: Resume | None = None  # Layers that the first nodes have already run through in this step
@@ -63,9 +60,7 @@ class TokenTree:
     def of(
         cls, root: int, tokens: Sequence[int], parents: Sequence[int], confidence: Sequence[float] | None = None
     ) -> TokenTree:
-        """Build a tree of deterministic nodes 1, 2, ..., no two of them twins; parents are node
-        ids.
-        """
+        """Build a tree of deterministic nodes 1, 2, ... without duplicates; parents are node ids."""
         tree, size = cls(root), len(tokens)
         tree.tokens += tokens
         tree.parents += parents
@@ -95,8 +90,8 @@ class TokenTree:
         confidence: float = 1.0,
         probe: bool = False,
     ) -> int:
-        """Add a child of `parent` and return its node id. If a DETERMINISTIC twin is there already,
-        return the twin's id.
+        """Add a child of `parent` and return its node id. If `parent` already has this DETERMINISTIC child, return that
+        child's id.
         """
         given = drawn is Drawn.DETERMINISTIC and not probe
         twins = self._known_twins()
@@ -115,9 +110,7 @@ class TokenTree:
         return node
 
     def add_path(self, tokens: Iterable[int], parent: int = 0, *, confidence: float = 1.0) -> int:
-        """Add a chain of DETERMINISTIC nodes below `parent`, sharing nodes that are there already,
-        and return the last one.
-        """
+        """Add a chain of DETERMINISTIC nodes below `parent`, reuse existing nodes, and return the last one."""
         for token in tokens:
             parent = self.add(token, parent, confidence=confidence)
         return parent
@@ -131,7 +124,7 @@ class TokenTree:
             self.masses[node] = mass
 
     def copy(self) -> TokenTree:
-        """Return a copy of the tree that can be added to."""
+        """Return a copy of the tree that can be modified."""
         made = TokenTree(self.tokens[0])
         for name in _COLUMNS:
             setattr(made, name, list(getattr(self, name)))
@@ -140,8 +133,8 @@ class TokenTree:
         return made
 
     def seal(self) -> TokenTree:
-        """Make the tree read-only and return it, so that writing to it raises instead of changing
-        an answer.
+        """Make the tree read-only and return it, so that writing to it raises an error instead of changing the
+        output.
         """
         for name in _COLUMNS:
             vars(self)[name] = tuple(getattr(self, name))
@@ -150,7 +143,7 @@ class TokenTree:
         return self
 
     def only(self, nodes: Iterable[int]) -> TokenTree:
-        """Return the tree of the root and these nodes alone; the parent of each must be among them."""
+        """Return the tree with only the root and these nodes; the parent of each must be among them."""
         kept = [0, *sorted(nodes)]
         new = {node: position for position, node in enumerate(kept)}
         made = TokenTree(self.tokens[0])
@@ -177,7 +170,7 @@ class TokenTree:
 
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
-        """(N,) the acceptable children of each node, in the order they were drafted."""
+        """(N,) the children of each node, without probe nodes, in the order in which they were drafted."""
         lists: list[list[int]] = [[] for _ in self.tokens]
         for node, parent in enumerate(self.parents):
             if parent >= 0 and node not in self.probes:
@@ -186,8 +179,8 @@ class TokenTree:
 
     @cached_property
     def asked(self) -> tuple[tuple[int, ...], ...]:
-        """(N,) the acceptable children of each node in the order rules try them: sampled ones, then
-        the others.
+        """(N,) the children of each node, without probe nodes, in the order in which rules try them: sampled ones
+        first.
         """
         if Drawn.DETERMINISTIC not in self.drawn[1:]:
             return self.children
@@ -204,9 +197,9 @@ class TokenTree:
         return found
 
     def child(self, node: int | None, token: int) -> int | None:
-        """Return the first node that holds `token` below `node`, probes included, or None. Nodes
-        that hold the same tokens from the root on count as the first of them, so that a drafter
-        finds its nodes again in a tree that was cut, merged with another or renumbered.
+        """Return the first child of `node` with `token`, probe nodes included, or None. Nodes with the same tokens from
+        the root on are treated as the first of them, so that a drafter finds its nodes again in a tree that was pruned,
+        merged or renumbered.
         """
         return None if node is None else self._by_token.get((node, token))
 
@@ -225,14 +218,14 @@ class TokenTree:
 
     @property
     def prunable(self) -> bool:
-        """True if nodes may be taken away after they were drawn: all are deterministic, none is a
-        probe, and none has run through any layer yet.
+        """True if nodes may be pruned after they were drawn: all are deterministic, none is a probe node, and none has
+        run through any layer yet.
         """
         return self.resume is None and not self.probes and not self.sampled
 
     def survival(self) -> list[float]:
-        """Return (N,) the estimated probability that each node is accepted: the product of
-        confidences along its path, 0 for a probe.
+        """Return (N,) the estimated probability that each node is accepted: the product of confidences along its path;
+        0 for a probe node.
         """
         found = [1.0]
         for node in range(1, len(self.tokens)):
@@ -241,9 +234,7 @@ class TokenTree:
         return found
 
     def best_path(self) -> tuple[int, ...]:
-        """Return the path below the root that is expected to be accepted furthest: the largest sum
-        of survival probabilities.
-        """
+        """Return the path with the most expected accepted tokens: the largest sum of survival probabilities."""
         if max(self.depths) == self.size:
             return tuple(range(1, self.size + 1))
         survival, gains = self.survival(), [0.0] * len(self.tokens)
@@ -253,28 +244,28 @@ class TokenTree:
 
 
 class _Sealed(TokenTree):
-    """A read-only tree, made by `TokenTree.seal`. It is a class of its own because a check in
-    `TokenTree` would slow every tree.
+    """A read-only tree, made by `TokenTree.seal`. It is a separate class, because a check in `TokenTree` would slow
+    down every tree.
     """
 
     def seal(self) -> TokenTree:
         return self
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"cannot set {name}: what is scored is read-only; change a `copy()` of the tree")
+        raise AttributeError(f"cannot set {name}: this tree is read-only; modify a `copy()` of it")
 
 
 _COLUMNS = ("tokens", "parents", "depths", "drawn", "confidence")
 
 
 def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
-    """Merge trees: `base` whole and in its own numbering, then the likeliest deterministic nodes of
-    the others, up to `nodes` in all.
+    """Merge trees: all of `base` with its numbering, then the likeliest deterministic nodes of the others, up to
+    `nodes` in all.
 
-    Nodes that hold the same tokens from the root on become one, whose confidence is the largest. A deterministic node
-    whose token a sampled sibling holds is left out, and what follows it hangs from that sibling. Sampled nodes of the
-    others are left out with all below them: which deterministic nodes there are never decides whether a sampled one is
-    submitted. Probe nodes come last, as far as there is room.
+    Nodes with the same tokens from the root on become one, with the largest confidence. A deterministic node with the
+    token of a sampled sibling is dropped, and its descendants are attached to that sibling. Sampled nodes of the other
+    trees are dropped with everything below them: which deterministic nodes exist must not decide whether a sampled node
+    is submitted. Probe nodes come last, as far as there is room.
     """
     whole, fixed = base.copy(), base.size
     mappings = [graft(whole, other, 0, since=fixed) for other in others]
@@ -292,9 +283,8 @@ def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
 
 
 def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[int, int]:
-    """Hang the deterministic nodes of `other` below a node of `tree`, twins only once. Returns a
-    map from nodes of `other` to nodes of `tree`. Nodes of `tree` up to `since` keep their
-    confidence.
+    """Attach the deterministic nodes of `other` below a node of `tree`, without duplicates. Return a map from nodes of
+    `other` to nodes of `tree`. Nodes of `tree` up to `since` keep their confidence.
     """
     there: dict[tuple[int, int], int] = {}
     for node in range(1, tree.size + 1):
@@ -315,17 +305,14 @@ def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[
 
 
 def prune(trees: Sequence[TokenTree], keep: Mapping[int, Sequence[int]]) -> list[TokenTree]:
-    """Return the trees, those in `keep` (by index) with only these nodes, of which every parent is
-    among them.
-    """
+    """Return the trees; those in `keep` (by index) are reduced to these nodes, whose parents must be among them."""
     assert all(trees[row].prunable for row in keep), "only deterministic nodes may be pruned after they were drawn"
     return [tree.only(keep[row]).seal() if row in keep else tree for row, tree in enumerate(trees)]
 
 
 def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
-    """Return the tree without the sampled children of these nodes and everything below them; none
-    of it has run yet. Their ancestors stay: whether a node is submitted may not depend on its own
-    value.
+    """Return the tree without the sampled children of these nodes and everything below them, none of which has run yet.
+    Their ancestors stay: whether a node is submitted must not depend on its own token.
     """
     kept = {0}
     for node in range(1, tree.size + 1):
@@ -336,17 +323,13 @@ def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
 
 
 def masses_of(probs: Tensor) -> Tensor:
-    """Return the sums (..) of (.., V) in the device's widest float type, NaN where there is a
-    negative number.
-    """
+    """Return the sums (..) of (.., V) in the device's widest float type; NaN if a number is negative."""
     sums = probs.sum(-1, dtype=widest(probs.device))
     return torch.where(probs.amin(-1) >= 0, sums, torch.nan)
 
 
 def fetch_masses(trees: Sequence[TokenTree]) -> None:
-    """Fill in the `masses` that are not known yet, with one read for all trees, and none where
-    nothing was sampled.
-    """
+    """Fill in the missing `masses` of all trees with one read from the device, or with none if nothing was sampled."""
     unknown = [(tree, node) for tree in trees for node in tree.draft_probs if node not in tree.masses]
     if unknown:
         found = masses_of(torch.stack([tree.draft_probs[node] for tree, node in unknown])).tolist()
@@ -355,9 +338,8 @@ def fetch_masses(trees: Sequence[TokenTree]) -> None:
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Return (B, N, N) bool, which node sees which, from the parents (B, K) of nodes 1, 2, ...:
-    every node sees itself and its ancestors. The transitive closure by repeated squaring, without a
-    host round trip.
+    """Return (B, N, N) bool, which node attends to which, from the parents (B, K) of nodes 1, 2, ...: every node
+    attends to itself and its ancestors. It is the transitive closure by repeated squaring, without a host round trip.
     """
     batch, drafted = parents.shape
     nodes = drafted + 1

@@ -1,1 +1,1 @@
-"""This package has one step of speculative decoding, and what a drafter is."""
+"""One step of speculative decoding, and the interface of drafters."""

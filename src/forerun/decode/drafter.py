@@ -32,44 +32,41 @@ DraftOf = TypeVar("DraftOf", bound=Proposal)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftContext:
-    """Everything a drafter may look at, for the B rows that share it."""
+    """Everything that a drafter may read, for the B rows that it drafts for together."""
 
-    rows: Sequence[int]  # (B,) cache row of each sequence; stays the same while a sequence lives
+    rows: Sequence[int]  # (B,) cache row of each sequence; constant during a sequence's life
     tokens: Sequence[Sequence[int]]
-    """(B,) committed tokens, the prompt first, the root last. `Drafter.extend` sees a long prompt
-    in chunks: the tokens up to the end of a chunk. From a row's first proposal on the list is the
-    same object, and grows.
+    """(B,) committed tokens, from the prompt to the root. `Drafter.extend` gets a long prompt in chunks: the tokens up
+    to the end of a chunk. From a row's first proposal on the list is the same growing object.
     """
-    prompt_lengths: Sequence[int]  # (B,) how many of the text's first tokens are the prompt's
-    fresh: Sequence[int]  # (B,) how many of the last tokens this drafter has not been shown; 0 in `Drafter.propose`
-    samplers: Sequence[Sampler]  # (B,) the sampling parameters of each row, as makers of distributions
+    prompt_lengths: Sequence[int]  # (B,) number of prompt tokens
+    fresh: Sequence[int]  # (B,) number of last tokens that this drafter has not read yet; 0 in `Drafter.propose`
+    samplers: Sequence[Sampler]  # (B,) applies each row's sampling parameters
     rng: Sequence[Rng]  # (B,) the only source of randomness
     hidden_states: Mapping[Boundary, Tensor]
-    """The states that the drafter requires, (B, F, H), left aligned: one state for each fresh token
-    but a sequence's very first, that of the token *before* it. So entry i belongs to token
-    ``len(tokens) - 1 - count + i``, where count is ``min(fresh, len(tokens) - 1)``, and the last
-    one to the token before the root.
+    """The states that the drafter requires, (B, F, H), left aligned: for each fresh token, except a sequence's first,
+    the state of the token *before* it. So entry i belongs to token ``len(tokens) - 1 - count + i``, where count is
+    ``min(fresh, len(tokens) - 1)``, and the last entry to the token before the root.
     """
-    predictions: Sequence[Sequence[int]] = ()  # (B,) token ids that each client predicted as the answer, if it did
+    predictions: Sequence[Sequence[int]] = ()  # (B,) token ids that each client predicted as the output; may be empty
     cache_salts: Sequence[str | None] = ()
-    """(B,) the isolation domain of each row; None, or empty for all rows, is the domain that
-    requests without a salt share. What is learned from a row may change drafts for rows of its own
-    domain and of no other, see `PerDomain`.
+    """(B,) the isolation domain of each row; requests without a salt share the domain None, which an empty sequence
+    means for all rows. What is learned from a row may only change drafts for rows of its own domain, see `PerDomain`.
     """
-    failures: dict[int, Exception] = field(default_factory=dict)  # Cache row -> why it was failed; see `fail`
+    failures: dict[int, Exception] = field(default_factory=dict)  # Cache row -> reported error, see `fail`
 
     def salt(self, index: int) -> str | None:
         """Return the isolation domain of one of the B rows."""
         return self.cache_salts[index] if self.cache_salts else None
 
     def fail(self, index: int, error: Exception) -> None:
-        """Report, inside `propose`, that nothing can be drafted for one of the B rows. The others
-        keep their drafts; the failure is counted.
+        """Report, inside `propose`, that nothing can be drafted for one of the B rows. The other rows keep their
+        drafts, and the failure is counted.
         """
         self.failures.setdefault(self.rows[index], error)
 
     def trees(self) -> list[TokenTree]:
-        """Return a tree for each row that holds its root alone."""
+        """Return a tree with only the root for each row."""
         return [TokenTree(tokens[-1]) for tokens in self.tokens]
 
     def of(self, indices: Sequence[int]) -> DraftContext:
@@ -86,9 +83,7 @@ class DraftContext:
         return replace(self, hidden_states=hidden_states, **picked)
 
     def repeatable(self) -> DraftContext:
-        """Return the context as drafters see it where text must not depend on what was learned, see
-        `make_repeatable`.
-        """
+        """Return the context with `make_repeatable` samplers, for texts that must not depend on learned state."""
         seen = [make_repeatable(sampler) for sampler in self.samplers]
         same = all(one is other for one, other in zip(seen, self.samplers, strict=True))
         return self if same else replace(self, samplers=seen)
@@ -98,8 +93,8 @@ _BY_ROW = ("rows", "tokens", "prompt_lengths", "fresh", "samplers", "rng", "pred
 
 
 class Drafted(Proposal):
-    """A draft that its drafter adds nodes to, each with its estimated acceptance; the tree starts
-    as its root alone.
+    """A proposal to which nodes are added one by one, each with its estimated acceptance. The tree starts with its root
+    only.
     """
 
     def __init__(self, tree: TokenTree, acceptance: Acceptance) -> None:
@@ -107,32 +102,26 @@ class Drafted(Proposal):
         self.tree = tree
 
     def add(self, token: int, parent: int, evidence: Evidence, drawn: Drawn = Drawn.DETERMINISTIC) -> int:
-        """Add a token below `parent` and return its node; a deterministic one that is there already
-        stays as it is.
-        """
+        """Add a token below `parent` and return its node; an existing deterministic node is not changed."""
         node = self.tree.add(token, parent, drawn=drawn, confidence=self.acceptance.estimate(*evidence))
         self.evidence.setdefault(node, evidence)
         return node
 
 
 def check_least(method: str, config: object, **least: int) -> None:
-    """Raise ArgumentError if a configuration's option is below its least value; None stands for no
-    limit.
-    """
+    """Raise ArgumentError if an option of a configuration is below its minimum; None means no limit."""
     refuse_below(f"{method}: ", config, **least)
 
 
 def check_share(method: str, config: object, name: str) -> None:
-    """Raise ArgumentError if a configuration's option is not in 0..1."""
+    """Raise ArgumentError if an option of a configuration is not in 0..1."""
     given = getattr(config, name)
     if not 0 <= given <= 1:
         raise ArgumentError(f"{method}: {name} must be in 0..1, got {given}")
 
 
 def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
-    """Raise ArgumentError, naming the nearest, if a configuration's option is none of the known
-    values.
-    """
+    """Raise ArgumentError, naming the nearest value, if an option of a configuration has none of the known values."""
     given = getattr(config, name)
     if given not in known:
         expected = f"one of {', '.join(known)}"
@@ -141,31 +130,29 @@ def check_choice(method: str, config: object, name: str, known: Sequence[str]) -
 
 @lru_cache(maxsize=256)
 def warn_drafter(method: str, task: str, error: str) -> None:
-    """Warn, once per kind of failure, that a drafter failed: it loses its drafts, and no request
-    loses its answer.
-    """
+    """Warn, once per kind of failure, that a drafter failed. It loses its drafts; no request fails."""
     log.warning("drafter %r failed %s: %s", method, task, error)
     log.debug("drafter %r", method, exc_info=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrafterSetup:
-    """The surroundings that a drafter is built in, besides its own configuration."""
+    """The arguments of a drafter, besides its own configuration."""
 
     target: Target
     tokenizer: PreTrainedTokenizerBase | None
     rows: int  # Cache rows of the engine
     slots: int  # Most tokens of one sequence, drafted ones included
     pass_ms: Callable[[int], float] | None = None
-    """Milliseconds of the target's pass over one row with so many drafted nodes, measured at the
-    first call. None: not known, and no reason to draft less.
+    """Milliseconds of the target's pass over one row by number of drafted nodes, measured at the first call. None: not
+    known, and drafts are not shortened.
     """
-    failures: Counter[int] = field(default_factory=Counter)  # By cache row: how often drafters, members too, failed it
+    failures: Counter[int] = field(default_factory=Counter)  # By cache row: failures of drafters, members included
 
 
 class Drafter:
-    """The base of every drafter: it does nothing, so that a method overrides only what it needs. A
-    drafter takes ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
+    """The base of every drafter. Its methods do nothing, so that a drafter overrides only what it needs. A drafter is
+    made with ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
     """
 
     name: ClassVar[str]
@@ -173,15 +160,15 @@ class Drafter:
     reads_layers: ClassVar[bool] = False  # True if it reads hidden states or runs layers of the target
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        """Return what `propose` may return for a request with these sampling parameters, which
-        decides the verification rule. The default, deterministic trees, is lossless for every
-        drafter; one that samples accepts more if it says so.
+        """Return the kind of trees that `propose` may return for a request with these sampling parameters, which
+        decides the verification rule. The default, deterministic trees, is lossless for every drafter; sampling
+        drafters get more tokens accepted if they state their kind.
         """
         return DraftKind()
 
     @property
     def depth(self) -> int | None:
-        """Most tokens on one path, if that is not the option `num_speculative_tokens`."""
+        """Most tokens on one path, or None if that is the option `num_speculative_tokens`."""
         return None
 
     @property
@@ -191,61 +178,55 @@ class Drafter:
 
     @property
     def watches(self) -> bool:
-        """True if `observe` is wanted for every row that the drafter sees, not only for those it
-        drafted for.
-        """
+        """True if `observe` is called for all rows that the drafter reads, not only for those that it drafted for."""
         return False
 
     @property
     def top_ids(self) -> int:
-        """Number of ids a node that `observe` asks `scores.top_ids` for; declared here, they are
-        read from the device with all else.
+        """Number of ids per node that `observe` reads by `scores.top_ids`. Declared here, they are part of the step's
+        single read from the device.
         """
         return 0
 
     @property
     def remembers(self) -> bool:
-        """True if a row's state is kept when its answer has ended, for the next prompt that begins
-        like it. The row is then not freed but, later, truncated: to the common beginning, or to 0.
-        Worth it where reading a text is expensive; where hidden states are read, a prefix that the
-        target does not run again can be had in no other way.
+        """True if a row's state is kept when its request has ended, for the next prompt with a common prefix. The row
+        is then not freed but truncated later, to the common prefix or to 0. This pays if reading a text is slow.
+        Drafters that read hidden states need it to reuse a prefix, because the target does not run cached tokens again.
         """
         return bool(self.requires)
 
     def extend(self, context: DraftContext) -> None:
-        """Take note of committed tokens: a prompt (chunk), a reused prefix, or the accepted path
-        and the next token.
+        """Read committed tokens: a prompt or a chunk of it, a reused prefix, or the accepted path and the next
+        token.
         """
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        """Return a tree for each row within the budget; it may be the root alone, see
-        `DraftContext.trees`.
-        """
+        """Return a tree for each row within the budget; it may consist of the root only, see `DraftContext.trees`."""
         raise NotImplementedError
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
-        """Learn from the target's verdicts and scores; changes no draft that was already made.
-        ``scores.trees[i]`` is the tree of row i that was really scored, which may hold fewer nodes
-        than were proposed.
+        """Learn from the target's verdicts and scores, without changing a draft that was already made.
+        ``scores.trees[i]`` is the tree of row i that was scored, which may have fewer nodes than were proposed.
         """
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Shrink rows to this many committed tokens (preemption, prefix reuse); 0 frees the row."""
 
     def grow(self, rows: int, slots: int) -> None:
-        """Make room for so many cache rows of at most `slots` tokens each; it is shown none at present."""
+        """Make room for `rows` cache rows of at most `slots` tokens each, while the drafter has no row."""
 
     def reread(self) -> None:
-        """Make anew what was made of the target's weights: they have changed. It is shown no row at present."""
+        """Rebuild what is derived from the target's weights, which have changed, while the drafter has no row."""
 
     def memory_bytes(self) -> int:
-        """Return the bytes that the drafter holds, weights and caches."""
+        """Return the bytes of the drafter's weights and caches."""
         return 0
 
 
 class LearningDrafter(Drafter, Generic[DraftOf]):
-    """The base of drafters that learn how often they are right: each row's last draft is compared with how its text
-    went on.
+    """The base of drafters that learn their acceptance: each row's last draft is compared with the tokens that
+    followed.
     """
 
     def __init__(self) -> None:
@@ -266,9 +247,7 @@ _CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()
 
 
 def with_params(sampler: Sampler, **params: Any) -> Sampler:
-    """Return the sampler with some other sampling parameters; the same object whenever the same is
-    asked for.
-    """
+    """Return the sampler with some other sampling parameters; cached, so that equal calls return the same object."""
     made, key = _CHANGED.setdefault(sampler, {}), tuple(params.items())
     if key not in made:
         banned, words, other = sampler.banned_until_min, sampler.bad_words, replace(sampler.params, **params)
@@ -277,22 +256,21 @@ def with_params(sampler: Sampler, **params: Any) -> Sampler:
 
 
 def make_repeatable(sampler: Sampler) -> Sampler:
-    """Return the sampler that a drafter sees: as if it were greedy for a sampled request with a
-    seed, unchanged for any other. What drafters learn, and who is asked for how much, depends on
-    other requests and on the clock. Sampled drafts would show that in the text; deterministic ones
-    are walked, and the text for a seed is plain decoding's.
+    """Return the sampler that a drafter gets: a greedy one for a sampled request with a seed, else the same one. What
+    drafters learn, and how much they draft, depends on other requests and on the clock, and would change the text of
+    sampled drafts. Deterministic drafts are verified by walking, so the text for a seed is that of plain decoding.
     """
     seeded = not sampler.greedy and sampler.params.seed is not None
     return with_params(sampler, temperature=0.0) if seeded else sampler
 
 
 class PerDomain(Generic[T]):
-    """A memory of learned text, separate for each isolation domain (cache salt). A draft reveals
-    what its drafter has read, through a trace, the number of accepted tokens, or time, so
-    everything learned, counts included, is kept in one of these.
+    """Learned state, separate for each isolation domain (cache salt). A draft reveals what its drafter has read,
+    through a trace, the number of accepted tokens, or timing, so everything learned, counts included, is kept in one of
+    these.
 
-    One memory for each domain, from `make`, and at most `most`: the least recently used is forgotten, since a request
-    with a salt of its own makes one. All together have at most `most_size` by `size`; the last one used always stays.
+    Each domain has a memory, made by `make`. There are at most `most`; the least recently used one is dropped, because
+    every new salt makes one. Their total size, by `size`, is at most `most_size`, but the last used one always stays.
     """
 
     def __init__(
@@ -302,7 +280,7 @@ class PerDomain(Generic[T]):
         self._kept = OrderedDict[str | None, T]()
 
     def of(self, salt: str | None) -> T:
-        """Return the memory of a domain, which is now the last one used."""
+        """Return the memory of a domain, and mark it as the most recently used one."""
         if salt in self._kept:
             self._kept.move_to_end(salt)
         else:
@@ -311,9 +289,7 @@ class PerDomain(Generic[T]):
         return self._kept[salt]
 
     def trim(self) -> None:
-        """Forget domains beyond the limits. For a caller that made a memory grow; `of` calls it for
-        a new one.
-        """
+        """Drop domains beyond the limits. Callers that make a memory grow call this; `of` calls it for a new one."""
         kept = self._kept
         while len(kept) > 1 and (len(kept) > self._most or sum(map(self._size, kept.values())) > self._most_size):
             kept.popitem(last=False)

@@ -1,10 +1,9 @@
-"""Residual distributions of all nodes of a step, computed on the device without waiting and read at
-once.
+"""Residual distributions of all nodes of a step, computed on the device without waiting and fetched at once.
 
-A rule's draws only decide at which residual it stops (`forerun.core.probs`), so all of them can be computed before any
-rule runs. The few numbers of each that a rule may ask for come to the host in one transfer, including the tokens that
-would be drawn, whose random numbers are sent along. On a CPU, where a transfer costs nothing and a vector does, a
-residual is computed when a rule asks for it (`HostResidual`); tests hold the two implementations to each other.
+A rule's draws only decide at which residual it stops (`forerun.core.probs`), so all residuals can be computed before
+any rule runs. The few numbers of each that a rule may read are fetched in one transfer, including the tokens that would
+be drawn, for which the random numbers are sent along. On a CPU, where a transfer is free but a vector is not, a
+residual is computed on demand (`HostResidual`); tests compare the two implementations.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ class ResidualsInput:
     tree: TokenTree
     sampler: Sampler
     rng: Rng
-    reads: Reads  # Numbers that its rule asks for
-    edits: Edits | None  # Changes that its parameters make to the raw logits
-    draft_probs: bool = False  # Whether each node's probability under what it was drawn from is wanted
+    reads: Reads  # Numbers that its rule reads
+    edits: Edits | None  # Changes of its parameters to the raw logits
+    draft_probs: bool = False  # Whether each sampled node's draft probability is needed
 
 
 class Residuals:
@@ -63,8 +62,8 @@ class Residuals:
 
     Args:
         raw: (B, N, V) logits of the model.
-        rows: (B,) what is to be verified.
-        top: so many of the likeliest tokens at every node, by raw logits, are read, too.
+        rows: (B,) the rows to verify.
+        top: number of likeliest tokens at every node, by raw logits, that are fetched, too.
         recordings: of the device.
     """
 
@@ -72,16 +71,14 @@ class Residuals:
         self, raw: Tensor, rows: Sequence[ResidualsInput], *, top: int = 0, recordings: Recordings | None = None
     ) -> None:
         self.rows, self.nodes = rows, raw.shape[1]
-        values: Tensor | None = None  # What the rows' parameters make of the logits, if they change any
+        values: Tensor | None = None  # The processed logits, if the rows' parameters change any
         self.failed = dict[tuple[int, int], BaseException]()
         if any(row.edits is not None for row in rows):
             values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._vectors: dict[tuple[int, int], Tensor] = {}
-        """Vectors (V,) by (flat node, residual step), kept for rows whose rng does not draw by
-        `Rng.times`.
-        """
+        """Vectors (V,) by (flat node, residual step), for rows whose rng does not draw by `Rng.times`."""
         made = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
-        made = made | self._logprobs(raw, made)  # the former is what a recording overwrites
+        made = made | self._logprobs(raw, made)  # A recording overwrites `made`
         names = [name for name in made if name != "probs"]
         self._read: dict[str, Any] = {
             name: tensor.tolist() for name, tensor in zip(names, fetch([made[n] for n in names]), strict=True)
@@ -92,8 +89,8 @@ class Residuals:
         return DeviceRow(self, index)
 
     def number(self, name: str, flat: int, *where: int) -> Any:
-        """Return a number that was read for a node. Raises ArgumentError if the row's rule did not
-        declare it in `Reads`.
+        """Return a number that was fetched for a node. Raises ArgumentError if the row's rule does not declare it in
+        `Reads`.
         """
         found: Any = self._read.get(name, ())
         for index in (*where, flat):
@@ -107,9 +104,7 @@ class Residuals:
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def _compute(self, raw: Tensor, values: Tensor | None, top: int, recordings: Recordings) -> dict[str, Tensor]:
-        """Run `_form` on this step; the run is recorded (CUDA graph) when steps of the same plan
-        come again.
-        """
+        """Run `_form` on this step; it is recorded (CUDA graph) if steps with the same plan recur."""
         reads, size = [row.reads for row in self.rows], raw.shape[-1]
         levels = self._levels()
         plan = _Plan(
@@ -178,8 +173,8 @@ class Residuals:
         return row.tree.asked[flat % self.nodes][: row.reads.rejections]
 
     def _parents(self) -> tuple[list[int], list[int]]:
-        """Return (B N,) parents, as flat nodes, and (B N,) tokens; roots and padding have
-        themselves and 0.
+        """Return (B N,) parents, as flat nodes, and (B N,) tokens; roots and padding are their own parents, with
+        token 0.
         """
         parents, tokens = list(range(len(self.rows) * self.nodes)), [0] * (len(self.rows) * self.nodes)
         for index, row in enumerate(self.rows):
@@ -189,8 +184,8 @@ class Residuals:
         return parents, tokens
 
     def _times(self, vocabulary: int, dtype: torch.dtype) -> tuple[list[int], Tensor, set[int]]:
-        """Return each flat node's index into the random numbers, these (P, T), and the rows whose
-        rng provides none.
+        """Return each flat node's index into the random numbers, the numbers (P, T), and the rows whose rng has
+        none.
         """
         entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
         for index, row in enumerate(self.rows):
@@ -211,8 +206,8 @@ class Residuals:
         return entries, made.clamp_min_(torch.finfo(dtype).tiny), own
 
     def _drafts(self, vocabulary: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
-        """Return (P, V) the distributions that sampled children were drawn from, entry 0 all zeros,
-        and each flat node's index into them. The first is None if nothing was sampled.
+        """Return (P, V) the distributions that sampled children were drawn from, where entry 0 is all zeros, and each
+        flat node's index into them. The first is None if nothing was sampled.
         """
         found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
         for index, row in enumerate(self.rows):
@@ -223,9 +218,7 @@ class Residuals:
         return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
 
     def _logprobs(self, raw: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that `logprobs` looks up, for every row that asked for
-        log-probabilities.
-        """
+        """Return the tensors for `logprobs`, for every row whose request has log-probabilities."""
         found = dict[str, Tensor]()
         for index, row in enumerate(self.rows):
             count = row.sampler.params.logprobs
@@ -255,9 +248,7 @@ class Residuals:
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def check(self, flat: int) -> None:
-        """Raise the error of a node that has no distribution: that of `Sampler.process`, or one of
-        the user's processor.
-        """
+        """Raise the error of a node without a distribution: that of `Sampler.process` or of a custom processor."""
         error = self.failed.get((flat // self.nodes, flat % self.nodes))
         if error is not None:
             raise error
@@ -265,23 +256,21 @@ class Residuals:
         check_highest(self.number("max", flat))
 
     def raw_argmax(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return (B', N) ids of the largest raw logits of these rows, -1 where a logit is NaN."""
+        """Return (B', N) ids of the largest raw logits of these rows; -1 where a logit is NaN."""
         largest, ids = self._read["raw_max"], self._read["raw_argmax"]
         spans = [range(row * self.nodes, (row + 1) * self.nodes) for row in rows]
         return [[-1 if math.isnan(largest[flat]) else ids[flat] for flat in span] for span in spans]
 
     def top_ids(self, rows: Sequence[int], k: int) -> NDArray[np.int64] | None:
-        """Return (B', N, k) ids of the largest raw logits of these rows, or None if fewer than k
-        were read.
-        """
+        """Return (B', N, k) ids of the largest raw logits of these rows, or None if fewer than k were fetched."""
         found = np.array(self._read.get("top", ()), dtype=np.int64)
         if found.ndim < 2 or found.shape[1] < k:
             return None
         return found.reshape(len(self.rows), self.nodes, -1)[list(rows), :, :k]
 
     def logprobs(self, index: int, node: int, token: int) -> tuple[TokenLogprob, Mapping[int, TokenLogprob]]:
-        """Return the log-probability of `token` after `node`, and those of the likeliest tokens
-        there. The token must be one that the rule could have chosen.
+        """Return the log-probability of `token` after `node`, and those of the likeliest tokens there. The rule must
+        have been able to choose the token.
         """
         found = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
         position = found["tokens"].index(token)
@@ -291,31 +280,26 @@ class Residuals:
 
 
 class _Level(NamedTuple):
-    """Nodes whose residuals are computed together: those of one depth if the rule weights its
-    nodes, else all.
-    """
+    """Nodes whose residuals are computed together: those of one depth if the rule weights its nodes, else all nodes."""
 
-    nodes: list[int]  # Flat, those with the most children to reject first
+    nodes: list[int]  # Flat nodes, in the order of falling numbers of children to reject
     steps: list[tuple[list[int], list[int], list[int], list[int]]]
-    """One entry per residual step, each for the first nodes of the level: flat ids of the rejected
-    children, their tokens, whether each was drawn deterministically, and whether it is removed from
-    the distribution of its next sibling.
+    """One entry per residual step, each for the first nodes of the group: flat ids of the rejected children, their
+    tokens, whether each is deterministic, and whether it is removed from the distribution of its next sibling.
     """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Plan:
-    """The structure of a step that decides which operations `_form` runs; a recording is valid
-    for one plan.
-    """
+    """The structure of a step that determines the operations of `_form`; a recording is valid for one plan."""
 
     levels: tuple[tuple[int, tuple[int, ...]], ...]
-    """Per level: its number of nodes, and how many have a first, a second, ... child to reject.
-    Empty if all rows are argmax.
+    """For each `_Level`: its number of nodes, and how many have a first, a second, ... child to reject. Empty if all
+    rules only read the argmax.
     """
     filters: bool  # Whether a row has a top-k, top-p or min-p
     greedy: bool  # Whether a row is at temperature 0
-    entropy: bool  # Numbers that are wanted besides the residuals
+    entropy: bool  # Whether a rule reads the entropy
     draft_prob: bool
     probs: bool
     top: int
@@ -329,15 +313,14 @@ def _form(
     host: Sequence[Tensor] = (),
     keep: Callable[[int, int, Tensor], None] | None = None,
 ) -> dict[str, Tensor]:
-    """Compute all numbers that rules may read at a step's nodes, and ``probs`` (B N, V), which stay
-    on the device.
+    """Compute all numbers that rules may read at a step's nodes, and ``probs`` (B N, V), which stay on the device.
 
     Args:
         raw: (B, N, V) logits of the model.
-        values: (B, N, V) what the rows' parameters make of them, None where that is nothing else.
-        drafts: (P, V) what sampled children were drawn from, the first of zeros.
-        host: what differs from step to step, as `Residuals._compute` orders it.
-        keep: is called with (level, step, residual vectors).
+        values: (B, N, V) processed logits; None if they equal the raw ones.
+        drafts: (P, V) distributions of sampled children; the first is all zeros.
+        host: values that differ between steps, in the order of `Residuals._compute`.
+        keep: called with (level, step, residual vectors).
     """
     exact, size = widest(raw.device), raw.shape[-1]
     made = {
@@ -394,15 +377,15 @@ def _form(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StepResidual:
-    """The residual of M nodes after the same number of rejections; `HostResidual` does the same
-    arithmetic on the host.
+    """The residuals of M nodes after the same number of rejections; `HostResidual` does the same arithmetic on the
+    host.
     """
 
-    left: Tensor  # (M, V) the target's probabilities, or what is left of them
+    left: Tensor  # (M, V) the target's probabilities, or the residuals
     mass: Tensor  # (M,) their sums
-    draft: Tensor | None  # (M, V) what the next sampled child was drawn from
+    draft: Tensor | None  # (M, V) distributions of the next sampled children
     draft_mass: Tensor
-    weights: Tensor  # (M,) of the nodes, 1 where the rule knows none
+    weights: Tensor  # (M,) weights of the nodes; 1 for rules without weights
 
     @classmethod
     def of(cls, probs: Tensor, draft: Tensor | None, weights: Tensor) -> _StepResidual:
@@ -419,14 +402,14 @@ class _StepResidual:
     def reject(
         self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor, _StepResidual]:
-        """Reject one child of each node. Returns (3, M): whether the child may be accepted at all,
-        its ratio, and the mass left; (M,) its weight; and the residuals after the rejection.
+        """Reject one child of each node. Return (3, M): whether the child may be accepted at all, its ratio, and the
+        remaining mass; (M,) its weight; and the residuals after the rejection.
 
         Args:
-            tokens: (M,) of the children.
+            tokens: (M,) tokens of the children.
             given: (M,) bool, whether they are deterministic.
-            removed: (M,) bool, whether the token leaves what the next sibling was drawn from.
-            weighted: (M,) bool, whether the row's rule weighs its nodes.
+            removed: (M,) bool, whether the token is removed from the next sibling's distribution.
+            weighted: (M,) bool, whether the row's rule weights its nodes.
         """
         at, none = tokens.unsqueeze(1), torch.zeros_like(self.mass)
         own = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)
@@ -491,14 +474,12 @@ class DeviceRow:
         return float(self._residuals.number("draft_prob", self._first + node))
 
     def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
-        """Return the log-probability of each token after its node, with those of the likeliest
-        there.
-        """
+        """Return the log-probability of each token after its node, and those of the likeliest tokens there."""
         return [self._residuals.logprobs(self._index, *pair) for pair in zip(nodes, tokens, strict=True)]
 
 
 class DeviceResidual:
-    """A distribution or residual whose numbers were computed on the device and read (`Probs`)."""
+    """A distribution or residual whose numbers were computed on the device and fetched (`Probs`)."""
 
     __slots__ = ("_flat", "_residuals", "_step")
 
@@ -522,16 +503,12 @@ class DeviceResidual:
         return self._number(1)
 
     def reject(self, weight: float = 1.0) -> tuple[DeviceResidual, float]:
-        """Return the residual without the child, and its mass; the weight is the one used on the
-        device.
-        """
+        """Return the residual without the child, and its mass. The weight is the one that was used on the device."""
         assert self.child is not None, "there is no child to ask"
         return DeviceResidual(self._residuals, self._flat, self._step + 1), self._number(2)
 
     def draw(self, rng: Rng) -> int:
-        """Return the token that was drawn from this distribution on the device. An rng with its own
-        way of drawing draws here.
-        """
+        """Return the token that was drawn from this distribution on the device, unless the rng draws in its own way."""
         vector = self._residuals._vectors.get((self._flat, self._step))
         if vector is not None:
             row = self._residuals.rows[self._flat // self._residuals.nodes]

@@ -1,4 +1,4 @@
-"""One running sequence, as a step, a rule and a drafter see it."""
+"""One running sequence, for the step, the verification rules and the drafters."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from forerun.types import CommittedTokens
 
 @dataclass(kw_only=True, slots=True)
 class Row:
-    """One running sequence as the step sees it."""
+    """One running sequence."""
 
     cache_row: int  # Row in the target's cache
     tokens: list[int]  # Prompt and output; the last one is the root, not yet in the cache. Kept as `CommittedTokens`.
     prompt_length: int
     sampler: Sampler
     seed: int
-    stop_ids: frozenset[int]  # Token ids that end the answer
+    stop_ids: frozenset[int]  # Token ids that end the output
     tokens_left: int  # Tokens that may still be emitted, at least 1
-    rule: str | None = None  # A rule asked for by name; None takes the best one for what its drafter may draft
-    traced: bool = False  # Whether each node's probabilities are wanted in the `StepTrace`
-    prediction: Sequence[int] = ()  # Token ids that the client expects as the answer
-    cache_salt: str | None = None  # Isolation domain: what is kept of the text serves rows of the same domain only
-    steps: int = 0  # Steps done so far
-    drafter_errors: int = 0  # Times that a drafter failed it
-    error: ForerunError | None = None  # Why it cannot go on; the others are not concerned (`errors.Isolation`)
+    rule: str | None = None  # Name of the requested rule; None: the best one for the drafter's kind of trees
+    traced: bool = False  # Whether the `StepTrace` has each node's probabilities
+    prediction: Sequence[int] = ()  # Token ids that the client expects as the output
+    cache_salt: str | None = None
+    """Isolation domain: what is learned from the text is used for rows of this domain only."""
+    steps: int = 0  # Steps so far
+    drafter_errors: int = 0  # Failures of its drafters
+    error: ForerunError | None = None  # The error that ends it; other rows go on (`errors.Isolation`)
 
     def __post_init__(self) -> None:
         self.tokens, self.prediction = CommittedTokens(self.tokens), tuple(self.prediction)
@@ -38,9 +39,9 @@ class Row:
         list.extend(self.tokens, tokens)
 
     def shorten(self, count: int) -> None:
-        """Take back the last `count` tokens."""
+        """Remove the last `count` tokens."""
         list.__delitem__(self.tokens, slice(len(self.tokens) - count, None))
 
     def rng(self) -> Rng:
-        """Return the random number generator of the coming step."""
+        """Return the random number generator of the next step."""
         return Rng(self.seed, len(self.tokens))

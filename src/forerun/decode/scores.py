@@ -1,6 +1,4 @@
-"""The target's scores for a step's trees: raw logits, and the distributions that a rule or a
-drafter asks for.
-"""
+"""The target's scores for a step's trees: raw logits, and the distributions that rules and drafters read."""
 
 from __future__ import annotations
 
@@ -27,23 +25,23 @@ from forerun.model.padding import Flat
 from forerun.model.recordings import Recordings
 from forerun.types import TokenLogprob
 
-_BLOCK = 64  # Logits of which the largest is taken before any are sorted
+_BLOCK = 64  # Logits of a block, of which only the maximum is sorted at first
 
 
 class Scores:
-    """The target's raw logits over a step's trees, and the distributions made of them.
+    """The target's raw logits over a step's trees, and the distributions computed from them.
 
-    On a CPU everything is computed when it is asked for. On an accelerator all that rules and drafters may ask for is
-    computed beforehand and read at once (`Residuals`).
+    On a CPU everything is computed on demand. On an accelerator everything that rules and drafters may read is computed
+    beforehand and fetched at once (`Residuals`).
 
     Args:
-        logits: (B, N, V), raw; with `flat` (1, M, V) of the real nodes alone.
+        logits: (B, N, V), raw; with `flat` (1, M, V), without padding.
         rows: B sequences.
-        row_trees: of each.
-        rules: of each, by name.
-        top: so many ids a node `top_ids` will be asked for; 0: none.
-        flat: which nodes the logits are of; on a CPU alone.
-        recordings: of the device, where what is formed beforehand is recorded.
+        row_trees: the tree of each row.
+        rules: the name of each row's rule.
+        top: number of ids per node that `top_ids` will return; 0: none.
+        flat: the nodes that the logits belong to; on a CPU only.
+        recordings: of the device, to record the computation.
     """
 
     def __init__(
@@ -73,9 +71,8 @@ class Scores:
         return HostRow(self, index) if self._residuals is None else self._residuals.row(self._indices[index])
 
     def of(self, members: Sequence[int]) -> Scores:
-        """Return the scores of some of the rows, in that order, for a drafter that sees only its
-        members. The result is always another object, so that assigning to its fields changes
-        nothing here.
+        """Return the scores of some of the rows, in that order, for a drafter that reads only its members. The result
+        is always another object, so that assigning to its fields does not change this one.
         """
         some = copy.copy(self)
         if list(members) == list(range(len(self._rows))):
@@ -89,7 +86,7 @@ class Scores:
         return self._rows[index].sampler
 
     def committed(self, index: int) -> Sequence[int]:
-        """Return the row's output as it was when the tree was scored."""
+        """Return the row's output at the time when the tree was scored."""
         row = self._rows[index]
         return row.tokens[row.prompt_length : self._lengths[index]]
 
@@ -104,9 +101,7 @@ class Scores:
         return self.logits[row, node] if self._starts is None else self.logits[0, self._starts[row] + node]
 
     def raw_argmax(self, index: int, node: int) -> int:
-        """Return the argmax of the raw logits after `node`; the first call computes it for the
-        whole batch.
-        """
+        """Return the argmax of the raw logits after `node`; the first call computes it for the whole batch."""
         if self._argmax is None:
             self._argmax = self._largest()
         found = self._argmax[self._indices[index]][node]
@@ -124,7 +119,7 @@ class Scores:
         return found
 
     def _largest(self) -> list[list[int]]:
-        """Return the ids of the largest raw logits of all rows' nodes, -1 where there is NaN."""
+        """Return the ids of the largest raw logits of all rows' nodes; -1 where a logit is NaN."""
         if self._residuals is not None:
             return self._residuals.raw_argmax(range(len(self._residuals.rows)))
         found = largest(self.logits)
@@ -147,7 +142,7 @@ class Scores:
 
 
 class HostRow:
-    """Distributions of one row on the host, each computed at the first request (`NodeProbs`)."""
+    """Distributions of one row on the host, each computed on demand (`NodeProbs`)."""
 
     def __init__(self, scores: Scores, index: int) -> None:
         self._scores, self._index = scores, index
@@ -168,9 +163,7 @@ class HostRow:
         return int(sampler.process(self._logits(node), self._scores.output(self._index, node)).argmax())
 
     def target_prob(self, node: int) -> float | None:
-        """Return the target's probability of the token of `node`, or None if no rule asked for its
-        parent's distribution.
-        """
+        """Return the target's probability of the token of `node`, or None if no rule read its parent's distribution."""
         tree = self._scores.trees[self._index]
         known = self._known.get(tree.parents[node])
         return None if known is None else float(known[tree.tokens[node]])
@@ -181,9 +174,7 @@ class HostRow:
         return float(tree.draft_probs[tree.parents[node]][tree.tokens[node]])
 
     def logprobs(self, nodes: Sequence[int], tokens: Sequence[int]) -> Logprobs:
-        """Return the log-probability of each token after its node, with those of the likeliest
-        there.
-        """
+        """Return the log-probability of each token after its node, and those of the likeliest tokens there."""
         params = self._scores.sampler(self._index).params
         processed = params.logprobs_mode == "processed_logprobs"
         scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]
@@ -194,14 +185,14 @@ class HostRow:
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:
-    """Return (B, N, k) ids of the largest logits (B, N, V), the largest first, ties in any order.
-    They lie in the k blocks of largest maximum, so only those are sorted: seven times as fast as
-    sorting all for V = 150,000.
+    """Return (B, N, k) ids of the largest logits (B, N, V), the largest first, ties in any order. They are in the k
+    blocks with the largest maxima, so only those are sorted: seven times as fast as sorting all for V = 150,000.
     """
     if (found := compiled_top_ids(logits, k)) is not None:
         return found
     if logits.device.type == "cpu":
-        logits = logits.float()  # Torch compares bfloat16 slowly: 12 nodes of 49,152 took 0.65 ms, now 0.40
+        # torch compares bfloat16 slowly: 12 nodes of 49,152 logits took 0.65 ms, in float32 0.40
+        logits = logits.float()
     size = logits.shape[-1]
     whole = size // _BLOCK * _BLOCK
     if whole < 4 * k * _BLOCK:
@@ -217,8 +208,8 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
-    """Return the log-probability of each token (M,) and of the `top` likeliest at its position,
-    under softmax(logits (M, V)).
+    """Return the log-probability of each token (M,) and of the `top` likeliest tokens at its position, under
+    softmax(logits (M, V)).
     """
     found: Logprobs = []
     together = _TOGETHER_ON_A_CPU if logits.device.type == "cpu" else _TOGETHER
@@ -227,7 +218,7 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
         values = logits[part].float()
         total = values.logsumexp(-1, keepdim=True)
         own = values.gather(-1, torch.tensor(tokens[part], device=values.device).unsqueeze(-1))
-        # Added up as float32, exact below 2**24, in half the time that counting truth values takes
+        # Summed as float32, exact below 2**24, in half the time of counting booleans
         ranks = torch.gt(values, own, out=torch.empty_like(values)).sum(-1).int() + 1
         ids = top_ids(values.unsqueeze(0), min(top, values.shape[-1]))[0] if top else own.new_empty(len(own), 0).long()
         best = (values.gather(-1, ids) - total).tolist()

@@ -28,43 +28,39 @@ from forerun.types import Boundary, Budget, DraftKind, Drawn, Source, StepTrace,
 class Verified(NamedTuple):
     """The result of verifying one row's tree."""
 
-    verdict: Verdict  # The verdict; for a row that failed it accepts nothing, and its token is meaningless
-    tokens: list[int]  # Tokens that the row gains: those on the accepted path and the next one
+    verdict: Verdict  # For a row that failed it accepts nothing, and its token is meaningless
+    tokens: list[int]  # Tokens that are committed: those on the accepted path and the next one
     rule: str
-    nodes: tuple[TracedNode, ...] = ()  # For the trace, where one is wanted
-    logprobs: Logprobs | None = None  # One entry per emitted token where the request asked for log-probabilities
+    nodes: tuple[TracedNode, ...] = ()  # For the trace, if one was requested
+    logprobs: Logprobs | None = None  # One entry per emitted token, if the request has `logprobs`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """Rows that share a drafter and are drafted for together."""
+    """Rows that one drafter drafts for together."""
 
     name: str
-    drafter: Drafter  # `Guarded`, or around one that is, wherever a failure shall not end the step
+    drafter: Drafter  # A `Guarded` one, or a wrapper around it, unless a failure may end the step
     members: Sequence[int]  # Indices into the step's rows
     depths: Sequence[int]  # Per member, most tokens to draft on one path; `Row.tokens_left` limits it further
     nodes: int  # Most drafted nodes per row
-    listeners: Sequence[int] = ()  # Rows that the drafter is shown the tokens of although it does not draft for them
-    trees: Sequence[TokenTree] | None = None  # The members' proposal, where it was made before the step
+    listeners: Sequence[int] = ()  # Rows whose tokens the drafter reads although it does not draft for them
+    trees: Sequence[TokenTree] | None = None  # The members' proposals, if they were made before the step
 
 
 Admit = Callable[[list[TokenTree]], list[TokenTree]]
-"""A function that chooses which drafted nodes are scored; it may take away deterministic nodes
-only.
-"""
+"""A function that chooses which drafted nodes are scored; it may only remove deterministic nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Emitted:
-    """The tokens that one step committed to one row. If the row has an error now, the token is
-    meaningless.
-    """
+    """The tokens that one step committed to one row. If the row has an error, the token is meaningless."""
 
     tokens: list[int]
     sources: list[Source]
     drafted: int  # Drafted nodes, probes not counted
     depth: int  # Depth of the drafted tree, probes not counted
-    logprobs: Logprobs | None  # One entry per token where the request asked for log-probabilities
+    logprobs: Logprobs | None  # One entry per token, if the request has `logprobs`
     trace: StepTrace
 
 
@@ -82,12 +78,12 @@ def step(
     """Advance every row by at least one token.
 
     Args:
-        target: whose cache holds all of each row's tokens but the last.
+        target: its cache holds all of each row's tokens except the last one.
         rows: B running sequences; their tokens grow in place.
-        groups: who drafts for whom; rows in no group decode plainly.
+        groups: which drafter drafts for which rows; rows in no group decode plainly.
         check: also verify the invariants of drafts (debug mode).
         admit: chooses which of the drafted nodes are scored; None scores all.
-        since: when the step began, `time.perf_counter`, where work was done for it before this call.
+        since: when the step began, `time.perf_counter`, if work for it was done before this call.
         isolate: a row that fails gets a `Row.error`, and the others go on; else the error is raised.
     """
     marks = [time.perf_counter() if since is None else since]
@@ -124,8 +120,8 @@ def step(
 
 
 def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) -> list[Emitted]:
-    """Append the tokens after the prompts, from `logits` (B, 1, V) of the prompts' last tokens;
-    nothing is drafted. `isolate` works as in `step`.
+    """Commit the first tokens after prompts, from `logits` (B, 1, V) of the prompts' last tokens; nothing is drafted.
+    `isolate` works as in `step`.
     """
     began, rules = time.perf_counter(), _rules(rows, [])
     scores = Scores(logits, rows, [TokenTree(row.tokens[-1]) for row in rows], rules)
@@ -140,7 +136,7 @@ def first_tokens(rows: Sequence[Row], logits: Tensor, *, isolate: bool = False) 
 def context_for(
     rows: Sequence[Row], members: Sequence[int], fresh: Sequence[int], hidden_states: Mapping[Boundary, Tensor]
 ) -> DraftContext:
-    """Return what a drafter may see of the rows that are its members."""
+    """Return the context that a drafter gets of its members."""
     chosen = [rows[index] for index in members]
     return DraftContext(
         rows=tuple([row.cache_row for row in chosen]),
@@ -156,8 +152,8 @@ def context_for(
 
 
 def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
-    """Return the rule that verifies each row. It follows from what the drafter may draft, so it is
-    known before anything is drawn.
+    """Return the rule that verifies each row. It depends on the kind of trees that the drafter may propose, so it is
+    fixed before anything is drawn.
     """
     kinds = dict.fromkeys(range(len(rows)), DraftKind())
     kinds |= {index: group.drafter.kind(rows[index].sampler) for group in groups for index in group.members}
@@ -165,8 +161,8 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
 
 
 def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
-    """Ask each group's drafter to propose, and return one tree per row; `check` verifies the
-    recorded draft probabilities.
+    """Let each group's drafter propose, and return one tree per row; `check` verifies the recorded draft
+    probabilities.
     """
     trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
@@ -187,14 +183,14 @@ def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool =
 
 
 def _count_failure(row: Row, name: str, task: str, error: Exception) -> None:
-    """Warn once that a drafter lost its draft for a row, and count it."""
+    """Count a drafter's failure for a row, and warn once."""
     warn_drafter(name, task, repr(error))
     row.drafter_errors += 1
 
 
 def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
-    """Return the trees without nodes that were drawn from no distribution, and without all nodes
-    below them. Each loss is counted against the drafter.
+    """Return the trees without the nodes whose recorded draft probabilities do not sum to 1, and without the nodes
+    below them. Each removal counts as a failure of the drafter.
     """
     fetch_masses(trees)
     sound = []
@@ -202,7 +198,7 @@ def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapp
         wrong = {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < TOLERANCE}
         if wrong:
             mass = next(iter(wrong.values()))
-            error = InvalidDraftError(f"sampled from what is no distribution: its probabilities add up to {mass}")
+            error = InvalidDraftError(f"sampled from what is not a distribution: its probabilities add up to {mass}")
             _count_failure(rows[index], names[index], "to propose", error)
         sound.append(without(tree, wrong) if wrong else tree)
     return sound
@@ -251,7 +247,7 @@ def _learning_context(
     verdicts: Sequence[Verdict],
     hidden_states: Mapping[Boundary, Tensor],
 ) -> DraftContext:
-    """Return what a drafter that reads these boundaries is shown of these rows after a step."""
+    """Return the context after a step for a drafter that reads these boundaries."""
     chosen = [verdicts[index] for index in members]
     wanted = {boundary: hidden_states[boundary] for boundary in boundaries}
     return context_for(
@@ -262,8 +258,8 @@ def _learning_context(
 def _gather_states(
     hidden_states: Mapping[Boundary, Tensor], members: Sequence[int], verdicts: Sequence[Verdict]
 ) -> dict[Boundary, Tensor]:
-    """Return (B, F, H) by boundary: the hidden states of the root and of each accepted node, padded
-    with the root's. On an accelerator there are as many as a recorded pass takes, which needs no other padding then.
+    """Return (B, F, H) by boundary: the hidden states of the root and of each accepted node, padded with the root's. On
+    an accelerator they are padded to the size of a recorded pass.
     """
     if not hidden_states:
         return {}
@@ -277,8 +273,8 @@ def _gather_states(
 
 
 def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
-    """Return what a step committed to a row. `marks` are the times at which drafting, verifying and
-    committing began, and at which the step ended.
+    """Return the result of a step for a row. `marks` are the times at which drafting, verifying and committing began,
+    and at which the step ended.
     """
     verdict, (draft_ms, verify_ms, commit_ms) = result.verdict, [1e3 * (end - start) for start, end in pairwise(marks)]
     trace = StepTrace(
@@ -308,12 +304,13 @@ def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[f
 def _score_roots_again(
     target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
 ) -> dict[int, NumericError]:
-    """Let rows that failed for their numbers, and had more in their slots than the root, decode
-    plainly in this step. Returns the errors that they had, by index into `rows`.
+    """Score the roots of rows with numeric errors again without their drafts, so that these rows decode plainly in this
+    step. Return the errors that they had, by index into `rows`.
 
-    A token's keys and values reach all others of its row, whether or not these see it: a drafted token whose numbers
-    overflow takes the row's root with it, and so does what was left behind the root by a draft that was never scored.
-    What stood behind their roots is gone, their trees are empty, the scores at their roots are new.
+    NaN or infinity in one slot's keys and values reaches all tokens of the row, whether or not they attend to it: a
+    drafted token that overflows, or the leftovers of a draft that was never scored, make the root's scores NaN. So the
+    slots after the roots are cleared, the trees become empty, and the roots get new scores. Rows with an empty tree and
+    clean slots keep their error.
     """
     numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
@@ -334,12 +331,11 @@ def _score_roots_again(
 
 
 def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
-    """Return the verdict of the rule `name` on row `index` of `scores`, cut at a stop token:
-    nothing is committed behind it.
+    """Return the verdict of the rule `name` on row `index` of `scores`, cut at a stop token: nothing is committed after
+    it.
 
-    All that is done for this row alone in a step is done here. Nothing is raised: why it failed is left in
-    ``row.error``, a `NumericError` where numbers are not finite, a `NoTokenLeftError` where every token is banned, a
-    `RequestError` for anything else.
+    Nothing is raised: a failure of this row is stored in ``row.error``, as a `NumericError` if numbers are not finite,
+    a `NoTokenLeftError` if every token is banned, a `RequestError` for anything else.
     """
     tree = scores.trees[index]
     with Isolation(row):
@@ -361,7 +357,7 @@ def _run_rule(row: Row, scores: Scores, index: int, name: str) -> Verified:
     accepted = set(verdict.path)
     for length, node in enumerate(verdict.path):
         if tree.tokens[node] in row.stop_ids:
-            # The stop token was drafted and accepted, too: it ends the path as the next token, with nothing behind it.
+            # A drafted stop token was accepted: it becomes the next token after the path, and nothing follows it.
             accepted = set(verdict.path[: length + 1])
             verdict = Verdict(path=verdict.path[:length], next_token=tree.tokens[node], kind=Source.DRAFT)
             break

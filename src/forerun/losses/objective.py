@@ -120,16 +120,15 @@ class Objective(Protocol):
 
 
 class Batches(Protocol):
-    """`Batches` are data addressed by position, so that resuming needs nothing but a number."""
+    """Data addressed by position, so that a run can be resumed by a number only."""
 
-    steps_per_epoch: int  # Batches in one pass over the data; `batch` goes on beyond it (next epoch, another order)
+    steps_per_epoch: int  # Batches in one pass over the data; `batch` continues beyond it (next epoch, another order)
 
     def batch(self, step: int, rank: int, world: int) -> FeatureBatch:
         """Return the share of process `rank` of `world` in batch number `step`, from 0.
 
-        It is a function of its arguments, and of the learning model's weights by then where that
-        one writes. The shares of all ranks together are the same batch for every `world`, and so is
-        what is trained.
+        It is a function of its arguments and, if the trained model generates the text, of its weights at that time. The
+        shares of all ranks together are the same batch for every `world`.
         """
 
 
@@ -181,8 +180,9 @@ class ObjectiveSettings:
     reuse: Natural = 1
     """Times that a written batch is trained on before the next ones are written."""
     at_once: Natural = 16
-    """Windows, of all processes, that are written together: a pass over many answers costs little more than one over
-    few, and the memory of so many."""
+    """Windows, of all processes, whose answers are generated together: a pass over many rows costs little more time
+    than one over a few, but more memory.
+    """
     accepted: Share = 1.0
     """Share of the written tokens with an accepted draft, or none, that count; those with a rejected one all do."""
     temperature: NotNegative = 1.0
@@ -442,7 +442,7 @@ class DropSettings(Protocol):
 
     @property
     def keep(self) -> float:
-        """Return the share of the entries at a depth that goes on to the next one."""
+        """Return the share of the entries at a depth that is kept at the next one."""
 
     @property
     def floor(self) -> float:

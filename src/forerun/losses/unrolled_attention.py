@@ -33,14 +33,14 @@ class FlexMask:
 
     def __init__(self, documents: Tensor, reach: int | None = None) -> None:
         self.length = documents.shape[1]
-        last = documents.max() + 1  # padding is a document behind the others, so that all rise
+        last = documents.max() + 1  # Padding counts as a last document, so that document numbers rise
         ordered = torch.where(documents < 0, last, documents)
         self.documents = pad(ordered, (0, -self.length % BLOCK), value=torch.iinfo(torch.int32).max)
         self.reach = torch.tensor(self.length if reach is None else max(0, reach), device=documents.device)
         self._masks: dict[int, flex.BlockMask] = {}
 
     def of(self, steps: int) -> flex.BlockMask:
-        """Return the mask for keys of step 0 and of so many `steps` after it."""
+        """Return the mask for the keys of step 0 and of `steps` further steps."""
         if steps not in self._masks:
             self._masks[steps] = self._make(steps)
         return self._masks[steps]

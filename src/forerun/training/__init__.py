@@ -1,1 +1,1 @@
-"""This package trains draft heads: recipes, data, features, objectives, the loop."""
+"""Training of draft heads: recipes, data, features, objectives, and the loop."""

@@ -1,7 +1,7 @@
-"""A dry run says what a recipe means before anything is trained: size, time, passes over the data, and advice.
+"""A dry run reports the size, the time and the passes over the data of a recipe, and gives advice, before training.
 
-Of a head that is made anew the target's configuration says enough: the head's step is timed on a few made-up features,
-and no weights of the target are read. Anything else is loaded, and its real step is timed.
+For a new head the target's configuration suffices: the head's step is timed on a few random features, and no weights
+of the target are loaded. Otherwise everything is loaded, and the real step is timed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,23 @@ from forerun.training.run import TrainingRun, bytes_of_training, check_memory
 from forerun.training.trained import trained_class
 from forerun.types import LAST_HIDDEN
 
-TIMED_TOKENS = 256  # Tokens of the made-up batch: enough that a step's products are as fast as a real one's
-MANY_PASSES = 20  # Passes over the same text beyond which a head learns it by heart
-FEW_STEPS = 120  # Steps that a fresh EAGLE-3 head of SmolLM2-135M takes from guessing, 10.8 nats, to 4
+TIMED_TOKENS = 256  # Tokens of the random batch: enough that matrix products are as fast as in a real step
+MANY_PASSES = 20  # Passes over the same text beyond which a head overfits
+FEW_STEPS = 120  # Steps in which the loss of a new EAGLE-3 head of SmolLM2-135M falls from 10.8 nats to 4
 FEW_PROMPTS = 50
-COVERED = 0.98  # Share of new text that a draft vocabulary should be able to say
+COVERED = 0.98  # Share of new text that a draft vocabulary should cover
 
 
 def plan(recipe: TrainRecipe[Any], parallel: Parallel) -> dict[str, Any]:
-    """Return parameters, bytes, steps, time and ``advice``, sentences for the user; nothing is trained.
-
-    Errors are those of `TrainingRun`, as far as they can be known without the target's weights.
+    """Return parameters, bytes, steps, time and ``advice`` (sentences for the user) without training. Raises as
+    `TrainingRun` does, except for errors that need the target's weights.
     """
     kind = kind_named(recipe.kind)
     if kind.trains != "head" or kind.in_target is not None or recipe.draft.start is not None:
         run = TrainingRun(recipe, parallel)
         data, size, head = run.data, run.measure(), None
     else:
-        trained_class(kind)(recipe)  # refuses what contradicts itself
+        trained_class(kind)(recipe)  # It raises if the recipe contradicts itself
         check_memory(recipe, parallel)
         path = resolve(recipe.target)
         options = LoadOptions(dtype=recipe.target_dtype, device=str(parallel.device), repack=False)
@@ -74,7 +73,7 @@ def plan(recipe: TrainRecipe[Any], parallel: Parallel) -> dict[str, Any]:
 
 
 class Sketch:
-    """A `Sketch` is a head of the right shape with made-up weights, beside a target with real sizes alone."""
+    """A head of the right shape with random weights, and a target of which only the sizes are real."""
 
     def __init__(self, recipe: TrainRecipe[Any], config: Any, device: torch.device) -> None:
         kind = kind_named(recipe.kind)
@@ -92,7 +91,7 @@ class Sketch:
         objective = objective_for(kind_named(recipe.kind))(self.head.train(), target, recipe.objective)
         most = min(recipe.windows.length, TIMED_TOKENS)
         fewer, seconds = max(2, most // 4), list[float]()
-        for tokens in (fewer, fewer, most):  # the first one warms up
+        for tokens in (fewer, fewer, most):  # The first one is a warm-up
             batch = self._batch(dtype, tokens)
             began = time.perf_counter()
             with torch.autocast(self.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
@@ -100,7 +99,7 @@ class Sketch:
             loss.backward()
             float(loss.detach())  # waits for a device
             seconds.append(time.perf_counter() - began)
-        # What a step costs whatever its tokens (a gradient as large as the head) is not multiplied by their number.
+        # The fixed cost of a step (a gradient as large as the head) is not multiplied by the number of tokens.
         each = max(0.0, seconds[2] - seconds[1]) / max(1, most - fewer) or seconds[2] / most
         fixed = max(0.0, seconds[2] - each * most)
         if recipe.mode == "online":
@@ -134,7 +133,7 @@ class Sketch:
         return FeatureBatch(batch=tokens, features=features)
 
     def _pass_seconds(self, dtype: torch.dtype, tokens: int) -> float:
-        """Return the seconds of the target's own pass over so many tokens, from products of its sizes."""
+        """Return the seconds of the target's pass over `tokens` tokens, estimated from matrix products of its sizes."""
         text = self.text
         inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
         left = torch.ones(tokens, text.hidden_size, dtype=dtype, device=self.device)
@@ -148,11 +147,11 @@ class Sketch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunShape:
-    """A `RunShape` is what a run comes to, and gives advice on it."""
+    """The figures of a planned run, with advice on it."""
 
     recipe: TrainRecipe[Any]
     data: PreparedData
-    head: Head | None  # None where something else than a fresh head is trained
+    head: Head | None  # None unless a new head is trained
     steps: int
     seconds: float  # Of a step
     passes: float
@@ -173,7 +172,7 @@ class RunShape:
         if self.passes > MANY_PASSES:
             fewer = max(1, round(self.steps * MANY_PASSES / self.passes))
             yield (
-                f"A head that reads the same text so often learns it by heart. training.epochs={MANY_PASSES} is "
+                f"A head that reads the same text so often overfits. training.epochs={MANY_PASSES} is "
                 f"{fewer:,} steps and about {say_time(fewer * self.seconds)}; what helps is more text: let the target "
                 "answer further prompts (forerun data regenerate)."
             )
@@ -234,7 +233,7 @@ class RunShape:
         wanted = self.recipe.evaluation
         if wanted.prompts is None:
             yield (
-                "Nothing is held out, so nobody will know how much is accepted: prepare some prompts apart and name "
+                "Nothing is held out, so acceptance will not be measured: prepare some prompts separately and name "
                 "them in evaluation.prompts."
             )
         elif wanted.count < FEW_PROMPTS:

@@ -1,7 +1,6 @@
-"""LayerSkip's objective (arXiv 2404.16710) lets every layer learn to predict through the target's
-own norm and head.
+"""LayerSkip's objective (arXiv 2404.16710): every layer learns to predict through the target's own norm and head.
 
-Layers are dropped at random, the later the more often, so that the early ones do without them.
+Layers are dropped at random, later ones more often, so that early layers learn to predict without them.
 """
 
 from __future__ import annotations
@@ -33,20 +32,16 @@ from forerun.training.distill import DraftStates
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerSkipSettings(ObjectiveSettings):
-    """`LayerSkipSettings` say what the layers learn from, which ones in which batch, and how often
-    they are dropped.
-    """
+    """The labels of the layers, which layers learn in which batch, and how often layers are dropped."""
 
     learn_from: Literal["target", "data"] = "target"
-    """Source of the labels: the target's distributions as they were, which keeps its answers; or
-    the data's tokens, as in the paper.
+    """Source of the labels: the original target's distributions, which preserve its outputs, or the data's tokens, as
+    in the paper.
     """
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    """Chance that a window does without the last layer; earlier ones are dropped exponentially less
-    often.
-    """
+    """Probability that a window skips the last layer; earlier layers are skipped exponentially less often."""
     exit_scale: NotNegative = 0.2
-    """Weight of the exits beside the last layer; a later one weighs more than an earlier one."""
+    """Weight of the exits relative to the last layer; later exits weigh more than earlier ones."""
     curriculum: Literal["rotational", "gradual", "all"] = "rotational"
     """Exits that learn in a batch: every `every`-th, one further in the next batch; or from the last to the first one,
     all from batch number `gradual_batches` on; or all of them."""
@@ -55,16 +50,12 @@ class LayerSkipSettings(ObjectiveSettings):
 
 
 class LayerSkipObjective(Objective):
-    """A `LayerSkipObjective` is the weighted mean of the losses of the exits that learn in a batch,
-    and of the last layer's.
-    """
+    """The weighted mean of the losses of a batch's exits and of the last layer's loss."""
 
     Settings: ClassVar[type[LayerSkipSettings]] = LayerSkipSettings
 
     def __init__(self, model: Any, target: FrozenTarget, settings: LayerSkipSettings | None = None) -> None:
-        """Take `model`, a transformers causal LM, which is trained, and `target`, the same model as
-        it was.
-        """
+        """Take the trained transformers causal LM `model`, and `target`, the original model."""
         refuse_stateful(
             model,
             "LayerSkip learns from inner layers over packed windows, where a state would flow from one text into the "
@@ -81,9 +72,8 @@ class LayerSkipObjective(Objective):
     def __call__(self, batch: FeatureBatch) -> LossReport:
         """Return the loss, ``agreement_E`` and ``overlap_E``.
 
-        ``agreement_E`` says how often the likeliest token after E layers is the target's,
-        ``overlap_E`` is the chance that one drawn there is accepted by the target as it was. Only
-        `learn_from` target measures them.
+        ``agreement_E`` is how often the likeliest token after E layers is the target's, and ``overlap_E`` the
+        probability that a token drawn there is accepted by the original target. Only `learn_from` target measures them.
         """
         training, last = self.parameters_module().training, len(self._layers)
         exits = self.exits(batch.number) if training else []
@@ -107,9 +97,7 @@ class LayerSkipObjective(Objective):
         return LossReport(loss=total, weight=seen, metrics=metrics)
 
     def exits(self, number: int) -> list[int]:
-        """Return the numbers of layers after which batch `number` has a loss, the last layer's left
-        out.
-        """
+        """Return the numbers of layers after which batch `number` has a loss, without the last layer."""
         settings, every = self.settings, range(1, len(self._layers))
         if settings.curriculum == "rotational":
             return [place for place in every if (place + number) % settings.every == 0]
@@ -123,7 +111,7 @@ class LayerSkipObjective(Objective):
 
     @contextmanager
     def _dropping(self, rows: int) -> Iterator[None]:
-        """Let each of `rows` windows do without some layers while open; 0: no window does."""
+        """Let each of `rows` windows skip some layers within the context; 0: none does."""
         chances = dropout_chances(len(self._layers), self.settings.dropout)
         handles = []
         for layer, chance in zip(self._layers, chances, strict=True):
@@ -150,14 +138,14 @@ def exit_weights(exits: list[int], last: int, scale: float) -> dict[int, float]:
 
 
 def dropout_chances(layers: int, most: float) -> list[float]:
-    """Return how often each layer is dropped: from 0 at the first to `most` at the last,
-    exponentially.
+    """Return the probability of skipping each layer, which grows exponentially from 0 at the first to `most` at the
+    last.
     """
     return [most * (2 ** (layer / max(1, layers - 1)) - 1) for layer in range(layers)]
 
 
 def _passing(dropped: Tensor) -> Any:
-    """Return a hook that gives the rows that are `dropped` (B,) a layer's input for its output."""
+    """Return a hook that passes the rows in `dropped` (B,) through a layer unchanged."""
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         before = args[0] if args else kwargs["hidden_states"]

@@ -1,11 +1,10 @@
-"""Medusa-2's objective (arXiv 2401.10774) trains the target and its Medusa heads together, the
-heads alone first.
+"""Medusa-2's objective (arXiv 2401.10774): the heads are trained alone first, then together with the target.
 
-``L_LM + w * sum_k decay^k L_k``: the target's own loss beside the heads' (`objectives.medusa`). Heads that know nothing
-would spoil the target, so that it stands still until they have learnt something; then its learning rate and the weight
-w of the heads' loss rise from 0. The heads' learning rate is larger than the target's. By default L_LM is the distance
-to the target as it was, the paper's self-distillation; the paper has that target as a LoRA that is switched off, here
-its frozen copy stands beside the one that learns.
+The loss is ``L_LM + w * sum_k decay^k L_k``: the target's own loss and the heads' (`heads.medusa`). Untrained heads
+would damage the target, so it is frozen until they have learned something; then its learning rate and the weight w of
+the heads' loss rise from 0. The heads' learning rate is larger than the target's. By default L_LM is the distance to
+the original target, the paper's self-distillation. The paper gets the original by switching a LoRA off; here it is a
+frozen copy.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Medusa2Settings(MedusaSettings):
-    """`Medusa2Settings` are the two stages, and how heads and target weigh."""
+    """Settings of the two stages, and the weights of heads and target."""
 
     learn_from: Literal["target", "data"] = "target"
-    """Source of the target's labels: its distributions as they were, which keeps its answers; or
-    the data's tokens.
+    """Source of the target's labels: the original target's distributions, which preserve its outputs, or the data's
+    tokens.
     """
     heads_first: Share = 0.5
-    """Share of the run in which the heads learn alone; 0 with a `draft.start` that has learnt already."""
+    """Share of the run in which the heads learn alone; 0 with a trained `draft.start`."""
     warmup: Share = 0.1
     """Share of the run, after that, in which the target's learning rate and the heads' weight rise from 0."""
     head_weight: Positive = 0.2
@@ -42,7 +41,7 @@ class Medusa2Settings(MedusaSettings):
 
 
 class TargetAndHead(nn.Module):
-    """`TargetAndHead` is a causal LM and a head for it."""
+    """A causal LM together with a head for it."""
 
     model: Any
     head: MedusaHead
@@ -53,16 +52,12 @@ class TargetAndHead(nn.Module):
 
 
 class Medusa2Objective(Objective):
-    """A `Medusa2Objective` is the loss of a target and its Medusa heads on a batch of features of
-    the target as it was.
-    """
+    """The loss of a target and its Medusa heads on a batch with features of the original target."""
 
     Settings: ClassVar[type[Medusa2Settings]] = Medusa2Settings
 
     def __init__(self, module: TargetAndHead, target: FrozenTarget, settings: Medusa2Settings | None = None) -> None:
-        """Take `module`, which is trained, and `target`, the model in it as it was; errors as in
-        `DraftStates`.
-        """
+        """Take the trained `module` and the original `target`. Raises as `DraftStates` does."""
         self.module, self.target, self.settings = module, target, settings or Medusa2Settings()
         self.reader = DraftStates(module.model, gradient_checkpointing=self.settings.gradient_checkpointing)
         self.heads = MedusaObjective(module.head, target, self.settings)
@@ -71,8 +66,8 @@ class Medusa2Objective(Objective):
         return self.module
 
     def joint(self, done: float) -> float | None:
-        """Return how far the target has joined in, in 0..1, where the share `done` of the run is
-        over; None: not at all.
+        """Return the weight of joint training, in 0..1, after the share `done` of the run; None while the target is
+        frozen.
         """
         since = done - self.settings.heads_first
         if since < 0:

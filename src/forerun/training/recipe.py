@@ -27,29 +27,29 @@ Settings = TypeVar("Settings")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowSettings:
-    """`WindowSettings` say how documents become batches."""
+    """How documents are packed into batches."""
 
     length: Annotated[int, Field(ge=2)] = 2048  # Tokens per window; shorter documents share one, longer ones are cut
     rows: Natural = 1  # Windows per process and step
-    min_tokens: Natural = 1  # Parts of documents with fewer tokens to learn are left out
+    min_tokens: Natural = 1  # Parts of documents with fewer counted tokens are dropped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSettings:
-    """`DraftSettings` say what training starts from, and its size and shape."""
+    """The initial weights of what is trained, its size and its shape."""
 
-    vocab_size: Natural | None = None  # Tokens that the head can propose, the most frequent of the data; None: all
-    start: str | None = None  # Directory or hub id of a head to go on from, instead of a fresh one, or a draft model
+    vocab_size: Natural | None = None  # Size of the draft vocabulary, the data's most frequent tokens; None: all
+    start: str | None = None  # Directory or hub id of a head or draft model to continue from; None: a new head
     # `option_names` of the head's kind: ``boundaries``, ...; of a draft model what the target is shrunk to.
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationSettings:
-    """`EvaluationSettings` say how evaluation decodes."""
+    """The settings with which evaluation decodes."""
 
-    max_tokens: Annotated[int, Field(ge=2)] = 64  # The first one comes without a draft
-    num_speculative_tokens: Natural = 5  # Length of the chain, and depth of the tree; no more than the head drafts
+    max_tokens: Annotated[int, Field(ge=2)] = 64  # The first token has no draft
+    num_speculative_tokens: Natural = 5  # Length of the chain and depth of the tree; at most what the head drafts
     top_k: Natural = 4
     nodes: Natural = 32  # Nodes of the dynamic tree, root not counted
     seed: Count = 0
@@ -58,24 +58,24 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationRecipe:
-    """An `EvaluationRecipe` says what is decoded while training, and from which prompts."""
+    """The prompts on which acceptance is measured during training, and how."""
 
     prompts: str | None = None  # Prepared data, held out; None: no evaluation
-    count: Natural = 8  # Prompts, of the first documents that give one (`select_prompts`)
-    prompt_tokens: Natural = 128  # Most tokens of a prompt; plain text gives exactly so many
+    count: Natural = 8  # Number of prompts, from the first documents that have one (`select_prompts`)
+    prompt_tokens: Natural = 128  # Most tokens of a prompt; of plain text exactly this many
     settings: EvaluationSettings = field(default_factory=EvaluationSettings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRecipe(Generic[Settings]):
-    """A `TrainRecipe` is one run of ``forerun train KIND``."""
+    """The recipe of one run of ``forerun train KIND``."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", **STRICT)
     kind: str
     target: str  # Directory or hub id of the model to draft for
     data: str  # Directory that ``forerun data prepare`` wrote
-    output: str  # Directory of checkpoints, log and what is finished
-    mode: Literal["online", "offline"] = "online"  # Online runs the target beside the head; offline reads `features`
+    output: str  # Directory for checkpoints, log and the exported result
+    mode: Literal["online", "offline"] = "online"  # Online runs the target during training; offline reads `features`
     features: str | None = None  # Directory that `forerun features` wrote
     target_dtype: str = "auto"  # The checkpoint's own, but float32 on a CPU that only emulates it
     target_parallel: Literal["none", "fsdp", "tp"] = "none"
@@ -110,10 +110,8 @@ class TrainRecipe(Generic[Settings]):
 def read_recipe(
     kind: str, path: str | Path | None, words: Sequence[str] = (), flags: Mapping[str, Any] | None = None
 ) -> TrainRecipe[Any]:
-    """Read a recipe for a kind from a YAML file, then from flags (by key), then from
-    ``key.sub=value`` words.
-
-    ArgumentError for whatever is not understood; unknown keys are reported with the nearest.
+    """Read a recipe for a kind from a YAML file, then from flags (by key), then from ``key.sub=value`` words. Raises
+    ArgumentError for invalid keys or values; for an unknown key it names the nearest.
     """
     values: Any = {}
     if path is not None:
@@ -139,7 +137,7 @@ def read_recipe(
 
 
 def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
-    """Make a recipe for a kind of head from plain mappings; errors as in `read_recipe`."""
+    """Make a recipe for a kind of head from plain mappings. Raises as `read_recipe` does."""
     settings, stated = objective_for(kind_named(kind)).Settings, values.get("kind", kind)
     if stated != kind:
         raise ArgumentError(f"the recipe is one for {stated}: forerun train {stated}")
@@ -153,17 +151,17 @@ def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
 
 
 def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
-    """Return every value, defaults included, as JSON and YAML know them."""
+    """Return all values, defaults included, as JSON types."""
     return json.loads(json.dumps(dataclasses.asdict(recipe)))
 
 
 HOW = ("objective.gradient_checkpointing", "objective.flex_attention")  # the figures are computed, not what they are
 MAY_CHANGE = ("output", "trackers", "target_parallel", "evaluation.settings.rows", *HOW)
-"""A resumed run may set these anew, besides what `TrainSettings` allows."""
+"""Keys that a resumed run may change, besides those that `TrainSettings` allows."""
 
 
 def flatten(recipe: Any, where: str = "") -> dict[str, Any]:
-    """Return every value of a recipe under its whole key, such as ``objective.steps``."""
+    """Return all values of a recipe by their full keys, such as ``objective.steps``."""
     found: dict[str, Any] = {}
     for item in dataclasses.fields(recipe):
         value, key = getattr(recipe, item.name), where + item.name
@@ -212,7 +210,7 @@ def _keys(made: type, settings: type, where: str = "") -> list[str]:
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
-    """`_Yaml` reads 1e-3 as a number, as YAML 1.2 does; PyYAML follows 1.1, for which it is text."""
+    """Reads 1e-3 as a number, as YAML 1.2 does; for PyYAML, which follows YAML 1.1, it is text."""
 
 
 _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), [*"-+0123456789"])
@@ -228,7 +226,7 @@ def _set(values: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _merge(before: Any, value: Any) -> Any:
-    """Let the later value win; of a mapping only the keys that it names, the others stay."""
+    """Merge two values: the later one wins; mappings are merged key by key."""
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{key: _merge(before.get(key), one) for key, one in value.items()}}

@@ -1,13 +1,11 @@
-"""This module defines what a run trains, by the role of its kind: how it starts, drafts in
-evaluation, and is written.
+"""The trained part of a run, by the role of its kind: how it starts, drafts in evaluation, and is written.
 
-That is a head on a frozen target; a draft model, one that exists or the target with fewer layers
-and less width; the target itself, whose first layers then draft better; or target and head
-together.
+It is a head on a frozen target; a draft model, either an existing one or the target with fewer layers and less width;
+the target itself, whose first layers then draft better; or target and head together.
 
-A draft model that is made of the target keeps its strongest part. What goes of neurons, of
-key-value heads with their queries, and of the residual stream's dimensions is what the smallest
-weights write; what writes nothing goes without a trace.
+A draft model that is made from the target keeps its strongest part: neurons, key-value heads with their queries, and
+dimensions of the residual stream are removed in the order of the smallest output weights. Parts whose output weights
+are zero are removed without any change.
 """
 
 from __future__ import annotations
@@ -51,10 +49,9 @@ from forerun.types import Boundary
 from forerun.writing import replace_folder
 
 STYLES = ("llama", "mistral", "qwen2", "qwen3")
-"""These ``model_type`` decoders have layers of ``self_attn`` and a gated ``mlp`` behind RMS norms.
-"""
+"""The ``model_type`` values of decoders with layers of ``self_attn`` and a gated ``mlp`` after RMS norms."""
 WIDTHS = ("hidden_size", "intermediate_size", "num_key_value_heads")
-"""These keys of their configurations may become smaller, besides layers."""
+"""The configuration keys that may be reduced, besides layers."""
 
 
 @torch.no_grad()
@@ -100,9 +97,7 @@ def shrink(model: Any, options: Mapping[str, Any]) -> Any:
 
 
 def space_evenly(count: int, layers: int) -> list[int]:
-    """Return `count` of so many layers, from 0, evenly spaced; the last one too, where there are
-    two.
-    """
+    """Return `count` evenly spaced layers of `layers`, from 0 on, including the last one if there are at least two."""
     return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
@@ -207,11 +202,11 @@ def _select(state: State, matrix: str, kept: Tensor, axis: int, *, bias: bool = 
 
 
 class Trained(ABC):
-    """A `Trained` drafts for a target, before and after it was trained."""
+    """The trained part of a run, which drafts for a target before and after training."""
 
     folder: ClassVar[str]  # Folder of the finished checkpoint, in the recipe's output
     beside: ClassVar[tuple[str, ...]] = ()  # Further folders that are written there
-    writes: ClassVar[bool] = False  # True where it can write an answer alone
+    writes: ClassVar[bool] = False  # True if it can generate text alone
     drafts_by: ClassVar[tuple[str, ...]] = ("chain", "tree")  # The keys of `shapes`
     module: nn.Module
     boundaries: tuple[Boundary, ...]  # Layers at which the target is read, besides its last state

@@ -1,11 +1,10 @@
-"""Training can run with decoding: the engine writes answers in packed windows anew while training
-goes on.
+"""Training with decoding: the engine regenerates the answers in packed windows during training.
 
-The target writes with what is trained drafting for it: the text is the target's own at the temperature that is asked
-for, and it is known where drafts were rejected. Or a draft model writes alone (on-policy, DistillSpec, arXiv
-2310.08461). Several batches are written at once, since many answers cost little more than one. Text is a function of
-the weights, the seed and the number of the batch, and what is yet to be seen is on disk: a run that is resumed sees
-what it would have seen.
+The target generates them, with the trained module drafting: the text is the target's own at the requested temperature,
+and the rejected positions are known. Or a draft model generates alone (on-policy, DistillSpec, arXiv 2310.08461).
+Several batches are generated together, since many answers cost little more than one. Text is a function of the weights,
+the seed and the number of the batch, and batches that were not trained on yet are kept on disk, so that a resumed run
+gets the same data.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ _WRITTEN = 2  # Stream of the seed; 0 and 1 pack and order the windows
 
 
 class AnswerWriter:
-    """An `AnswerWriter` writes the answers of windows anew: of each document, or with a chance.
+    """Regenerates the answers in windows, each with a given probability.
 
-    An answer goes from the first counted token to where it ended; a document that has none yet
-    always gets one.
+    An answer begins at the first counted token and ends where it ended in the data; a document without an answer always
+    gets one.
 
     Args:
-        model: a transformers causal LM, what writes; its weights may change between calls.
-        settings: how much is written anew, how, and what of it counts.
+        model: the transformers causal LM that generates; its weights may change between calls.
+        settings: how much is regenerated, how, and which tokens count.
         length: most tokens of a document.
-        rows: of a batch, on all processes together.
-        drafting: a speculative configuration for `model`; None: it decodes plainly.
-        vocabulary: only so many tokens may be written, the first ones; None: all.
-        refresh: called before something is written, to bring what writes and what drafts up to date.
-        folder: where batches are kept until they have been seen; None: each is written when it is asked for.
-        needed: the first step that a run which is resumed may ask for; files of earlier ones are removed.
+        rows: rows of a batch, on all processes together.
+        drafting: a speculative configuration for `model`; None: plain decoding.
+        vocabulary: only token ids below this may be generated; None: all.
+        refresh: called before each generation, to update the weights of `model` and of the drafter.
+        folder: where batches are kept until they are trained on; None: each is generated on demand.
+        needed: returns the first step that a resumed run may need; files of earlier steps are removed.
     """
 
     def __init__(
@@ -64,23 +63,22 @@ class AnswerWriter:
         needed: Callable[[], int] = lambda: 0,
     ) -> None:
         self.settings, self.folder = settings, folder
-        self.together = max(1, settings.at_once // rows)  # Batches that are written at once
+        self.together = max(1, settings.at_once // rows)  # Batches that are generated together
         self._model, self._seed, self._length, self._refresh, self._needed = model, seed, length, refresh, needed
-        # Drafts that are not drawn: what is written is then plain decoding's text, whatever drafts, and as much as that
-        # pays; everywhere, where it is asked for what is rejected.
+        # Deterministic drafts, so that the text is that of plain decoding, while they pay; at every step if rejected
+        # positions are needed.
         every = settings.accepted < 1
         self._drafting = None if drafting is None else {**drafting, "adaptive": not every, "draw": "deterministic"}
         self._allowed = None if vocabulary is None else range(vocabulary)
         self._llm: Any = None
 
     def batch(self, windows: Callable[[int], TokenBatch], step: int, first_row: int) -> TokenBatch:
-        """Return the batch of step number `step`, for the rows from `first_row` on of all
-        processes'.
+        """Return the batch of step number `step`, for the rows from `first_row` on, counted over all processes.
 
-        `windows` gives the data's by number: the next `together` ones are written anew, then each
-        is seen `reuse` times, in turn.
+        `windows` returns the data's batch by number: the next `together` batches are regenerated, then each is trained
+        on `reuse` times, in turn.
         """
-        turn = self.together * self.settings.reuse  # Steps until others are written
+        turn = self.together * self.settings.reuse  # Steps until the next generation
         round_, place = divmod(step, turn)
         number = round_ * self.together + place % self.together
         if self.folder is None:
@@ -97,11 +95,10 @@ class AnswerWriter:
         return made[0]
 
     def __call__(self, batches: Sequence[TokenBatch], number: int, first_row: int) -> list[TokenBatch]:
-        """Write the answers of these batches, the first of which has the `number` among those
-        written.
+        """Regenerate the answers of these batches, the first of which has this `number`.
 
-        `first_row` is their first row of all processes'. A document that is no longer than its
-        prompt stays as it is. Padding, which answers leave that end early, goes to the row's end.
+        `first_row` is their first row, counted over all processes. A document that is no longer than its prompt is not
+        changed. Padding after answers that end early is moved to the row's end.
         """
         names, rows = [f.name for f in dataclasses.fields(TokenBatch)], len(batches[0].tokens)
         batch = TokenBatch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in names})

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from forerun.engine.llm import LLM
 
-TIMEOUT_S = 600.0  # How long an endpoint may take to answer one question
+TIMEOUT_S = 600.0  # Longest time for an endpoint's response
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 SAMPLING = SamplingParams(max_tokens=1024)
 Write = Callable[[dict[str, Any]], None]
@@ -38,9 +38,7 @@ T = TypeVar("T")
 
 
 class AnswerRun:
-    """An `AnswerRun` holds the records that are left to answer, and counts: progress while it runs,
-    then the outcome.
-    """
+    """The records that are left to answer, with counts of progress and of the outcome."""
 
     def __init__(
         self,
@@ -78,7 +76,7 @@ class AnswerRun:
         self.records = [record for record in records if not self._is_answered(record, finished.get(record.id, ()))]
         self.total = len(records)  # Those of earlier runs included
         self.skipped, self.complaints = bad.count, bad.examples
-        self.written = self.answers = self.tokens = 0  # Tokens of all answers, as far as who wrote them says
+        self.written = self.answers = self.tokens = 0  # Tokens of all answers, as stated by the engine or endpoint
         self.failed = 0  # Could not be answered; a later run tries them again
 
     @property
@@ -100,7 +98,7 @@ class AnswerRun:
         """
         now = self.director.asked(record)
         own = [asked for asked in lines if asked.get("prompt", now["prompt"]) == now["prompt"]]
-        # An older forerun did not write down what was asked.
+        # Older versions of forerun did not record what was asked.
         if not own or any(not asked or asked == now for asked in own):
             return bool(own)
         changed = [name for name in {**own[0], **now} if own[0].get(name) != now.get(name)]
@@ -123,7 +121,7 @@ class AnswerRun:
 
 
 def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
-    """Answer everything with the local engine: as soon as one answer is finished, the next question joins the batch."""
+    """Answer all records with the local engine: when an answer is finished, the next question joins the batch."""
     marks = special_marks(llm.tokenizer)
     ended = dict[str, StreamChunk]()  # The last chunks, by request
 
@@ -170,8 +168,8 @@ def special_marks(tokenizer: PreTrainedTokenizerBase | None) -> dict[int, str]:
 
 
 def find_hidden_mark(token_ids: Sequence[int], marks: Mapping[int, str]) -> str | None:
-    """Return the first of the special tokens `marks` within an answer, which its text does not
-    show; at the end they end it.
+    """Return the first of the special tokens `marks` inside an answer, which its text omits; those at its end are
+    allowed.
     """
     end = max((place for place, token in enumerate(token_ids) if token not in marks), default=0)
     return next((marks[token] for token in token_ids[:end] if token in marks), None)
@@ -198,7 +196,7 @@ async def _answer_all(
     concurrency: int,
     step: Callable[[], None] | None = None,
 ) -> None:
-    """Go through the scripts, `concurrency` at a time; `step`, if given, is what answers all that were asked."""
+    """Run the scripts, `concurrency` at a time. `step`, if given, advances the engine that answers them."""
     waiting, failures = iter(todo.records), 0  # the workers share both
 
     async def work() -> None:
@@ -289,7 +287,7 @@ def read_lines(path: Path, what: str, read: Callable[[Any], T]) -> Iterator[T]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """An `Endpoint` says where the target answers and how patient to be with it."""
+    """The endpoint of the target, and how often failed requests are retried."""
 
     url: str  # Base, with or without ``/v1``
     model: str

@@ -34,7 +34,7 @@ KIND = ManifestKind(
     format="forerun-prepared-data", version=2, what="prepared data", remedy="make some with: forerun data prepare"
 )
 PARTS: dict[str, np.dtype[Any]] = {"tokens": np.dtype("<i4"), "mask": np.dtype("u1"), "offsets": np.dtype("<i8")}
-UNWRITTEN = -1  # In the place of each token of an answer that is yet to be written
+UNWRITTEN = -1  # Stands for each token of an answer that has not been generated yet
 
 
 class PreparedData:
@@ -53,7 +53,7 @@ class PreparedData:
         self.folder = Path(folder)
         self.manifest = KIND.read(self.folder)
         documents, tokens = self.manifest["counts"]["documents"], self.manifest["counts"]["tokens"]
-        self.tokens: NDArray[np.int32] = self._map("tokens", tokens)  # (num_tokens,): one document behind another
+        self.tokens: NDArray[np.int32] = self._map("tokens", tokens)  # (num_tokens,): all documents, concatenated
         self.mask: NDArray[np.uint8] = self._map("mask", tokens)  # (num_tokens,): 1 where the assistant wrote it
         self.offsets: NDArray[np.int64] = self._map("offsets", documents + 1)  # i is tokens[offsets[i]:offsets[i + 1]]
         if tokenizer is not None:
@@ -81,7 +81,7 @@ class PreparedData:
         return int(self.manifest["counts"].get("unwritten", 0))
 
     def check_written(self, what: str) -> None:
-        """Raise DataError where `what` needs answers and some are yet to be written."""
+        """Raise DataError if some answers, which `what` needs, have not been generated yet."""
         if self.unwritten:
             raise DataError(
                 f"{self.folder}: {self.unwritten:,} documents are prompts whose answers are yet to be written "
@@ -237,7 +237,7 @@ def coverage(counts: Tensor, ids: Tensor) -> float:
     return int(counts[ids].sum()) / total if total else 1.0
 
 
-FIFTH = 5  # Of so many documents one is held out of the choice of a vocabulary, to see what it covers of other text
+FIFTH = 5  # One of this many documents is held out when a vocabulary is chosen, to measure its coverage of other text
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
