@@ -42,7 +42,7 @@ def test_many_passes_long_documents_and_what_is_not_held_out_are_told(
     said = capsys.readouterr().out
     for part in (
         "2,000 steps are",
-        "by heart",
+        "overfits",
         "splits",
         "evaluation.prompts",
         "objective.steps=5",

@@ -295,7 +295,7 @@ class Followed:
 
 
 class SequentialHead(AttendingHead):
-    """Drafts level by level: each reads the features of the one before. Entry i reads the embedding
+    """Drafts depth by depth: each depth reads the features of the one before. Entry i reads the embedding
     of token i + 1 and the feature of token i at position i, and predicts token i + 2.
     """
 
@@ -305,16 +305,15 @@ class SequentialHead(AttendingHead):
         return self.feature_size
 
     def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        """Run one pass over what is committed: embeddings (B, N, H) of the next tokens beside the
-        target's features from `fuse`. `before` (B, 1, F) is the feature that the entry before them
-        gave.
+        """Run one pass over committed tokens: embeddings (B, N, H) of the next tokens together with the target's
+        features from `fuse`. `before` (B, 1, F) is the feature of the entry before them.
         """
         return self.advance(embeds, features, angles, attend)
 
     @abstractmethod
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
-        """Run one pass over the nodes at a `depth`, from 1: embeddings (B, N, H) beside their
-        parents' features.
+        """Run one pass over the nodes at a `depth`, from 1 on: embeddings (B, N, H) together with their parents'
+        features.
         """
 
 
@@ -327,10 +326,9 @@ class Stepped:
 
 
 class RecurrentHead(AttendingHead):
-    """Drafts level by level, each depth by weights of its own, from one state of what is committed
-    and the tokens drafted since. What the next depth reads is all that is kept of these tokens.
-    From the state of token i, depth k, from 0, reads the embedding of token i + 1 + k and predicts
-    token i + 2 + k: token i + 1 is the target's own.
+    """Drafts depth by depth, with separate weights for each depth, from one state of the committed tokens and the
+    drafted tokens. A memory that each depth passes to the next one represents these tokens. Depth k, from 0 on, reads
+    the embedding of token i + 1 + k and predicts token i + 2 + k; token i + 1 is the target's own.
     """
 
     @property
@@ -339,9 +337,7 @@ class RecurrentHead(AttendingHead):
 
     @abstractmethod
     def prefix(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Compute what depth 0 reads: features (B, N, H) from `fuse` at `positions` (B, N) -> (B,
-        N, H).
-        """
+        """Compute the memory that depth 0 reads: features (B, N, H) from `fuse` at `positions` (B, N) -> (B, N, H)."""
 
     @abstractmethod
     def step(self, depth: int, embeds: Tensor, memory: Tensor) -> Stepped:
@@ -359,9 +355,9 @@ Kept = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class SharingHead(Head):
-    """Drafts level by level from keys and values that the target keeps of what is committed; nodes have none. Depth k,
-    from 0, reads the state that the depth before left, at first the target's of token i, and the embedding of token
-    i + 1 + k, and predicts token i + 2 + k.
+    """Drafts depth by depth from the target's keys and values of the committed tokens; nodes have none. Depth k, from 0
+    on, reads the state of the depth before, at first the target's of token i, and the embedding of token i + 1 + k, and
+    predicts token i + 2 + k.
     """
 
     @property
@@ -387,9 +383,8 @@ class SharingHead(Head):
 
 
 class BlockHead(AttendingHead):
-    """Drafts all depths in one pass over a block behind what is committed: the root, then mask
-    tokens for what is not known yet. For what is committed before the root, entry i is the feature
-    of token i at position i.
+    """Drafts all depths in one pass over a block after the committed tokens: the root, then mask tokens for the tokens
+    to predict. For committed tokens before the root, entry i is the feature of token i at position i.
     """
 
     config: Any
@@ -397,9 +392,8 @@ class BlockHead(AttendingHead):
     @property
     @abstractmethod
     def places(self) -> int | None:
-        """Tokens of a block, the root's included. None: what is committed runs through the layers
-        (`read`), the root's entry predicts the token after it, and a block is a mask for each
-        further depth that is asked for.
+        """Tokens of a block, root included. None: committed tokens run through the layers (`read`), the root's entry
+        predicts the token after it, and a block has a mask for each further depth.
         """
 
     @property
@@ -411,7 +405,7 @@ class BlockHead(AttendingHead):
 
     @property
     def mask_token(self) -> int:
-        """The mask token that stands behind the root."""
+        """The mask token after the root."""
         return int(self.config.mask_token_id)
 
     @abstractmethod

@@ -285,8 +285,8 @@ def _compare_weights(trained_for: str | None, target: str, head: str | Path) -> 
     now = fingerprint(target) if trained_for is not None else None
     if now is not None and now != trained_for:
         log.warning(
-            "%s was trained for another revision of the model than %s (weights %s, here %s): answers stay right, but "
-            "less of what it drafts is accepted. Take the weights that it was trained for, or go on training: "
+            "%s was trained for another revision of the model than %s (weights %s, here %s): outputs stay right, but "
+            "less of what it drafts is accepted. Take the weights that it was trained for, or continue training: "
             "draft.start=%s",
             *(head, target, trained_for, now, head),
         )

@@ -1,10 +1,10 @@
-"""Serving engines and heads: how each engine treats a head, and export of a head for one of them.
+"""Serving engines and heads: how each engine treats a head, and the export of a head for one of them.
 
-What is known of one kind of head is its `Engines`; a kind of which nothing is said is written for forerun and for
-trainers alone. What an engine would silently degrade is refused. No engine is run.
+The facts about a kind of head are its `Engines`; kinds without any are exported for forerun and trainers only. Heads
+that an engine would silently degrade are refused. No engine is run.
 
-Command lines of llama.cpp 0.5.0: its converter makes GGUF files of directories
-(``convert_hf_to_gguf.py``, in its sources), and its server reads them.
+The command lines for llama.cpp are those of 0.5.0: its converter (``convert_hf_to_gguf.py``, in its sources) makes GGUF
+files of directories, and its server loads them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from forerun.heads.files import (
 from forerun.types import LAST_HIDDEN
 
 Severity = Literal["ok", "check", "degrades", "fails"]
-"""How bad a finding is. ``check``: right only if what the finding says is seen to. ``degrades``: it
-loads and drafts worse, mostly without a message. ``fails``: it does not load or run.
+"""The severity of a finding. ``check``: right only if the user does what the finding says. ``degrades``: the head loads
+and drafts worse, mostly without a message. ``fails``: it does not load or run.
 """
 SEVERITIES: tuple[Severity, ...] = ("ok", "check", "degrades", "fails")
 ENGINES = ("vllm", "sglang", "trtllm", "llama.cpp", "lmdeploy", "modelopt")
@@ -73,11 +73,11 @@ ok, check, degrades, fails = (functools.partial(_find, severity) for severity in
 
 
 class Trait(NamedTuple):
-    """A property that a head may have, and how engines treat heads that have it."""
+    """A property that a head may have, and how engines treat heads with it."""
 
-    when: Callable[[Any], object]  # Of what `apply_traits` has at hand, parts of which the texts name in braces
+    when: Callable[[Any], object]  # Condition on the values of `apply_traits`, which texts name in braces
     what: str
-    treated: Sequence[tuple[Severity, str, str]]  # How bad it is, in which engines, and what they do
+    treated: Sequence[tuple[Severity, str, str]]  # Severity, engines, and what these engines do
     remedy: str = ""
 
 
@@ -102,7 +102,7 @@ TOKENS = 5  # Tokens per step (``num_speculative_tokens``) in the launch lines: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """The data that a launch command is made of."""
+    """The data for a launch command."""
 
     head: HeadCheckpoint
     target: TargetFacts
@@ -115,12 +115,12 @@ class Destination:
 
     title: str
     format_name: str | None = None  # None: the format in which heads of the kind are written
-    engine: str | None = None  # Engine whose findings count; None: nobody's
+    engine: str | None = None  # Engine whose findings apply; None: none
     command: Callable[[Launch], str]
     counting: str  # How this engine counts the tokens of a step
-    files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further ones that the engine reads, by name
+    files: Callable[[Launch], Mapping[str, str]] = lambda launch: {}  # Further files that the engine reads, by name
     write: Callable[[Launch], Path] | None = None
-    """Writes and checks the directory, where it holds more than the head."""
+    """Writes and checks the directory, if it contains more than the head."""
 
 
 class Engines:
@@ -147,7 +147,7 @@ class Engines:
         )
 
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterable[Finding]:
-        """Return what would go wrong if an engine were given these files; `head` is what they mean."""
+        """Return the findings for engines that load these files as they are; `head` is the head that they contain."""
         return ()
 
 
@@ -184,8 +184,8 @@ NAMES_METHOD = ("eagle-", "eagle3", "dflash", "dspark")
 
 
 def refuse_misread(path: str, remedy: str) -> None:
-    """Raise ArgumentError if vLLM (``SpeculativeConfig``) would infer another method from a path than the one that it
-    is told, as it does for all but EAGLE, DFlash and DSpark heads.
+    """Raise ArgumentError if vLLM (``SpeculativeConfig``) would infer another method from the path than the configured
+    one, as it does for all but EAGLE, DFlash and DSpark heads.
     """
     found = [word for word in NAMES_METHOD if word in path.lower()]
     if found:
@@ -219,8 +219,8 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
 
 
 def diagnose_files(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
-    """Return what would go wrong if an engine were given these files; `head` is what they mean.
-    Raises CheckpointError if a key that engines read has a value of another type.
+    """Return the findings for engines that load these files as they are; `head` is the head that they contain. Raises
+    CheckpointError if a key that engines read has a value of another type.
     """
     try:
         return list(engines_for(head.config.kind).file_findings(stored, head, target))
@@ -372,5 +372,5 @@ def start_lines_with(head: Path, target: str, name: str, most: int) -> str:
 COUNTING = "`--spec-draft-n-max` counts drafted tokens. The target is a directory on this machine, not a hub id."
 
 
-# What serving engines make of it
+# Texts of findings
 DRAFT_HERE, NO_SUCH_DRAFTER = "draft with it in forerun", "has no such drafter"

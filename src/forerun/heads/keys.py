@@ -1,4 +1,4 @@
-"""This module reads a configuration key by key, with types, and reports keys that nobody read.
+"""Reads a configuration key by key, with types, and reports keys that were not read.
 
 A key that nobody read is one of three: known to mean nothing to a head's computation (`MEANINGLESS`), known to change
 it (`NEUTRAL`: refused), or unknown: kept, written back, and reported by name.
@@ -60,7 +60,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     # ModelOpt's, the first value its default: what makes an EAGLE-3 head, and layers of parallel heads that it lacks.
     **dict.fromkeys(("use_input_layernorm_in_first_layer", "use_last_layernorm"), (True,)),
     **{"use_mtp_layernorm": (False,), "parallel_draft_step": (1,), "parallel_draft_heads_num_layers": (1, 0)},
-    # Drafting several tokens in one pass with a token that stands for what is not known yet.
+    # Drafting several tokens in one pass with a mask token.
     **dict.fromkeys(("ptd_token_id", "pard_token", "mask_token_id", "dspark_noise_token_id"), ()),
     "parallel_drafting": (False,),
     # Layers that are read, under names that this format does not have.
@@ -75,7 +75,7 @@ ROPE = frozenset(
     truncate low_freq_factor high_freq_factor short_factor long_factor mrope_section mrope_interleaved
     """.split()  # noqa: SIM905 - as a literal it would have a line for each
 )
-"""These keys may stand in ``rope_scaling``; transformers computes with them."""
+"""The keys of ``rope_scaling`` that transformers uses."""
 OBJECTS: dict[str, Container[str]] = {"rope_scaling": ROPE, NESTED: MEANINGLESS, SPECULATORS: ("proposal_methods",)}
 """These objects have known keys, which are checked one by one."""
 
@@ -146,7 +146,7 @@ class Keys:
         return Keys(value or {}, f"{name} in {self._where}")
 
     def rest(self) -> dict[str, Any]:
-        """Return the keys that nobody has read and that are not null."""
+        """Return the keys that were not read and are not null."""
         rest = {name: value for name, value in self._values.items() if name not in self._read and value is not None}
         for name, value in rest.items():
             if name in NEUTRAL and value not in NEUTRAL[name]:

@@ -1,6 +1,6 @@
-"""Runs a draft head: feeds it the target's hidden states as tokens are committed, and drafts trees level by level.
-`unroll` gives the logits after the roots, `descend` those of a further level; all may be one recording on the device.
-An `AdapterRunner` runs a head behind the target's first layers: each drafted node goes through them in its own slot.
+"""Runs a draft head: feeds it the target's hidden states as tokens are committed, and drafts trees depth by depth.
+`unroll` returns the logits after the roots, `descend` those of the next depth; all may be one recording on the device.
+An `AdapterRunner` runs a head after the target's first layers: each drafted node goes through them in its own slot.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ HiddenStates = Mapping[Boundary, Tensor]
 
 @dataclass(kw_only=True, slots=True)
 class Committed:
-    """The tokens that are appended to the rows of a runner."""
+    """The tokens that are appended to a runner's rows."""
 
     index: Tensor  # (B,) int64 of the rows
     ids: Tensor  # (B, N) int64
@@ -140,13 +140,13 @@ class HeadRunner(ABC):
 
     @abstractmethod
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        """Return logits (B, F, V') of the next level, after `tokens` (B, F), children of the nodes
-        `parents` (B, F) of the level before; (B, 1, V') where they are alike. Only inside `unroll`.
+        """Return logits (B, F, V') of the next depth, after `tokens` (B, F), children of the nodes
+        `parents` (B, F) of the depth before; (B, 1, V') where they are alike. Only inside `unroll`.
         """
 
 
 class ParallelRunner(HeadRunner):
-    """Runs a head that computes all levels of a row from one state, that of the token before the
+    """Runs a head that computes all depths of a row from one state, that of the token before the
     root; nothing else is kept of a row.
     """
 
@@ -225,7 +225,7 @@ def _with_sinks(
 
 
 class SharingRunner(ParallelRunner):
-    """Runs a head level by level over the keys and values that the target keeps of what is committed."""
+    """Runs a head depth by depth over the target's keys and values of the committed tokens."""
 
     head: SharingHead  # type: ignore[assignment]
     _frontier: _Shared | None  # type: ignore[assignment]
@@ -274,7 +274,7 @@ class SharingRunner(ParallelRunner):
 
 @dataclass(kw_only=True, slots=True)
 class _Shared:
-    """The keys and values that a target keeps of the rows which trees are drafted for, and the trees' last level."""
+    """The target's keys and values of the rows that trees are drafted for, and the trees' last depth."""
 
     kept: Kept
     masks: Mapping[str, Tensor]  # (B, 1, 1, W) by the kind of layer
@@ -283,7 +283,7 @@ class _Shared:
 
 
 class AttendingRunner(HeadRunner):
-    """Runs a head over a row-and-slot cache of its own: entry i of a row stands in slot i, drafted
+    """Runs a head over a row-and-slot cache of its own: entry i of a row is in slot i, drafted
     nodes behind them.
     """
 
@@ -297,7 +297,7 @@ class AttendingRunner(HeadRunner):
         self._kinds_unseen = list(zip(self._kinds, head.unseen, strict=True))
 
     def _behind(self, run: int) -> int:
-        """Return the slots that a tree of which `run` nodes are run needs behind a row's entries."""
+        """Return the slots after a row's entries that a tree needs, of which `run` nodes are run."""
         return run
 
     def memory_bytes(self) -> int:
@@ -405,7 +405,7 @@ class AttendingRunner(HeadRunner):
 
 
 class SequentialRunner(AttendingRunner):
-    """Runs a head level by level: drafted nodes read the head's own features, until the target's
+    """Runs a head depth by depth: drafted nodes read the head's own features, until the target's
     take their place.
     """
 
@@ -478,7 +478,7 @@ class SequentialRunner(AttendingRunner):
 
 
 class RecurrentRunner(AttendingRunner):
-    """Runs a head level by level from the state of the token before the root; the cache holds only
+    """Runs a head depth by depth from the state of the token before the root; the cache holds only
     what was committed.
     """
 
@@ -518,7 +518,7 @@ class RecurrentRunner(AttendingRunner):
 
 
 class BlockRunner(AttendingRunner):
-    """Runs a head that computes all levels in one pass over a block behind the committed entries,
+    """Runs a head that computes all depths in one pass over a block after the committed entries,
     which are keys and values of features or of all that the layers read.
     """
 
@@ -593,7 +593,7 @@ class BlockRunner(AttendingRunner):
 
 @dataclass(kw_only=True, slots=True)
 class _Frontier:
-    """The last level of the trees that are being drafted."""
+    """The last depth of the trees that are being drafted."""
 
     lengths: Tensor  # (B,) committed entries
     sees: Tensor  # (B, F, M) bool: which of the M nodes run so far each node descends from, itself included
@@ -614,7 +614,7 @@ class _Depths:
 
 
 class AdapterRunner(AttendingRunner):
-    """Runs a head level by level: nodes run through the target's layers up to the head's boundary,
+    """Runs a head depth by depth: nodes run through the target's layers up to the head's boundary,
     in the slots in which they are scored, then through the head. Entries are the target's states of
     what is committed before the root.
     """

@@ -23,7 +23,7 @@ from forerun.types import LAST_HIDDEN
 
 SEEN_TOKENS = 8192  # Tokens of the first batches to which a run fits its head
 SHOWN = 512  # Tokens on which scales are compared
-PLACES = 4096  # Places that a map is fitted to, at most: a matrix of so many rows and columns is solved
+PLACES = 4096  # Most positions that a map is fitted to: a matrix of at most this many rows and columns is solved
 FITTED = 4  # Batches to which the last layer is fitted
 RIDGE = 0.3  # Pull towards zero, as a multiple of the mean square of an input, which is scaled to 1
 FACTORS = [2.0 * 0.75**step for step in range(18)]  # Scales of the logits that are tried, falling
@@ -55,12 +55,12 @@ class Seen:
         return self.embed(shift_left(batch.batch.tokens, ahead, 0)).float()
 
     def sizes(self, read: Callable[[FeatureBatch], Tensor], ahead: int) -> Tensor:
-        """Return the root mean square (W,) of each dimension of what is `read` (B, S, W)."""
+        """Return the root mean square (W,) of each dimension of the states that `read` returns, (B, S, W)."""
         return root_mean_squares(self.places(read, ahead))
 
     def evened(self, weight: Tensor, read: Callable[[FeatureBatch], Tensor]) -> Tensor:
-        """Return the drawn `weight` (H, W) of a layer over what is `read` (B, S, W), changed so that every dimension
-        counts alike and the mean state gives nothing.
+        """Return the random `weight` (H, W) of a layer that reads the states `read` returns, (B, S, W), normalised so
+        that all dimensions have the same scale and the mean state maps to zero.
         """
         inputs = self.places(read, 1)
         spread = inputs.std(0, correction=0).clamp_min(LEAST)
@@ -68,16 +68,16 @@ class Seen:
         return (weight - torch.outer(weight @ mean, mean) / mean.square().sum().clamp_min(LEAST)) / spread
 
     def beside(self, nearest: Tensor, drawn: Tensor, read: Callable[[FeatureBatch], Tensor]) -> Tensor:
-        """Return the weight (H, W) of a fitted layer with a part of the `drawn` one, evened, beside it: what the fit
-        leaves out of what is `read` (B, S, W) can then be learned from, too.
+        """Return the fitted weight (H, W) plus a part of the random one, `drawn`, normalised by `evened`, so that
+        training can also use the parts of the states (B, S, W) that the fit ignores.
         """
         inputs, drawn = self.places(read, 1), self.evened(drawn, read)
         size, own = ((inputs @ weight.T).square().mean().sqrt() for weight in (nearest, drawn))
         return nearest + BESIDE * size / own * drawn
 
     def nearest(self, read: Callable[[FeatureBatch], Tensor], ahead: int, scale: Tensor | None = None) -> Tensor:
-        """Return the weight (Ht, W) of the linear map of what is `read` (B, S, W) that comes nearest to the target's
-        last state `ahead` tokens later, divided by `scale` (Ht,), that of a norm behind the map.
+        """Return the weight (Ht, W) of the linear map from the states that `read` returns, (B, S, W), which is the best
+        fit to the target's last state `ahead` tokens later, divided by `scale` (Ht,), that of a norm after the map.
         """
         inputs = self.places(read, ahead)
         wanted = self.places(lambda batch: shift_left(batch.features[LAST_HIDDEN], ahead, 0.0), ahead)
@@ -90,7 +90,7 @@ def root_mean_squares(rows: Tensor) -> Tensor:
 
 
 def nearest_map(inputs: Tensor, wanted: Tensor) -> Tensor:
-    """Return the weight (H, W) of the linear map of `inputs` (N, W) that comes nearest to what is `wanted` (N, H)."""
+    """Return the weight (H, W) of the linear map from `inputs` (N, W) that is the best fit to `wanted` (N, H)."""
     sizes = root_mean_squares(inputs)
     inputs = inputs / sizes
     narrow = inputs.shape[1] < len(inputs)  # The same map from the smaller of two systems

@@ -13,7 +13,7 @@ from forerun.errors import ArgumentError
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings
 from forerun.losses.objective import FrozenTarget
 from forerun.modelopt import EAGLE3_DEFAULT_CFG
-from forerun.training.convert.model import token_batch
+from forerun.training.convert.batches import token_batch
 from forerun.training.convert.settings import EAGLE1_DEFAULT_CFG
 from training.convert.converted import SMALL, base, config, eagle, learned, text
 from training.ttt import batch_of

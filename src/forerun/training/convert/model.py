@@ -1,9 +1,8 @@
-"""`convert` turns a loaded transformers model into one that trains, saves and exports its own draft
-head.
+"""`convert` turns a loaded transformers model into one that trains, saves and exports its own draft head.
 
-The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of
-nvidia-modelopt 0.47. The base model may learn beside its head: whole, from the data's tokens, or through LoRA adapters
-(PEFT's, ``pip install 'forerun[peft]'``), which keep its answers close to what they were and are saved as PEFT does.
+The interface is that of ``modelopt.torch.speculative.convert`` and ``modelopt.torch.opt`` of nvidia-modelopt 0.47. The
+base model may learn beside its head: whole, from the data's tokens, or through LoRA adapters (PEFT's, ``pip install
+'forerun[peft]'``), which keep its answers close to what they were and are saved as PEFT does.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any, cast
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -37,6 +35,7 @@ from forerun.losses.chunked_loss import hard_loss, soft_loss
 from forerun.losses.objective import FeatureBatch, FrozenTarget, Objective, TokenBatch, mark_counted
 from forerun.model.fingerprint import fingerprint
 from forerun.model.layers import CACHE_ARGUMENTS, base_of, device_of, norm_after_layers
+from forerun.training.convert.batches import padding_order, refuse_context_parallel, token_batch
 from forerun.training.convert.modes import Mode, check_ids, read_mode
 from forerun.training.features.online import OnlineFeatures
 from forerun.types import LAST_HIDDEN
@@ -65,8 +64,8 @@ def learn_tokens(target: FrozenTarget, found: FeatureBatch) -> Tensor:
 
 
 def stay_close(target: FrozenTarget, found: FeatureBatch, before: FeatureBatch) -> Tensor:
-    """Return the cross-entropy () to the model without adapters, whose states are `before`, as a mean
-    over the counted tokens.
+    """Return the cross-entropy () to the model without adapters, whose states are `before`, as a mean over the counted
+    tokens.
     """
     counts = mark_counted(found.batch, -1)
     hidden, weight = target.linear(found.features[LAST_HIDDEN])
@@ -151,7 +150,6 @@ def read_adapters(model: Any, folder: Path) -> None:
 
 
 MARKER = "forerun_convert.json"  # In the directory of a converted model: the settings with which it was converted
-IGNORED = -100  # transformers' label of a token that does not count
 EXTRA = ("loss_mask", "base_model_outputs")  # What a converted model's forward takes beside what the base's takes
 MEDUSA_ARGUMENTS = {
     "freeze_base_model",
@@ -210,8 +208,8 @@ def convert(model: Any, mode: Any) -> Any:
 
 
 def restore_head(model: Any, directory: Any, subfolder: str = "") -> Any:
-    """Return `model` with the head that was saved in `directory`, if any; CheckpointError if it is
-    incomplete or another's.
+    """Return `model` with the head that was saved in `directory`, if any; CheckpointError if it is incomplete or
+    another's.
     """
     loaded = model[0] if isinstance(model, tuple) else model  # output_loading_info
     if not isinstance(directory, str | Path):
@@ -236,8 +234,7 @@ def restore_head(model: Any, directory: Any, subfolder: str = "") -> Any:
 
 
 def enable_huggingface_checkpointing() -> None:
-    """Let ``from_pretrained`` of every transformers class give a converted model back converted,
-    from now on.
+    """Let ``from_pretrained`` of every transformers class give a converted model back converted, from now on.
 
     Only directories on this machine are looked at. Calling it again changes nothing.
     """
@@ -275,9 +272,7 @@ def _attach(model: Any, head: Head, mode: Mode) -> None:
 
 @dataclass
 class ConvertedOutput(ModelOutput):  # type: ignore[misc]
-    """A `ConvertedOutput` is what a converted model returns while it trains, or when it is given
-    labels.
-    """
+    """A `ConvertedOutput` is what a converted model returns while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     base_loss: Tensor | None = None  # () float32: the part of `loss` that is the base model's, where it learns
@@ -408,8 +403,8 @@ class ConvertedModel:
         return exported
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load weights as every module does, but refuse weights without the head if they would
-        leave a trained head as it is.
+        """Load weights as every module does, but refuse weights without the head if they would leave a trained head as
+        it is.
         """
         if (
             not strict
@@ -438,9 +433,7 @@ class ConvertedModel:
         return facts if facts.architectures else dataclasses.replace(facts, architectures=(type(self).__name__,))
 
     def _convert_wants(self, given: Mapping[str, Any]) -> bool:
-        """Return whether a call asks for the loss; one with a cache comes from ``generate``, also
-        in train mode.
-        """
+        """Return whether a call asks for the loss; one with a cache comes from ``generate``, also in train mode."""
         if self._convert_reading:
             return False
         if any(given.get(name) is not None for name in ("labels", *EXTRA)):
@@ -529,8 +522,8 @@ class ConvertedModel:
 
 @functools.cache
 def converted_class(base: type) -> type:
-    """Return `base` with `ConvertedModel` above it, under the same name, because transformers
-    writes it as the architecture.
+    """Return `base` with `ConvertedModel` above it, under the same name, because transformers writes it as the
+    architecture.
 
     ``forward`` takes what the base's takes, and `EXTRA`.
     """
@@ -565,63 +558,3 @@ def converted_class(base: type) -> type:
         "__doc__": base.__doc__,
     }
     return type(base.__name__, (ConvertedModel, base), body)
-
-
-def token_batch(
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    loss_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-) -> TokenBatch:
-    """Return a batch whose padding is at the end of each row, wherever it was; each argument is (B,
-    S), or ArgumentError.
-
-    Args:
-        attention_mask: 0 for padding.
-        labels: -100 where token i does not count; not shifted, as everywhere in transformers.
-        loss_mask: the same as a mask; a token counts if both say so. Without either, all count.
-        position_ids: where they do not go on by one a new document begins, which sees nothing before it.
-    """
-    named = {"attention_mask": attention_mask, "labels": labels, "loss_mask": loss_mask, "position_ids": position_ids}
-    for name, values in named.items():
-        if values is not None and values.shape != input_ids.shape:
-            raise ArgumentError(
-                f"{name} must be shaped like input_ids {tuple(input_ids.shape)}, got {tuple(values.shape)}"
-            )
-    real = real_tokens(input_ids, attention_mask)
-    counts = real if loss_mask is None else real & loss_mask.bool()
-    counts = counts if labels is None else counts & (labels != IGNORED)
-    order = padding_order(input_ids, attention_mask)
-    real, counts, tokens = (values.gather(1, order) for values in (real, counts, input_ids))
-    index = torch.arange(real.shape[1], device=real.device).expand_as(real)
-    positions = index if position_ids is None else position_ids.gather(1, order)
-    begins = torch.ones_like(real)
-    begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
-    return TokenBatch(
-        tokens=tokens * real,
-        loss_mask=counts,
-        documents=torch.where(real, begins.long().cumsum(1) - 1, -1),
-        positions=torch.where(real, positions, 0),
-    )
-
-
-def refuse_context_parallel() -> None:
-    """Raise ArgumentError inside PyTorch's ``context_parallel``, which leaves each process a part of every row."""
-    # It replaces the attention function while it is open.
-    if str(functional.scaled_dot_product_attention.__module__).startswith("torch.distributed"):
-        raise ArgumentError(
-            "a head does not learn under context parallelism (cp_size above 1): each process would see a part of each "
-            "window. For long windows use gradient_checkpointing_enable(), a smaller eagle_ttt_steps, or FSDP "
-            "(dp_shard_size); `forerun train` also has target_parallel=tp and a sliding_window"
-        )
-
-
-def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return (B, S) bool: the token is no padding."""
-    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-
-
-def padding_order(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Return the order (B, S) that moves padding to the end of each row and keeps that of the real tokens."""
-    return torch.sort((~real_tokens(input_ids, attention_mask)).long(), dim=1, stable=True).indices
