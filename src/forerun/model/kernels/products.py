@@ -29,7 +29,7 @@ AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
 INTEGER_DOTS = (*AVX512, "-mavx512vnni")
 DOT_PRODUCTS = (*INTEGER_DOTS, "-mavx512bf16")
 _TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
-_REPEATS = 9
+_REPEATS = 25  # Among other work a product is often interrupted, and seldom in all of these turns
 _MUCH = 1.1  # Times that bf16 takes of float32's from which on float32 is the faster one
 _CLEARLY = 0.9  # Another way than the first that a machine has must take at most this much of its time
 
