@@ -1,4 +1,4 @@
-"""Weights in the blocks of a GGUF file (`blocks.h`): multiplied as they are, integers first and then scales.
+"""Weights in the blocks of a GGUF file (`blocks.h`): integers times activations in 8 bits, then scales.
 
 The formats whose values are linear in each block stay as they are; whatever else a group of layers holds stands among
 them as panels of bf16.
@@ -110,8 +110,8 @@ def dequantise(rows: StoredRows, depth: int) -> Tensor:
 
 
 def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
-    """Multiply (M, depth) in bf16 by such weights and add the bias (outputs,): (M, outputs). What a row gets depends on
-    that row alone, to the bit.
+    """Multiply (M, depth) in bf16, rounded to 8 bits as `blocks.h` says, by such weights and add the bias (outputs,):
+    (M, outputs). What a row gets depends on that row alone, to the bit.
     """
     return products.call(_library(), products.kind_of(rows.dtype), rows, packed, bias, outputs, in_blocks=True)
 

@@ -119,8 +119,8 @@ class PanelWeight(PackedWeight):
 
 
 class BlockWeight(PanelWeight):
-    """Packed weights in bf16 of which some stay in the blocks of a GGUF file, for the same products with the same bits.
-    All but the last have a multiple of `products.LANES` outputs.
+    """Packed weights in bf16 of which some stay in the blocks of a GGUF file. All but the last have a multiple of
+    `products.LANES` outputs.
     """
 
     in_blocks = True
