@@ -240,7 +240,7 @@ class Residuals:
             else:
                 logs = made["probs"][span].log()
             own, best = logs.gather(1, tokens), logs.topk(min(count, logs.shape[-1]))
-            ranks = torch.stack([(logs > own[:, i : i + 1]).sum(-1) + 1 for i in range(own.shape[1])], dim=1)
+            ranks = (logs.unsqueeze(1) > own.unsqueeze(2)).sum(-1) + 1
             looked = {"tokens": tokens, "own": own, "ranks": ranks, "best": best.indices, "best_own": best.values}
             found |= {f"{name} {index}": tensor for name, tensor in looked.items()}
         return found
