@@ -1,10 +1,9 @@
-"""Prompt lookup: drafts what followed the text's last n-gram where it occurred before.
+"""Prompt lookup: drafts the tokens that followed an earlier occurrence of the text's last n-gram.
 
-The method of apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. All
-nodes are deterministic.
+This is apoorvumang's prompt-lookup-decoding, with the option names of vLLM's `ngram`. All nodes are deterministic.
 
-Earlier places of an n-gram are found by looking through the whole text, in compiled code, which
-takes 0.1 to 1 ns a token: an index costs its text more than the searches that it saves.
+Earlier occurrences are found by scanning the whole text in compiled code, which takes 0.1 to 1 ns per token. An index
+would cost more than the scans that it saves.
 """
 
 from __future__ import annotations
@@ -59,29 +58,30 @@ from forerun.drafters.lookup.following import FOUND, follower_of
 from forerun.errors import ArgumentError
 from forerun.types import DraftKind
 
-LAST, FIRST, MOST_FREQUENT = range(3)  # Which of several places is copied from
-_SCANNED = 32  # Most earlier places looked at for one n-gram, at the end that is preferred
-_BLOCK = 64  # Places that are looked at without branches, several at a time
+LAST, FIRST, MOST_FREQUENT = range(3)  # Which of several earlier occurrences is used
+_SCANNED = 32  # Most earlier occurrences considered for one n-gram, from the preferred end
+_BLOCK = 64  # Positions that are compared without branches, several at a time (SIMD)
 
 
 class Choice(NamedTuple):
-    """The options of copying: where a draft is copied from, and how much."""
+    """The options of a lookup: which occurrences are used, and how many tokens are drafted."""
 
     match: int  # LAST, FIRST or MOST_FREQUENT
-    hits: int  # Earlier places that an n-gram must have
+    hits: int  # Least number of earlier occurrences of an n-gram
     branches: int  # Most different continuations
-    length: int  # Tokens of each
-    shortest: int  # N-gram, tokens
+    length: int  # Most tokens of each
+    shortest: int  # Shortest n-gram, tokens
     longest: int
-    least: float  # Probability of a path
-    follows: bool  # Over changes, from the longest n-gram on
+    least: float  # Least probability of a path
+    follows: bool  # Whether a text is followed over edits once the longest n-gram matches
 
 
 @compiled
 def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
-    """Return whether the n-gram's first and last token stand before one of these places."""
+    """Return whether the n-gram's first and last token precede one of these positions."""
     last, first, found = text[len(text) - 1], text[len(text) - size], False
-    lasts, firsts = text[low - 1 : high - 1], text[low - size : high - size]  # No index that may be negative: SIMD
+    # Without negative indices the compiler uses SIMD
+    lasts, firsts = text[low - 1 : high - 1], text[low - size : high - size]
     for place in range(high - low):
         found |= (lasts[place] == last) & (firsts[place] == first)
     return found
@@ -89,10 +89,9 @@ def _any_between(text: Ints, low: int, high: int, size: int) -> bool:
 
 @compiled
 def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
-    """Fill ``found[i]`` with places of the n-gram of ``shortest + i`` tokens that ends the text,
-    the preferred ones first, as many as there is room for, and ``met[i]`` with their number, as far
-    as it matters. One pass: once there are enough of the smaller n-grams, only larger ones are
-    looked for.
+    """Fill ``found[i]`` with the positions after earlier occurrences of the text's last ``shortest + i`` tokens, the
+    preferred ones first, up to its size, and ``met[i]`` with their number, up to the number that matters. It is a
+    single scan: once there are enough occurrences of the shorter n-grams, only longer ones are searched for.
     """
     end, size, (_, room) = len(text), choice.shortest, found.shape
     enough, forwards, places = max(choice.hits, room), choice.match == FIRST, max(0, end - size)
@@ -117,16 +116,14 @@ def _find(text: Ints, choice: Choice, found: Ints, met: Ints) -> None:
 
 @compiled
 def _copy_token(text: Ints, place: int, offset: int) -> int:
-    """Return the token at `offset` from a place; a copy that reaches the end of the text goes on
-    with itself.
-    """
+    """Return the token at `offset` from a position; beyond the end of the text the continuation repeats itself."""
     return int(text[place + offset % (len(text) - place)])
 
 
 @compiled
 def _vote(text: Ints, places: Ints, length: int, kept: Ints) -> int:
-    """Fill `kept` with the places whose next token is the most frequent, of equals the first; then
-    again among these, for `length` tokens. Returns how many are left.
+    """Fill `kept` with the positions whose next token is the most frequent one, of equally frequent tokens the first,
+    and repeat this for `length` tokens. Return the number of remaining positions.
     """
     size = len(places)
     kept[:size] = places
@@ -150,7 +147,7 @@ def _vote(text: Ints, places: Ints, length: int, kept: Ints) -> int:
 
 @compiled
 def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
-    """Keep one place for each continuation, the most frequent first, and return their number."""
+    """Keep one position for each distinct continuation, the most frequent first, and return their number."""
     waiting, voters, size, chosen = places.copy(), np.empty(len(places), np.int32), len(places), 0
     while size > 0:
         voted = _vote(text, waiting[:size], length, voters)
@@ -165,7 +162,7 @@ def _order_by_votes(text: Ints, places: Ints, length: int) -> int:
 
 @compiled
 def _prefer(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> Ints:
-    """Return the places of one n-gram, as `_find` left them, to copy `length` tokens from, in their
+    """Return the positions of one n-gram, from `_find`, whose next `length` tokens are drafted, in the preferred
     order.
     """
     places = found[: min(met, len(found)) if met >= choice.hits else 0]
@@ -174,10 +171,9 @@ def _prefer(text: Ints, choice: Choice, length: int, found: Ints, met: int) -> I
 
 @compiled
 def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) -> tuple[int, float, int]:
-    """Fill `made` with a trie of continuations of `length` tokens, as many nodes as there is room
-    for, those after the longest n-gram first. Returns the number of nodes, the root included, the
-    sum of their survival, and the place of the first continuation if the n-gram is the longest that
-    is looked for, else NONE.
+    """Fill `made` with a trie of continuations of `length` tokens, those after the longest n-gram first, up to its
+    size. Return the number of nodes, root included, the sum of their survival, and the position of the first
+    continuation if the longest n-gram matched, else NONE.
     """
     nodes, size, branches, expected, first = made.nodes, 1, 0, 0.0, NONE
     survival = np.ones(len(nodes))
@@ -199,7 +195,7 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
             before, parent, at = size, 0, place
             for offset in range(length):
                 token, child = text[at], NONE
-                at = at + 1 if at + 1 < len(text) else place  # A copy that reaches the end goes on with itself
+                at = at + 1 if at + 1 < len(text) else place  # Beyond the end the continuation repeats itself
                 for node in range(1, before):
                     if nodes[node, NODE_PARENT] == parent and nodes[node, NODE_TOKEN] == token:
                         child = node
@@ -218,9 +214,7 @@ def draft(text: Ints, choice: Choice, length: int, counts: Floats, made: Draft) 
 
 @compiled
 def _place(text: Ints, choice: Choice) -> int:
-    """Return where the longest n-gram that is looked for goes on, or NONE if it has not occurred
-    before.
-    """
+    """Return the position after an earlier occurrence of the longest n-gram, or NONE if there is none."""
     only = Choice(choice.match, choice.hits, 1, choice.length, choice.longest, choice.longest, choice.least, True)
     found, met = np.empty((1, 1 if choice.match != MOST_FREQUENT else _SCANNED), np.int32), np.zeros(1, np.int32)
     _find(text, only, found, met)
@@ -230,9 +224,8 @@ def _place(text: Ints, choice: Choice) -> int:
 
 @compiled
 def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
-    """Append new tokens, which have room, to a row's text. Its place is looked for behind every
-    token of its answer, and by `_draft` behind the last one, so it does not matter how many tokens
-    a step brings.
+    """Append new tokens, for which there is capacity, to a row's text. The position to follow is updated after every
+    output token, and by `_draft` after the last one, so the result does not depend on the number of tokens per step.
     """
     size = batch.rows[row, READ]
     learn_draft(batch, row, new)
@@ -250,8 +243,8 @@ def _read(batch: Batch, row: int, new: Ints, choice: Choice) -> None:
 
 @compiled
 def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> int:
-    """Write a draft for a row: from the place that its text follows if that is settled, else from
-    whichever source has more expected tokens. Returns the number of nodes, the root included.
+    """Write a draft for a row: from the followed position if that is settled, else from the source with more expected
+    tokens. Return the number of nodes, root included.
     """
     text, counts, follower = text_of(batch, row), counts_of(batch, row), follower_of(batch.followers, row)
     made = room_of(batch, row, min(nodes, choice.branches * length))
@@ -272,10 +265,9 @@ def _draft(batch: Batch, row: int, length: int, nodes: int, choice: Choice) -> i
 
 @compiled
 def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> int:
-    """Read for all rows, then draft: `chains`, (B, N), gets each draft's number of nodes, the root
-    included, and their tokens. Returns B, or, with nothing done, the index of the first row whose
-    text has no room for what it reads. `chosen` is a `Choice` as a bare tuple, which is cheaper to
-    pass.
+    """Read new tokens of all rows, then draft. Each row of `chains`, (B, N), gets the draft's number of nodes, root
+    included, and their tokens. Return B or, without doing anything, the index of the first row whose text lacks the
+    capacity. `chosen` is a `Choice` as a plain tuple, which is faster to pass.
     """
     batch, choice = batch_at(where), Choice(*chosen)
     ready = without_room(batch, work)
@@ -299,21 +291,18 @@ _MATCHES = ("last", "first", "most_frequent")
 class NgramConfig:
     """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
 
-    num_speculative_tokens: int = 8  # Most tokens copied from one position
+    num_speculative_tokens: int = 8  # Most tokens drafted from one position
     prompt_lookup_max: int = 4  # Longest n-gram searched for, in tokens; tried first
     prompt_lookup_min: int = 1  # Shortest n-gram searched for, in tokens
     max_branches: int = 1  # Most different continuations merged into one tree; 1 drafts a chain
     match: str = "last"
-    """Which position to copy from if an n-gram has several: ``last``, ``first`` (transformers), or
-    ``most_frequent``: the continuation that its last 32 positions have most often, token after
-    token.
+    """Which earlier occurrence of an n-gram to use: ``last``, ``first`` (transformers), or ``most_frequent``: token by
+    token, the most frequent continuation of its last 32 occurrences.
     """
-    min_hits: int = 1  # Earlier positions that an n-gram must have to be copied from
-    min_token_prob: float = 0.1  # Least probability of a path, in 0..1, as learned; 0 drafts whatever was found
+    min_hits: int = 1  # Least number of earlier occurrences of an n-gram
+    min_token_prob: float = 0.1  # Least learned probability of a path, in 0..1; 0 drafts every match
     follow_edits: bool = True
-    """Stay with the text that is copied once the longest n-gram matches, over changes, and make
-    replacements again.
-    """
+    """Once the longest n-gram matches, follow that text over edits, and repeat replacements."""
 
     def __post_init__(self) -> None:
         check_least("ngram", self, num_speculative_tokens=1, prompt_lookup_min=1, max_branches=1, min_hits=1)
@@ -325,7 +314,7 @@ class NgramConfig:
 
 
 class NgramDrafter(LookupDrafter[Floats]):
-    """Copies what followed an earlier occurrence of the text's last tokens, of the longest n-gram that has one."""
+    """Drafts what followed an earlier occurrence of the text's last tokens, of the longest n-gram that has one."""
 
     name = "ngram"
     Config = NgramConfig
@@ -358,7 +347,7 @@ class NgramDrafter(LookupDrafter[Floats]):
         self.batch.rows[row, COUNTS] = address(domain)
 
     def _restart(self, row: int, prompt: int) -> None:
-        if row in self._texts:  # whose room it takes
+        if row in self._texts:  # Its array is reused
             self._shrink(row, 0)
             self.batch.rows[row, PROMPT] = prompt
             self._point(row, self._domain[row])
@@ -377,7 +366,7 @@ class _Tokens(IndexedText):
     """A text without an index."""
 
     def __init__(self, tokens: int) -> None:
-        self.whole = np.empty(max(64, 2 * tokens), np.int32)  # An answer may be as long as its prompt
+        self.whole = np.empty(max(64, 2 * tokens), np.int32)  # The output may be as long as the prompt
 
     @property
     def tokens(self) -> Ints:

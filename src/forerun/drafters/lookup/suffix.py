@@ -1,14 +1,12 @@
-"""SuffixDecoding: drafts what followed the text's end where it occurred before, in this request or
-in earlier outputs.
+"""SuffixDecoding: drafts what followed earlier occurrences of the text's suffix, in this request or in past outputs.
 
-arXiv 2411.04975, on the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for each
-running request over its prompt and output, and a bounded store of past outputs; and, ours, a
-follower (`following`), which stays with a text that is copied with changes. Each step drafts from where the
-expected number of accepted tokens is largest. All nodes are deterministic.
+It is SuffixDecoding (arXiv 2411.04975) with the suffix automata of SAM-Decoding (arXiv 2411.10666): one automaton for
+each running request over its prompt and output, and a bounded store of past outputs. forerun adds a follower
+(`following`), which tracks a text that is repeated with edits. Each step drafts from the source with the most expected
+accepted tokens. All nodes are deterministic.
 
-The automata (`suffixes`) hold every string that occurs in a text, how often, and what followed:
-Blumer et al. 1985, with the occurrence counts of SuffixDecoding. What is done for every token is
-compiled.
+The automata (`suffixes`) represent every string in a text, with its number of occurrences and its continuations:
+Blumer et al. 1985, with the counts of SuffixDecoding. All work per token is in compiled code.
 """
 
 from __future__ import annotations
@@ -58,18 +56,18 @@ _NUMBERS = count(1)
 
 
 class SuffixAutomaton(IndexedText):
-    """A suffix automaton: all substrings of a text, one state for those that end at the same
+    """A suffix automaton: it represents all substrings of a text, with one state for those that end at the same
     positions.
 
-    A token is appended in amortised O(1), and counted in O(`depth`) at worst: how often a string occurs is known for
-    strings of at most `depth` >= 2 tokens. One flat array of 32 bits holds states and transitions; the token of a
-    state's transition along its first occurrence is read from the text, so that only branchings need an entry of their
-    own: 92 to 190 bytes per token, and while the array grows twice that.
+    A token is appended in amortised O(1), and counted in O(`depth`) at worst: occurrences are counted for strings of at
+    most `depth` >= 2 tokens. States and transitions are in one flat array of 32-bit integers. The token of a state's
+    transition along its first occurrence is read from the text, so only branches need an entry: 92 to 190 bytes per
+    token, and twice that while the array grows.
     """
 
     def __init__(self, depth: int, tokens: int = 0) -> None:
-        """Make the automaton of the empty text, with room for so many tokens."""
-        self.number = next(_NUMBERS)  # No two have the same
+        """Make the automaton of the empty text, with a capacity of `tokens` tokens."""
+        self.number = next(_NUMBERS)  # A unique number
         self.whole = _empty(tokens)
         self.arrays = suffixes.parts_of(self.whole)
         suffixes.start(self.arrays, depth)
@@ -102,7 +100,7 @@ class SuffixAutomaton(IndexedText):
 
 
 def _empty(tokens: int) -> Ints:
-    """Allocate an array with room for so many tokens and more, the index empty."""
+    """Allocate an array with a capacity of at least `tokens` tokens, and an empty index."""
     room = room_for(tokens)
     whole = np.empty(suffixes.size_of(room), np.int32)
     whole[: suffixes.HEAD] = 0
@@ -112,9 +110,9 @@ def _empty(tokens: int) -> Ints:
 
 
 class OutputStore:
-    """Outputs of requests that have ended, in one index of at most so many `tokens` and `requests`.
-    SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: new outputs
-    enter the younger; when that is full, the older one is dropped and the younger takes its place.
+    """The outputs of finished requests in an index of at most `tokens` tokens and `requests` requests. It is
+    SuffixDecoding's global tree (arXiv 2411.04975) as two generations of automata: outputs are added to the younger
+    one; when that is full, the older one is dropped, and a new one is started.
     """
 
     def __init__(self, *, depth: int, tokens: int, requests: int) -> None:
@@ -128,7 +126,7 @@ class OutputStore:
         return sum(map(len, self.generations))
 
     def add(self, output: Sequence[int] | Ints) -> None:
-        """Add an output; of one longer than half the store, only the end."""
+        """Add an output; of one that is longer than half the store, only the end is added."""
         kept = np.asarray(output[max(0, len(output) + 1 - self._tokens) :], np.int32)
         if not len(kept) or not self._requests or self._tokens <= 1:
             return
@@ -142,19 +140,19 @@ class OutputStore:
 
 
 GENERATIONS = 2  # Most automata of a store
-# Columns of a store, which has a row for each
+# Columns of a store, which has a row for each automaton
 NUMBER, ADDRESS = 0, 1  # The automaton's unique number, 0 if there is none, and its address
 STORE_COLUMNS = 2
 # Further columns of a batch's rows
 STORED = batches.COLUMNS  # Address of the domain's store
 FOLLOWED = STORED + 1  # NUMBER of the automaton whose text is followed; 0: the row's own
-CURSORS = STORED + 2  # GENERATIONS times what `_CURSOR` counts
-# Where the text stands in an automaton of the store
-_NUMBER, _KNOWN, _READ, _STATE, _MATCHED = range(5)  # Which, its tokens then, those of the text; the longest match
+CURSORS = STORED + 2  # `_CURSOR` columns for each of the GENERATIONS
+# A row's position in an automaton of the store
+_NUMBER, _KNOWN, _READ, _STATE, _MATCHED = range(5)  # The automaton, its size, tokens read; the longest match
 _CURSOR = 5
 COLUMNS = CURSORS + GENERATIONS * _CURSOR
 
-_FOLLOWED = 4  # Shortest match, tokens, whose text is followed from then on
+_FOLLOWED = 4  # Shortest match, tokens, after which its text is followed
 
 
 class Options(NamedTuple):
@@ -163,9 +161,9 @@ class Options(NamedTuple):
     length: int
     factor: float
     offset: float
-    least: float  # Probability of a path
-    shortest: int  # Match, tokens
-    nodes: int  # Nodes of a tree of several continuations; 0: chains
+    least: float  # Least probability of a path
+    shortest: int  # Shortest match, tokens
+    nodes: int  # Most nodes of a tree of several continuations; 0: chains
     follows: bool
 
 
@@ -183,8 +181,8 @@ def _cursor(batch: Batch, row: int, generation: int) -> Longs:
 
 @compiled
 def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
-    """Advance the row's cursors over what its text and the store have gained. A cursor begins anew
-    if its automaton has grown or is another.
+    """Advance the row's cursors over the new tokens of its text. A cursor starts again if its automaton has grown or
+    was replaced.
     """
     store, size = _store_of(batch, row), text.head[SIZE]
     for generation in range(GENERATIONS):
@@ -204,8 +202,8 @@ def _follow_store(batch: Batch, row: int, text: Arrays) -> None:
 
 @compiled
 def _source(batch: Batch, row: int, place: Ints) -> Arrays:
-    """Return the automaton of the text that is followed. If the store has dropped it, it is the
-    row's own, in which the follower has no place.
+    """Return the automaton of the followed text. If the store has dropped it, it is the row's own, in which the
+    follower has no position.
     """
     followed = batch.rows[row, FOLLOWED]
     if followed != 0:
@@ -219,8 +217,8 @@ def _source(batch: Batch, row: int, place: Ints) -> Arrays:
 
 @compiled
 def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, SuffixMatch]:
-    """Return the longest match of the row's end, and the automaton that it is in: the row's own for
-    source 0, else the store's.
+    """Return the longest match of the text's suffix, and its automaton: the row's own for source 0, else one of the
+    store.
     """
     known, kind, (state, matched) = text, REQUEST, suffixes.longest_repeat(text)
     if source > 0:
@@ -233,8 +231,8 @@ def _match(batch: Batch, row: int, text: Arrays, source: int) -> tuple[Arrays, S
 
 @compiled
 def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
-    """Read the tokens from `known` on in the text that is followed. If that no longer tells the
-    place, the longest match does, if it is long enough.
+    """Let the follower read the tokens from `known` on. If it loses its position, it continues at the longest match, if
+    that is long enough.
     """
     follower = follower_of(batch.followers, row)
     place, source = follower.place, _source(batch, row, follower.place)
@@ -255,7 +253,7 @@ def _follow(batch: Batch, row: int, text: Arrays, known: int) -> None:
 
 @compiled
 def _read(batch: Batch, row: int, new: Ints, follows: bool) -> None:
-    """Append new tokens, which have room, to a row's text."""
+    """Append new tokens, for which there is capacity, to a row's text."""
     known, text = batch.rows[row, READ], automaton_at(batch.rows[row, TEXT])
     if len(new) > 0:
         learn_draft(batch, row, new)
@@ -268,7 +266,7 @@ def _read(batch: Batch, row: int, new: Ints, follows: bool) -> None:
 
 @compiled
 def _length(options: Options, matched: int, most: int) -> int:
-    """Return the length of a path that is drafted from a match of so many tokens."""
+    """Return the length of a draft after a match of `matched` tokens."""
     if matched < options.shortest:
         return 0
     return min(most, int(min(float(options.length), options.factor * matched + options.offset + 1e-6)))
@@ -276,9 +274,8 @@ def _length(options: Options, matched: int, most: int) -> int:
 
 @compiled
 def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> int:
-    """Write a draft for a row, the one with most expected tokens of those from each match and from
-    the text that is followed; at equality that of the row's own text. Returns the number of nodes,
-    the root included.
+    """Write a draft for a row: the one with the most expected tokens of those from each match and from the followed
+    text; of equal ones that of the row's own text. Return the number of nodes, root included.
     """
     text, counts, follower = (
         automaton_at(batch.rows[row, TEXT]),
@@ -324,7 +321,7 @@ def step(where: Longs, chosen: Any, tokens: Ints, work: Longs, chains: Ints) -> 
     return ready
 
 
-_FULL_STORES = 4  # Size of all isolation domains' stores together, in full stores
+_FULL_STORES = 4  # Most tokens in the stores of all isolation domains together, in full stores
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -332,18 +329,19 @@ class SuffixConfig:
     """Options of `suffix`; vLLM's names, with ``suffix_decoding_`` before them, are understood too."""
 
     num_speculative_tokens: int = 24  # Most tokens on one path
-    max_tree_depth: int = 24  # Longest string that is counted, tokens; beyond it the first occurrence is followed
+    max_tree_depth: int = 24  # Longest string that is counted, tokens; after longer ones the first occurrence is used
     max_spec_factor: float = 4.0  # Tokens drafted for each token of the match
-    max_spec_offset: float = 0.0  # Tokens drafted besides
+    max_spec_offset: float = 0.0  # Tokens added to that
     min_token_prob: float = 0.1
-    """Least probability of a path, in 0..1: the product of its tokens' shares by the counts; for
-    followed text, as learned.
+    """Least probability of a path, in 0..1: the product of its tokens' shares of the counts; for followed text the
+    learned one.
     """
     min_match: int = 1  # Shortest match that is drafted from, tokens
     nodes: int | None = None  # Most nodes of a tree of several continuations, by their counts; None drafts a chain
-    follow_edits: bool = True  # Stay with a text that is copied, over changes, and make replacements again
+    follow_edits: bool = True  # Follow a text that is repeated with edits, and repeat replacements
     max_cached_requests: int = 10_000  # Past outputs kept of a domain (API key); 0: the request's own text only
-    max_cached_tokens: int = 500_000  # Their tokens (150 bytes each); four times as many of all domains together
+    max_cached_tokens: int = 500_000
+    """Most tokens of these (150 bytes each); four times as many for all domains together."""
     cache_prompts: bool = False  # Keep the prompts of past requests too
 
     def __post_init__(self) -> None:
@@ -359,8 +357,8 @@ class SuffixConfig:
 
 
 class SuffixDrafter(LookupDrafter["_Domain"]):
-    """Drafts from the longest match in the request's own text and in past outputs, and from the
-    text that is followed, whichever draft has the largest expected gain.
+    """Drafts from the longest match in the request's own text, the one in past outputs, or the followed text, whichever
+    has the most expected tokens.
     """
 
     name = "suffix"
@@ -405,7 +403,7 @@ class SuffixDrafter(LookupDrafter["_Domain"]):
         return step(where, self._options, tokens, work, chains)
 
     def _free(self, row: int) -> None:
-        """Free a row; its output enters the store of its domain."""
+        """Free a row, and add its output to the store of its domain."""
         first = 0 if self.config.cache_prompts else int(self.batch.rows[row, PROMPT])
         domain, output = self._domain[row], self._texts[row].tokens[first : self.batch.rows[row, READ]]
         super()._free(row)
@@ -425,7 +423,7 @@ class _Domain:
         self._point()
 
     def add(self, output: Ints) -> None:
-        """Add the output of a request that has ended."""
+        """Add the output of a finished request."""
         try:
             self.store.add(output)
         finally:

@@ -1,4 +1,4 @@
-"""A suffix automaton over a growing text, and drafts from a match in it."""
+"""A suffix automaton over a growing text, and drafts from a match in it, in compiled code."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ROOT = 0  # The state of the empty string
 # Columns of `states`
 LENGTH = 0  # Tokens of the state's longest string
 LINK = 1  # State of the longest suffix that occurs at more positions
-END = 2  # How many tokens of the text end with the first occurrence
-COUNT = 3  # Occurrences; right where the state's shortest string has at most `depth` tokens
+END = 2  # End of the first occurrence, in tokens of the text
+COUNT = 3  # Occurrences; valid if the state's shortest string has at most `depth` tokens
 FIRST = 4  # Target of the transition that the first occurrence takes
 BEST = 5  # Target of the most frequent transition, the most recent of equals; else of the first one
 EDGES = 6  # First entry of the list of further transitions
-MARK = 7  # The size of a text that ends with one of the state's strings, as `_mark_ends` last found it
+MARK = 7  # Size of the text at the last call of `_mark_ends` that found one of the state's strings at its end
 STATE_COLUMNS = 8
 # Columns of `edges`, the further transitions
 SOURCE, TOKEN, TARGET, NEXT = 0, 1, 2, 3  # NEXT: in the list of its source
@@ -40,15 +40,15 @@ EDGE_COLUMNS = 4
 SIZE = 0  # Tokens of the text
 STATES, USED = 1, 2  # States and edges in use
 LAST = 3  # State of the whole text
-DEEP, DEEP_LENGTH = 4, 5  # State of the text's last `depth` tokens, and how many these are
+DEEP, DEEP_LENGTH = 4, 5  # State of the text's last `depth` tokens, and their number
 DEPTH = 6  # Longest string that is counted, tokens
-ROOM = 7  # Tokens that there is room for
+ROOM = 7  # Capacity, in tokens
 HEAD = 8
 
-_SEEN = 32  # Most continuations of one string looked at for a tree: a frequent word has thousands
+_SEEN = 32  # Most continuations of one string that are considered for a tree: a frequent word has thousands
 _WIDTH = 8  # Most of them that become nodes, the most frequent ones
-_BACKED_OFF = 4  # Ever shorter strings asked for the share of a continuation
-_UNSEEN = 1.0  # Occurrences that the share after the next shorter string counts for
+_BACKED_OFF = 4  # Number of shorter suffixes that smooth the share of a continuation
+_UNSEEN = 1.0  # Occurrences that the share after the next shorter suffix counts for
 
 
 class Arrays(NamedTuple):
@@ -60,18 +60,18 @@ class Arrays(NamedTuple):
     tokens: Ints  # (room,)
     states: Ints  # (2 room, STATE_COLUMNS)
     edges: Ints  # (room, EDGE_COLUMNS)
-    slots: Ints  # (a power of two,) open addressing: the edge of a state and a token, NONE where there is none
+    slots: Ints  # (a power of two,) hash table with open addressing: the edge of a state and a token, or NONE
 
 
 @compiled
 def size_of(room: int) -> int:
-    """Return how many numbers an automaton with room for so many tokens takes."""
+    """Return the size of the array of an automaton with a capacity of `room` tokens."""
     return HEAD + room * (1 + 2 * STATE_COLUMNS + EDGE_COLUMNS) + slots_for(room)
 
 
 @compiled
 def parts_of(whole: Ints) -> Arrays:
-    """Return the parts of an automaton that is one array, whose head is written."""
+    """Return the parts of an automaton as views into its array, whose head is initialised."""
     room = whole[ROOM]
     tokens = HEAD + room
     states = tokens + 2 * room * STATE_COLUMNS
@@ -93,7 +93,7 @@ def automaton_at(place: int) -> Arrays:
 
 @compiled
 def _slot(slots: Ints, state: int, token: int) -> int:
-    """Return the slot at which the search for an edge begins."""
+    """Return the slot at which probing for an edge begins."""
     return slot_of(slots, ((np.int64(state) << 32) ^ np.int64(token)) * np.int64(MIX))
 
 
@@ -109,7 +109,7 @@ def _edge(text: Arrays, state: int, token: int) -> int:
 
 @compiled
 def reindex(text: Arrays, first: int) -> None:
-    """Put the edges from `first` on into the index."""
+    """Add the edges from `first` on to the index."""
     for edge in range(first, text.head[USED]):
         slot = _slot(text.slots, text.edges[edge, SOURCE], text.edges[edge, TOKEN])
         while text.slots[slot] != NONE:
@@ -119,7 +119,7 @@ def reindex(text: Arrays, first: int) -> None:
 
 @compiled
 def step(text: Arrays, state: int, token: int) -> int:
-    """Return the state after `token`, or NONE if the text does not go on like this."""
+    """Return the state after `token`, or NONE if the text does not contain that continuation."""
     end = text.states[state, END]
     if end < text.head[SIZE] and text.tokens[end] == token:
         return int(text.states[state, FIRST])
@@ -129,9 +129,7 @@ def step(text: Arrays, state: int, token: int) -> int:
 
 @compiled
 def advance(text: Arrays, state: int, matched: int, token: int) -> tuple[int, int]:
-    """Extend the longest match of another text in this one by `token`: returns its state and
-    length.
-    """
+    """Extend the longest match of another text in this one by `token`, and return the new match's state and length."""
     following = step(text, state, token)
     while following == NONE and state != ROOT:
         state = text.states[state, LINK]
@@ -150,13 +148,13 @@ def token_of(text: Arrays, state: int) -> int:
 
 @compiled
 def is_counted(text: Arrays, state: int) -> bool:
-    """Return whether it is known how often the state's strings go on with each token."""
+    """Return whether the continuations of the state's strings are counted."""
     return state == ROOT or bool(text.states[text.states[state, LINK], LENGTH] + 2 <= text.head[DEPTH])
 
 
 @compiled
 def _new(text: Arrays, length: int, end: int) -> int:
-    """Add a state without transitions, whose link is the root, and return it."""
+    """Add a state without transitions and with a link to the root, and return it."""
     state = text.head[STATES]
     text.head[STATES] += 1
     text.states[state] = 0
@@ -167,7 +165,7 @@ def _new(text: Arrays, length: int, end: int) -> int:
 
 @compiled
 def start(text: Arrays, depth: int) -> None:
-    """Write the automaton of the empty text."""
+    """Initialise the automaton of the empty text."""
     text.head[:ROOM] = 0
     text.head[DEPTH] = depth
     text.slots[:] = NONE
@@ -186,7 +184,7 @@ def _add_edge(text: Arrays, state: int, token: int, target: int) -> None:
 
 @compiled
 def extend(text: Arrays, new: Ints) -> None:
-    """Append tokens, for which there is room: amortised O(1) for each, and O(`depth`) to count it."""
+    """Append tokens, for which there is capacity: amortised O(1) for each, and O(`depth`) to count it."""
     states = text.states
     for token in new:
         size = text.head[SIZE] + 1
@@ -211,9 +209,7 @@ def extend(text: Arrays, new: Ints) -> None:
 
 @compiled
 def longest_repeat(text: Arrays) -> tuple[int, int]:
-    """Return state and length of the longest suffix of the text that also occurs in it before its
-    end.
-    """
+    """Return state and length of the longest suffix of the text that also occurs earlier in it."""
     state = max(ROOT, text.states[text.head[LAST], LINK])
     return state, int(text.states[state, LENGTH])
 
@@ -247,7 +243,7 @@ def _split(text: Arrays, state: int, target: int, token: int) -> int:
 
 @compiled
 def _tally(text: Arrays, token: int) -> None:
-    """Count the strings that end with the new token, and keep BEST right for what stood before it."""
+    """Count the strings that end with the new token, and update BEST of the states before it."""
     head, states = text.head, text.states
     before = head[DEEP]
     after = step(text, before, token)
@@ -266,9 +262,9 @@ def _tally(text: Arrays, token: int) -> None:
 
 @compiled
 def _elect(text: Arrays, before: int, after: int) -> None:
-    """Update BEST of each suffix that stood before the new token: does it now follow most often?
-    `before` and `after` are the states of the longest such suffix whose continuations are counted,
-    and of the longest that ends with the token.
+    """Update BEST of each suffix before the new token, if that is now its most frequent continuation. `before` and
+    `after` are the states of the longest such suffix with counted continuations, and of the longest suffix that ends
+    with the token.
     """
     states = text.states
     while before != NONE:
@@ -283,9 +279,7 @@ def _elect(text: Arrays, before: int, after: int) -> None:
 
 @compiled
 def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, int]:
-    """Run `advance` over several tokens of another text: returns state and length of the longest
-    match.
-    """
+    """Run `advance` over several tokens of another text, and return state and length of the longest match."""
     for token in other:
         state, matched = advance(text, state, matched, token)
     return state, matched
@@ -296,9 +290,7 @@ def follow(text: Arrays, other: Ints, state: int, matched: int) -> tuple[int, in
 
 @compiled
 def _mark_ends(text: Arrays) -> None:
-    """Mark the states that hold the text's end: each has one occurrence that is not followed by
-    anything.
-    """
+    """Mark the states of the text's suffixes: each has one occurrence without a continuation."""
     state = text.head[DEEP]
     text.states[ROOT, MARK] = text.head[SIZE]
     while state != ROOT:
@@ -316,9 +308,9 @@ def occurrences(text: Arrays, state: int) -> int:
 
 @compiled
 def _share(text: Arrays, state: int, token: int) -> float:
-    """Return how often `token` follows the state's strings, blended with how often it follows ever
-    shorter ones. A long string that was met once says little by itself; the shorter ones tell
-    whether it could have gone on otherwise.
+    """Return the share of `token` among the continuations of the state's strings, smoothed with its share after shorter
+    suffixes. A long string that occurred once says little alone; shorter suffixes show whether other continuations are
+    possible.
     """
     asked = np.empty(_BACKED_OFF, np.int64)
     size = 0
@@ -339,9 +331,8 @@ def _share(text: Arrays, state: int, token: int) -> float:
 
 @compiled
 def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
-    """Fill `found` with the states after the next tokens of a state that `is_counted`, the most frequent
-    first, and return their number. Of equals the one that BEST prefers comes first, then the first
-    that occurred, then the last that came up.
+    """Fill `found` with the states after the continuations of a state that `is_counted`, the most frequent first, and
+    return their number. Of equally frequent ones BEST comes first, then the first occurrence, then the latest new one.
     """
     states = text.states
     found[0], size = states[state, BEST], 1
@@ -366,25 +357,25 @@ def _ways(text: Arrays, state: int, wide: bool, found: Ints) -> int:
 
 
 class SuffixMatch(NamedTuple):
-    """A match that a draft is copied from."""
+    """A match whose continuations are drafted."""
 
-    source: int  # One of SOURCES, by its place
+    source: int  # Index into SOURCES
     state: int
-    matched: int  # Tokens before it that are the same here and there
+    matched: int  # Number of matching tokens before it
 
 
 class SuffixLimits(NamedTuple):
-    """Limits of a draft besides the room for its nodes."""
+    """Limits of a draft, besides the number of nodes."""
 
-    depth: int  # Tokens of a path
-    wide: bool  # Up to _WIDTH ways on from a node instead of one
+    depth: int  # Most tokens on a path
+    wide: bool  # Up to _WIDTH children per node instead of one
     least: float  # Least product of the shares along a path
 
 
 @compiled
 def draft(text: Arrays, match: SuffixMatch, limits: SuffixLimits, counts: Floats, made: Draft) -> tuple[int, float]:
-    """Fill `made` with the nodes of largest estimated survival below a match, as many as there is
-    room for. Returns the number of nodes, the root included, and the sum of their survival.
+    """Fill `made` with the nodes of the largest estimated survival below a match, up to its size. Return the number of
+    nodes, root included, and the sum of their survival.
     """
     source, state, matched = match.source, match.state, match.matched
     most = len(made.nodes)
