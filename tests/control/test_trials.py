@@ -1,5 +1,6 @@
 """When a drafter with a forward pass is tried although its figures speak against it, and which rows it is good for."""
 
+import dataclasses
 from itertools import pairwise
 
 import pytest
@@ -86,3 +87,7 @@ def test_the_best_depth_is_that_of_the_rows_for_which_drafting_pays() -> None:
     both, alone = (best_depth(curves, time, 8) for curves in ([good] * 4 + [bad] * 4, [good] * 4))
     assert both == alone and both[1] == 4 and both[0] > 3 and both[2] > 1
     assert best_depth([bad] * 8, time, 8)[2] < 1
+
+
+def test_the_policy_has_few_tuned_constants() -> None:
+    assert len(dataclasses.fields(SETTINGS)) <= 15
