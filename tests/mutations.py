@@ -387,6 +387,11 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "engine": {
+        "wake_up lets requests in while an update of the weights waits": (
+            "await self._by_worker(self._resume)",
+            "await self._by_worker(self._end_pause)",
+            "tests/engine/test_new_weights.py",
+        ),
         "a row that a measurement wrote to is taken for what it held": (
             "lost = kept.writes != self._target.writes[row] or (",
             "lost = (",
@@ -648,6 +653,16 @@ FLOORS: dict[str, dict[str, tuple[str, str, str]]] = {
         ),
     },
     "control": {
+        "what was seen on a slow machine stays as dear when it is fast again": (
+            "return 1.0 if then is None or self._fresh(size) else",
+            "return 1.0 if size else",
+            "tests/control/test_parts.py",
+        ),
+        "a node counts as if it had no likelier sibling": (
+            "survival[child] = min(alone[child], left)",
+            "survival[child] = alone[child]",
+            "tests/control/test_parts.py",
+        ),
         "what passes of a batch took is kept as that of one row's nodes": (
             "nodes = round(rows * (1 + self.shape.nodes(size, rows)))",
             "nodes = round(1 + self.shape.nodes(size, rows))",

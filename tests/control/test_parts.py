@@ -89,6 +89,14 @@ def test_siblings_are_not_worth_more_than_their_parent() -> None:
     assert Ranking.of(tree, surest).worth[-1] == pytest.approx(1.0)
 
 
+def test_what_a_likelier_sibling_leaves_is_all_that_a_node_and_those_below_it_have() -> None:
+    """A node that counts little does not stand before one that counts more, nor does its child count more than it."""
+    tree = given((1, 0, 0.9), (2, 0, 0.6), (3, 2, 0.9), (4, 1, 0.3))
+    ranking = Ranking.of(tree, surest)
+    assert ranking.order == (1, 4, 2, 3)
+    assert ranking.worth == pytest.approx((0, 0.9, 1.17, 1.27, 1.36))
+
+
 def test_copies_are_joined_path_by_path() -> None:
     """A path that two drafters hold is one path, as likely as the likelier of them says; the rest stands beside it."""
     first = given((5, 0, 0.6), (6, 1, 0.5))
@@ -143,7 +151,7 @@ def test_the_step_with_numbers_on_the_page_is_what_the_policy_computes() -> None
     for right in [True] * 3 + [False] * 9:
         agreement.learn(1, Ranking.merge({0: given((3, 0, 0.7))}, 8, surest), [3 if right else 8])
     gains, best = weighed()
-    assert f"{gains[2]}, {gains[3]} and {gains[4]}" in page and best == [3]
+    assert f"{gains[2]}, {gains[3]} and {gains[4]}" in page and best == [4]
     assert f"{agreement.of(0)(1, 0.7):.3f}" == "0.475"
 
 
@@ -274,6 +282,18 @@ def test_costs_fall_back_on_what_was_seen() -> None:
     assert known.draft_ms("m", 2, 1) == pytest.approx(4.0, rel=0.01)
     known.saw_pass(2, 1, 0, 500.0)
     assert known.times(1, 0, 2)[2] < 4.0, "one outlier moves nothing"
+
+
+def test_what_was_seen_on_a_slow_machine_follows_when_it_is_fast_again() -> None:
+    """A size that looked dear is drafted no more: that its passes have become quicker is known from plain ones."""
+    known = StepCosts(Passes())
+    for _ in range(30):
+        known.saw_pass(0, 1, 0, 6.0)
+        known.saw_pass(8, 1, 0, 12.0)
+    for _ in range(costs.SETTINGS.interval + costs.SETTINGS.window):
+        known.saw_pass(0, 1, 0, 3.0)
+    times = known.times(1, 0, 8)
+    assert (times[0], times[8]) == pytest.approx((3.0, 6.0))
 
 
 def test_a_slower_machine_is_found_out_by_plain_passes_that_are_seen_now_and_then() -> None:

@@ -151,6 +151,8 @@ def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders
             for name in ("deeper", "missing"):
                 with pytest.raises(ForerunError):
                     await llm.update_weights_from_disk(folders[name], mode=mode)
+            with pytest.raises(ArgumentError, match="level 2: only level 1"):
+                await llm.sleep(level=2, mode=mode)
             assert not running.done(), "what is refused ends nothing"
             update = asyncio.create_task(llm.update_weights_from_disk(folders["trained"], mode=mode))
             while llm._drained is None:
@@ -158,6 +160,7 @@ def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders
             later = asyncio.create_task(_read(llm.stream(PROMPTS[1], LONG), asyncio.Event()))
             with pytest.raises(ArgumentError, match="is already running"):
                 await llm.update_weights_from_disk(folders["later"])
+            await llm.wake_up()  # Nothing sleeps: the update goes on, and new requests still wait for it
             await update
             former = (await running).outputs[0]
             assert former.finish_reason == {"wait": "length", "abort": "abort"}[mode]

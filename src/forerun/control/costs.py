@@ -185,6 +185,8 @@ class SeenTimes:
 
     * Other processes can only add to a time, often ten times as much. So of the latest ratios of a size the lower
       quartile counts. A new size starts with one ratio as predicted; of old ratios the quartile is kept, as one ratio.
+    * A machine's pace changes. So a size that has not been seen of late follows the plain passes: its time is scaled by
+      what they have become since.
     * More nodes never make a pass quicker. So a smaller size never counts more than what a larger one was measured at.
     * Between measured sizes times are interpolated along the prediction; above the largest they grow with it.
     """
@@ -193,6 +195,7 @@ class SeenTimes:
         self._ratios = dict[Size, deque[float]]()  # The latest of each (nodes, rows)
         self._low = dict[Size, float]()  # Their lower quartile
         self._first_step, self._latest_step = dict[Size, int](), dict[Size, int]()  # When each was seen
+        self._plain_then = dict[Size, float]()  # The lower quartile of plain passes of as many rows at that time
         self._sizes = defaultdict[int, list[int]](list)  # Rising, by rows
         self._latest: Size | None = None
         self.steps = 0  # Decoding steps, whether or not they have a figure
@@ -212,6 +215,8 @@ class SeenTimes:
         ratios.append(max(seen, _LEAST_MS) / max(predict(nodes), _LEAST_MS))
         self._low[size] = sorted(ratios)[(len(ratios) - 1) // 4]
         self._latest, self._latest_step[size] = size, self.steps
+        if (0, rows) in self._low:
+            self._plain_then[size] = self._low[0, rows]
 
     def curve(self, rows: int, predict: Callable[[int], float], *, trial: bool = False) -> Callable[[int], float]:
         """Return the time of a pass of `rows` rows, ms, as a function of its nodes. In a trial old measurements of
@@ -220,7 +225,7 @@ class SeenTimes:
         sizes, times, least = list[int](), list[float](), math.inf
         for nodes in reversed(self._sizes[rows]):
             if not (trial and nodes) or self._fresh((nodes, rows)):
-                least = min(least, self._low[nodes, rows] * predict(nodes))
+                least = min(least, self._low[nodes, rows] * self._pace((nodes, rows)) * predict(nodes))
                 sizes.append(nodes)
                 times.append(least)
         if not sizes:  # Passes of other numbers of rows say how fast the machine is
@@ -254,6 +259,11 @@ class SeenTimes:
         if unseen > min(_STALE, 1 + known):
             return True
         return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
+
+    def _pace(self, size: Size) -> float:
+        """Return by what the time of a size is scaled: what plain passes take now, relative to when it was last seen."""
+        then = self._plain_then.get(size)
+        return 1.0 if then is None or self._fresh(size) else self._low[0, size[1]] / then
 
     def _fresh(self, size: Size) -> bool:
         return self._latest_step[size] > self.steps - SETTINGS.interval

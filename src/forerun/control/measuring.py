@@ -35,6 +35,7 @@ CONTEXTS = (64, 512, 2048)
 _FIRST_NODES = (1, 2, 4, 8, 16, 32)  # Sizes that are timed before the first draft
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
+_INSTANT = 1e-3  # Least time of a pass, ms
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
 Grid = Mapping[str, tuple[int, ...]]  # The measured sizes: ``nodes``, ``rows`` and ``contexts``, rising
@@ -112,7 +113,8 @@ def known_or_nominal(target: Target) -> PassCost:
 def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) -> None:
     """Write the times of real steps to disk, for the next process that loads this target.
 
-    They are written as times of a pass over one row: for each number of rows alone too few sizes are seen. Fewer than
+    They are written as times of a pass over one row: for each number of rows alone too few sizes are seen. What was
+    seen in other contexts, or by earlier processes, is scaled by the smallest size seen there and here. Fewer than
     four sizes say too little and are not written; a calibration is more precise and is not overwritten. Passes that are
     larger than the seen ones are assumed to cost at least the `Nominal` cost of each further node: the largest seen
     ones often have equal times, and a line through them would say that further nodes are free.
@@ -120,18 +122,26 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
     Args:
         seen: times of passes, ms, by (context, nodes of all rows).
     """
-    often = defaultdict[int, list[float]](list)
-    for (_, nodes), times in seen.items():
+    by_context = defaultdict[int, dict[int, Sequence[float]]](dict)
+    for (context, nodes), times in seen.items():
         if len(times) >= _FEW_TIMES:
-            often[nodes] += [ms / 1e3 for ms in times]
+            by_context[context][nodes] = times
+    if not by_context:
+        return
+    least = {context: max(median_low(sizes[min(sizes)]), _INSTANT) / 1e3 for context, sizes in by_context.items()}
+    context = max(by_context, key=lambda one: len(by_context[one][min(by_context[one])]))
+    often = defaultdict[int, list[float]](list)
+    for one, sizes in by_context.items():  # Contexts and moments differ in pace; sizes are compared within each
+        for nodes, times in sizes.items():
+            often[nodes] += [ms / 1e3 * least[context] / least[one] for ms in times]
     kept = _read(target) if len(often) >= _SIZES_SEEN else None
     if len(often) < _SIZES_SEEN or (kept is not None and kept[0]["nodes"]):
         return
     if kept is not None:
+        pace = least[context] / kept[1].pass_ms(min(often))
         for nodes in kept[1].nodes[:-1]:  # The last size was not seen, see `_extrapolate`
-            often.setdefault(nodes, [kept[1].pass_ms(nodes) / 1e3])
+            often.setdefault(nodes, [kept[1].pass_ms(nodes) * pace])
     often.setdefault(1, often[min(often)])
-    context = median_low(context for context, _ in seen)
     grid: Grid = {"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}
     samples = {(context, 1, nodes): times for nodes, times in often.items()}
     cost = replace(_extrapolate(_fit(grid, samples)), stairs=bool(target.buckets.nodes))

@@ -25,7 +25,10 @@ class Ranking:
     """The nodes of a tree, ordered by their expected gain. All are deterministic: no other node may be pruned."""
 
     tree: TokenTree  # Its confidences are the drafters' own, not calibrated
-    survival: tuple[float, ...]  # Entry k: probability that the whole path to node k survives; 1 for the root
+    survival: tuple[float, ...]
+    """Entry k: probability that the whole path to node k survives; 1 for the root. Siblings exclude each other, so
+    together they survive no more often than their parent: the likelier ones come first.
+    """
     holders: tuple[int, ...]  # (N,) drafters that proposed each node, as bits
     order: tuple[int, ...]  # Node ids by falling survival; parents come before their children
     worth: tuple[float, ...]  # Entry n: expected number of accepted tokens if the first n of `order` are submitted
@@ -36,16 +39,16 @@ class Ranking:
         one is submitted may not depend on its value, no probe node, and no node that the target has already run.
         """
         assert tree.prunable, "only deterministic nodes may be pruned after they were drawn"
-        bits, survival = holders or [0] * (tree.size + 1), [1.0]
-        for node in range(1, tree.size + 1):
-            survival.append(survival[tree.parents[node]] * estimate(bits[node], tree.confidence[node]))
-        order, left, total, worth = _by_survival(survival), survival[:], 0.0, [0.0]
-        for node in order:  # siblings exclude each other: together they cannot survive more often than their parent
-            parent = tree.parents[node]
-            gain = min(survival[node], left[parent])
-            left[parent] -= gain
-            total += gain
-            worth.append(total)
+        bits, survival = holders or [0] * (tree.size + 1), [1.0] * (tree.size + 1)
+        for parent, children in enumerate(tree.children):
+            alone = {child: survival[parent] * estimate(bits[child], tree.confidence[child]) for child in children}
+            left = survival[parent]
+            for child in sorted(alone, key=lambda child: (-alone[child], child)) if len(alone) > 1 else alone:
+                survival[child] = min(alone[child], left)
+                left -= survival[child]
+        order, worth = _by_survival(survival), [0.0]
+        for node in order:
+            worth.append(worth[-1] + survival[node])
         return cls(tree=tree, survival=tuple(survival), holders=tuple(bits), order=tuple(order), worth=tuple(worth))
 
     @classmethod

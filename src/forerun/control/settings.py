@@ -3,7 +3,7 @@
 Where nothing else is said, they were measured on two cores of an AMD EPYC in November 2026, with a target of 0.4 B
 parameters in bfloat16 whose plain pass takes 25 to 35 ms (docs/findings.md). "Simulated" means: chosen so that the
 properties in ``tests/control`` hold. Shares and ratios have no unit; in a plain step nothing is drafted. The module
-imports nothing.
+imports nothing of forerun.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _check_probs(tree: TokenTree) -> None:
     distribution that sums to one.
     """
     for node, probs in tree.draft_probs.items():
-        assert abs(float(probs.double().sum()) - 1) < 1e-4, f"the draft probs recorded at node {node} do not sum to 1"
+        assert abs(float(probs.double().sum()) - 1) < TOLERANCE, f"the draft probs recorded at node {node} do not sum to 1"
     for token, parent, drawn in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
         if drawn is not Drawn.DETERMINISTIC:
             assert tree.draft_probs[parent][token] > 0, f"token {token} was drawn against the recorded distribution"

@@ -179,13 +179,14 @@ class AsyncLLM:
 
     async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
         """Run `LLM.sleep` once the present requests have ended, see `update_weights_from_disk`."""
+        self.llm.check_sleep(level)  # Before requests end for it
         async with self._between_requests(mode):
             await self._by_worker(self.llm.sleep, level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """`LLM.wake_up`."""
         await self._by_worker(self.llm.wake_up, tags)
-        await self._by_worker(self._end_pause)
+        await self._by_worker(self._resume)
 
     async def close(self) -> None:
         """Finish the step in progress, stop the worker and free the memory, see `LLM.close`. Running
@@ -219,7 +220,7 @@ class AsyncLLM:
     async def _between_requests(self, mode: Mode) -> AsyncIterator[None]:
         """Pause admission: the block runs once no request runs, and new requests wait until it ends."""
         drained = Future[None]()
-        await self._by_worker(self._begin_pause, mode, drained)
+        await self._by_worker(self._begin_pause, mode, drained)  # Raises where another pause has not ended
         try:
             await asyncio.wrap_future(drained)
             yield
@@ -241,9 +242,13 @@ class AsyncLLM:
         self._go_on()
 
     def _end_pause(self) -> None:
-        """Resume admission, in the worker, unless the engine sleeps."""
+        """End the pause that `_begin_pause` began, in the worker."""
         self._drained = None
-        if not self.llm.is_sleeping:
+        self._resume()
+
+    def _resume(self) -> None:
+        """Resume admission, in the worker, unless the engine sleeps or a pause has not ended."""
+        if self._drained is None and not self.llm.is_sleeping:
             self.llm.engine.resume()
             self._go_on()
 

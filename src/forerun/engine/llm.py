@@ -70,8 +70,8 @@ class LLM:
         device: ``"cpu"``, ``"cuda"``, ``"cuda:1"``...; None takes an accelerator if there is one.
         max_model_len: most tokens of prompt and output together; None takes the model's context, at most 8192.
         max_num_seqs: most completions that run at once (rows of the cache).
-        max_num_batched_tokens: most prompt tokens of a pass. None: 512 on an accelerator; on a CPU as many, by measured
-            times, as let no other request wait longer than three decoding steps. The default of `AsyncLLM` is None.
+        max_num_batched_tokens: most prompt tokens of a pass. None: 512 on an accelerator; on a CPU, as many as delay
+            running requests by at most three decoding steps (measured). `LLM` takes 512, `AsyncLLM` None.
         enable_prefix_caching: reuse the cached prefix of an earlier request.
         kv_cache_tokens: most tokens in all rows together, see `Scheduling`; it also bounds `max_model_len`. None: as
             many as the rows can hold. Requests that do not fit are preempted and continue later, with the same output.
@@ -387,7 +387,7 @@ class LLM:
 
         Args:
             max_num_seqs: as for `LLM`; at least the present value.
-            max_model_len: as for `LLM`; at most the model's context.
+            max_model_len: as for `LLM`; the model's context and `kv_cache_tokens` bound it.
 
         Raises:
             ArgumentError: requests are waiting or running, or llama.cpp runs the model.
@@ -396,7 +396,8 @@ class LLM:
         with self._alone():
             if self.engine.busy:
                 raise ArgumentError("the engine grows between requests only: wait for the running ones, or abort them")
-            length = min(max_model_len, self.target.max_length)
+            most = self.engine.scheduling.kv_cache_tokens or max_model_len
+            length = min(max_model_len, self.target.max_length, most)
             self.engine.grow(max_num_seqs, length + _HEADROOM)
             self.max_model_len = length
             self.reader = replace(self.reader, context=length)
@@ -448,16 +449,21 @@ class LLM:
         Raises:
             ArgumentError: there is no such level, requests are running, or llama.cpp runs the model.
         """
+        self.check_sleep(level)
+        with self._alone():
+            if self.engine.busy:
+                raise ArgumentError("the engine sleeps between requests only: wait for the running ones, or abort them")
+            self.engine.grow(self.target.rows, self.target.slots)
+            self._asleep = set(SLEEPING_PARTS)
+
+    def check_sleep(self, level: int) -> None:
+        """Raise ArgumentError if `sleep` has no such level, or llama.cpp runs the model."""
         if level != 1:
             raise ArgumentError(
                 f"sleep level {level}: only level 1 is supported, which frees the cache and keeps the weights; "
                 "update_weights_from_disk replaces them, awake or asleep"
             )
-        with self._alone():
-            if self.engine.busy:
-                raise ArgumentError("the engine sleeps between requests only: wait for the running ones, or abort them")
-            self.engine.grow(self.target.rows, self.target.slots)
-        self._asleep = set(SLEEPING_PARTS)
+        self.target.check_growth()
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take requests again; the first of them allocates the caches.

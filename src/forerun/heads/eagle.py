@@ -275,8 +275,8 @@ class Eagle2Drafter(HeadDrafter):
 
 
 class HeadLayer(nn.Module):
-    """One decoder layer. The first of an EAGLE-3 head, or each, reads token embeddings beside the
-    feature.
+    """One decoder layer. In an EAGLE-3 head the first one, or each without `next_layer_regular`, reads the embedding
+    beside the feature.
     """
 
     def __init__(self, config: EagleConfig, layer: int) -> None:
@@ -309,7 +309,7 @@ class HeadLayer(nn.Module):
 # What EAGLE-3 learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Eagle3Settings(DecoderSettings):
-    """`Eagle3Settings` are steps, weights and divergence of the objective."""
+    """Options of EAGLE-3's objective."""
 
     steps: Natural = 7
     """T, the number of times that the head is unrolled."""
@@ -321,7 +321,7 @@ class Eagle3Settings(DecoderSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnrolledStep:
-    """An `UnrolledStep` is one step of the unrolled head."""
+    """The output of one of the T steps of the unrolled head."""
 
     step: int
     output: Tensor  # (B, S, H): what the output head reads; entry i predicts token i + 2 + step
@@ -329,7 +329,7 @@ class UnrolledStep:
 
 
 class Eagle3Objective(DecoderObjective):
-    """An `Eagle3Objective` is the loss of a head on a batch of features."""
+    """The loss of EAGLE-3: divergence from the target's distributions, added up over the unrolled steps."""
 
     kind: ClassVar[str] = "eagle3"
     Settings: ClassVar[type[Eagle3Settings]] = Eagle3Settings
@@ -422,7 +422,7 @@ class Eagle3Objective(DecoderObjective):
 # What EAGLE-1 and EAGLE-2 learn
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EagleSettings(Eagle3Settings):
-    """`EagleSettings` are steps, weights and noise of the objective; the defaults are the paper's."""
+    """Options of the objective of EAGLE-1 and EAGLE-2; the defaults are the papers'."""
 
     steps: Natural = 1
     """Times that the head is unrolled; beyond the first on its own features."""
@@ -440,8 +440,8 @@ class EagleSettings(Eagle3Settings):
 
 
 class EagleObjective(Eagle3Objective):
-    """An `EagleObjective` is the loss of an EAGLE-1 head on a batch of features, noisy while the
-    head is in training mode.
+    """The loss of EAGLE-1 and EAGLE-2: distance from the target's features and divergence from its distributions, on
+    features that are noisy in training mode.
     """
 
     kind: ClassVar[str] = "eagle"

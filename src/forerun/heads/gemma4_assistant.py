@@ -33,6 +33,7 @@ from forerun.model.masks import SLIDING
 from forerun.types import LAST_HIDDEN
 
 MARK = "assistantforcausallm"
+NOT_MADE = "Gemma 4's assistants are taken as they are published and not made anew; train a head of another kind"
 STORED, OURS = "model.embed_tokens.weight", "lm_head.weight"
 """The output head's name in files, which tie it to an embedding that nothing reads, and in the module."""
 
@@ -48,9 +49,7 @@ class Gemma4AssistantConfig(HeadConfig):
 
     @classmethod
     def fields_for(cls, kind: str, config: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        raise ArgumentError(
-            "Gemma 4's assistants are taken as they are published and not made anew; train a head of another kind"
-        )
+        raise ArgumentError(NOT_MADE)
 
 
 class Gemma4AssistantHead(SharingHead):
@@ -89,7 +88,7 @@ class Gemma4AssistantHead(SharingHead):
 
     def start_as(self, model: Any, token_ids: Tensor | None) -> None:
         """Raise ArgumentError: an assistant is not made anew."""
-        self.config.fields_for(self.config.kind, None, {})
+        raise ArgumentError(NOT_MADE)
 
     def step(
         self, embeds: Tensor, memory: Tensor, positions: Tensor, kept: Kept, masks: Mapping[str, Tensor]
@@ -101,7 +100,7 @@ class Gemma4AssistantHead(SharingHead):
             attention_mask=dict(masks),
             shared_kv_states=dict(kept),
             use_cache=False,
-            logits_to_keep=None,  # An integer would cut per-layer inputs that there are none of
+            logits_to_keep=None,  # With an integer transformers slices per-layer inputs, which are absent
         ).last_hidden_state
         return Stepped(memory=self.post_projection(made), output=made)
 

@@ -238,8 +238,8 @@ class MtpFormat(Format):
         quantised = sorted(name for name, tensor in tensors.items() if SCALES.search(name) or tensor.itemsize < 2)
         if quantised:
             raise CheckpointError(
-                f"the MTP layers are quantised ({list_some(quantised, 2)}); only layers in floating point of 16 bits "
-                "or more are supported: name a checkpoint in bfloat16"
+                f"the MTP layers are quantised in a way that is not read here ({list_some(quantised, 2)}): name a "
+                "checkpoint in bfloat16, FP8, AWQ, GPTQ or compressed-tensors"
             )
         named = {_ours(family, name, layers): tensor for name, tensor in tensors.items()}
         found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})

@@ -248,6 +248,9 @@ class TransformersTarget(Target):
         if self.states is not None and other.states is not None:
             self.states.reserve(other.states)
 
+    def check_growth(self) -> None:
+        pass
+
     def grow(self, rows: int, slots: int) -> None:
         if any(self.lengths):
             raise ArgumentError(f"a cache grows while its rows are empty; they hold {self.lengths} tokens")

@@ -417,19 +417,19 @@ def _add_trainer(app: FastAPI, session: Session) -> None:
     ``/wake_up``, ``/is_sleeping``). The operator turns them on, and the `Guard` closes them to whoever lacks the
     operator's key.
     """
-    version = "default"  # SGLang's word for the weights that the server was started with
+    served = "default"  # SGLang's word for the weights that the server was started with
 
     async def update(body: UpdateWeightsRequest) -> dict[str, Any]:
-        nonlocal version
+        nonlocal served
         mode = "abort" if body.abort_all_requests else body.mode
         engine = session.engine
         await _told(engine.update_weights_from_disk(body.model_path, mode=mode), body.model_path)
-        version = body.weight_version or body.model_path
+        served = body.weight_version or body.model_path
         message = "new requests get the new weights"
-        return {"success": True, "message": message, "weight_version": version, "num_paused_requests": 0}
+        return {"success": True, "message": message, "weight_version": served, "num_paused_requests": 0}
 
     async def weight_version() -> dict[str, str]:
-        return {"weight_version": version}
+        return {"weight_version": served}
 
     async def sleep(level: int = 1, mode: Literal["wait", "abort"] = "abort") -> Response:
         await _told(session.engine.sleep(level, mode=mode))

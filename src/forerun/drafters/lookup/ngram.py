@@ -289,7 +289,7 @@ _MATCHES = ("last", "first", "most_frequent")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NgramConfig:
-    """Options of `ngram`; names are vLLM's, `min_hits` is llama.cpp's."""
+    """Options of `ngram`. The first three have vLLM's names, `min_hits` has llama.cpp's."""
 
     num_speculative_tokens: int = 8  # Most tokens drafted from one position
     prompt_lookup_max: int = 4  # Longest n-gram searched for, in tokens; tried first

@@ -50,7 +50,7 @@ INLINE Form form_of(int64_t type) {
 }
 
 // Bytes of a block with its scales, and of what stands before all blocks of 256 inputs.
-INLINE int64_t block_bytes(Form f) { return (f.nested ? 1 : 2) * LANES * (1 + f.least) + f.inputs / 2 * f.bits * 4; }
+INLINE int64_t block_bytes(Form f) { return (f.nested ? 1 : 2) * LANES * (1 + f.least) + f.inputs * f.bits / 32 * LINE; }
 INLINE int64_t head_bytes(Form f) { return f.nested ? 2 * LANES * (1 + f.least) : 0; }
 
 // Bytes of so many inputs of a panel, whole blocks of the file.
@@ -172,7 +172,7 @@ INLINE void round_group(__m256 values[2], float largest, Group *to) {
     _mm_storeu_si128((__m128i *)to->integers, sum);
 }
 
-// States (rows, depth) in bf16 -> 8 bits. Nothing that comes of NaN or an infinity is finite.
+// States (rows, depth) in bf16 -> 8 bits. NaN or an infinity in a row makes its sums non-finite.
 static void round_states(const uint16_t *states, int64_t rows, int64_t depth, States to) {
     memset(to.rests, 0, (size_t)(depth / GROUP) * ((size_t)rows * sizeof(Group) + 1));    // And `outstanding` behind them
     for (int64_t row = 0; row < rows; row++) {
@@ -436,7 +436,7 @@ static void write_blocks(Form f, const Held held[LANES], uint8_t *to) {
                 uint8_t *byte = to + at * f.bits / 32 * LINE + 4 * lane + at % 4;
                 *byte = f.bits == 4 && at / 4 % 2 ? (uint8_t)(*byte | value << 4) : value;
             }
-        to += f.inputs / 2 * f.bits * 4;
+        to += f.inputs * f.bits / 32 * LINE;
     }
 }
 
