@@ -49,7 +49,7 @@ def generate(
     """
     if prompt is None and prompt_file is not None and prompt_file.suffix in (".jsonl", ".ndjson"):
         if not json:
-            raise ArgumentError(f"{prompt_file} holds many prompts, and their completions are lines of JSON: add --json")
+            raise ArgumentError(f"{prompt_file} holds many prompts, whose completions are lines of JSON: add --json")
         if prediction_file is not None:
             raise ArgumentError("--prediction-file is of one prompt, and a .jsonl file holds many: leave it out")
         return _answer_many(model, prompt_file, speculation, sampling, loading, raw=raw, with_tokens=show_draft)

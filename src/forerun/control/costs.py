@@ -261,7 +261,7 @@ class SeenTimes:
         return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
 
     def _pace(self, size: Size) -> float:
-        """Return by what the time of a size is scaled: what plain passes take now, relative to when it was last seen."""
+        """Return the factor of a size's time: what plain passes take now over what they took when it was last seen."""
         then = self._plain_then.get(size)
         return 1.0 if then is None or self._fresh(size) else self._low[0, size[1]] / then
 

@@ -209,7 +209,8 @@ def _check_probs(tree: TokenTree) -> None:
     distribution that sums to one.
     """
     for node, probs in tree.draft_probs.items():
-        assert abs(float(probs.double().sum()) - 1) < TOLERANCE, f"the draft probs recorded at node {node} do not sum to 1"
+        sums_to_one = abs(float(probs.double().sum()) - 1) < TOLERANCE
+        assert sums_to_one, f"the draft probs recorded at node {node} do not sum to 1"
     for token, parent, drawn in zip(tree.tokens, tree.parents, tree.drawn, strict=True):
         if drawn is not Drawn.DETERMINISTIC:
             assert tree.draft_probs[parent][token] > 0, f"token {token} was drawn against the recorded distribution"
