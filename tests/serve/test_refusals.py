@@ -184,7 +184,7 @@ def test_request_ids_come_back(live: Live) -> None:
 
 
 @pytest.mark.parametrize(
-    ("regex", "words"), [("(the|cat)", "every token is banned"), ("ab", "min_tokens (an answer whose form")]
+    ("regex", "words"), [("(the|cat)", "every token is banned"), ("ab", "min_tokens (a complete structured output")]
 )
 def test_a_wish_that_leaves_no_token_is_refused_alone(live: Live, regex: str, words: str) -> None:
     """Behind its last letter the grammar allows the end alone, which `min_tokens` forbids."""
