@@ -161,7 +161,7 @@ def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders
             with pytest.raises(ArgumentError, match="is already running"):
                 await llm.update_weights_from_disk(folders["later"])
             await llm.wake_up()  # Nothing sleeps: the update goes on, and new requests still wait for it
-            await update
+            await asyncio.wait_for(update, 30)
             former = (await running).outputs[0]
             assert former.finish_reason == {"wait": "length", "abort": "abort"}[mode]
             assert old[0].startswith(former.text) and former.token_ids
