@@ -303,9 +303,8 @@ class MtpConfig(DecoderConfig):
     """Keys of the target's configuration in transformers, whose own classes of decoder layers the modules hold; None:
     the layers are those of this file.
     """
-    target_layers: tuple[str, ...] = (
-        FULL,
-    )  # Kinds of a module's layers, as transformers names them; one of them attends
+    target_layers: tuple[str, ...] = (FULL,)
+    """Kinds of a module's layers, as transformers names them; one of them attends."""
     target_mlps: tuple[str, ...] = ()  # Which of a module's layers have experts ("sparse"), which none ("dense")
     output_heads: bool = False  # Each module has an output head of its own
 

@@ -177,11 +177,15 @@ static void round_states(const uint16_t *states, int64_t rows, int64_t depth, St
     memset(to.rests, 0, (size_t)(depth / GROUP) * ((size_t)rows * sizeof(Group) + 1));    // And `outstanding` behind them
     for (int64_t row = 0; row < rows; row++) {
         float sum = 0;
-        for (int64_t at = 0; at < depth; at += GROUP) sum += largest_of(states + at);
+        for (int64_t group = 0; group < depth / GROUP; group++) {
+            Group *here = to.groups + group * rows + row;
+            here->scale = largest_of(states + group * GROUP);
+            sum += here->scale;
+        }
         float bound = sum / (float)(depth / GROUP) * OUTSTANDING;
         for (int64_t group = 0; group < depth / GROUP; group++, states += GROUP) {
-            float largest = largest_of(states);
             Group *here = to.groups + group * rows + row;
+            float largest = here->scale;
             __m256 values[2];
             for (int half = 0; half < 2; half++) {
                 __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(states + 8 * half)));
