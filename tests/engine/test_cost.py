@@ -289,12 +289,21 @@ class TestStore:
         for rows in (1, 4):
             known = measuring.known_or_nominal(target_of(rows=rows))
             assert [known.pass_ms(nodes, 1, 0) for nodes, _ in sizes] == pytest.approx([ms for _, ms in sizes])
-        for _ in range(2):
-            measuring.keep_steps(target_of(), {(0, nodes): [ms] * 3 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]})
-            known = measuring.known_or_nominal(target_of())
-            found = [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)]
-            assert found == pytest.approx([5, 7, 8, 10]), "what is new counts, and the others follow its pace"
-            assert known.pass_ms(18) == pytest.approx(10 + 9 * (10 - 8) / 5)
+        at_twice_the_pace = {(0, nodes): [ms] * 24 for nodes, ms in [(1, 5), (2, 6), (3, 7), (4, 8)]}
+        measuring.keep_steps(target_of(), at_twice_the_pace)
+        known = measuring.known_or_nominal(target_of())
+        found = [known.pass_ms(nodes) for nodes in (1, 3, 4, 9)]
+        assert found == pytest.approx([5, (5.75 + 7) / 2, (6 + 8) / 2, 10]), "old and new count alike, at the new pace"
+        price = (10 - (7 + 0.5 * 3 / 5)) / 4.5  # of a node in the upper half of the sizes
+        assert known.pass_ms(18) == pytest.approx(10 + 9 * price)
+
+    def test_a_slow_moment_of_a_rare_size_hardly_counts(self, cache: Path) -> None:
+        """A size that looks dear is drafted no more, so that nothing would correct it."""
+        often = {(0, nodes): [ms] * 24 for nodes, ms in [(1, 5.0), (2, 5.5), (4, 6.0), (9, 10.0), (17, 18.0)]}
+        measuring.keep_steps(target_of(), often)
+        measuring.keep_steps(target_of(), often | {(0, nodes): [3 * often[0, nodes][0]] * 3 for nodes in (9, 17)})
+        known = measuring.known_or_nominal(target_of())
+        assert known.pass_ms(9) < 1.25 * 10 and known.pass_ms(17) < 1.25 * 18 and known.pass_ms(34) < 2.5 * 18
 
     def test_what_no_step_has_shown_is_not_free(self, cache: Path) -> None:
         """Where the largest passes that were seen lie on one stair, one beyond them costs more."""

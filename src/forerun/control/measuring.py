@@ -35,6 +35,7 @@ CONTEXTS = (64, 512, 2048)
 _FIRST_NODES = (1, 2, 4, 8, 16, 32)  # Sizes that are timed before the first draft
 ROWS = (1, 4, 16, 64)  # Row counts that are measured by default, as far as the target has them; its own number is added
 _FEW_TIMES = 3  # Times of a size that steps must have shown before it is kept
+_KEPT_WEIGHT = 24  # Number of times that a kept one counts for, where new ones of its size are averaged with it
 _INSTANT = 1e-3  # Least time of a pass, ms
 _SIZES_SEEN = 4  # Sizes of passes that steps must have shown before they are kept
 Point = tuple[int, int, int]  # (context, rows, nodes)
@@ -115,9 +116,10 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
 
     They are written as times of a pass over one row: for each number of rows alone too few sizes are seen. What was
     seen in other contexts, or by earlier processes, is scaled by the smallest size seen there and here. Fewer than
-    four sizes say too little and are not written; a calibration is more precise and is not overwritten. Passes that are
-    larger than the seen ones are assumed to cost at least the `Nominal` cost of each further node: the largest seen
-    ones often have equal times, and a line through them would say that further nodes are free.
+    four sizes say too little and are not written; a calibration is more precise and is not overwritten. A few times of
+    a size that is seldom drafted may all fall into a slow moment, and a size that looks dear is drafted no more: so
+    new times only move what is known, each by its share. Passes that are larger than the seen ones are assumed to
+    cost at least the `Nominal` cost of each further node.
 
     Args:
         seen: times of passes, ms, by (context, nodes of all rows).
@@ -137,25 +139,36 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
     kept = _read(target) if len(often) >= _SIZES_SEEN else None
     if len(often) < _SIZES_SEEN or (kept is not None and kept[0]["nodes"]):
         return
-    if kept is not None:
-        pace = least[context] / kept[1].pass_ms(min(often))
-        for nodes in kept[1].nodes[:-1]:  # The last size was not seen, see `_extrapolate`
-            often.setdefault(nodes, [kept[1].pass_ms(nodes) * pace])
     often.setdefault(1, often[min(often)])
-    grid: Grid = {"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}
     samples = {(context, 1, nodes): times for nodes, times in often.items()}
-    cost = replace(_extrapolate(_fit(grid, samples)), stairs=bool(target.buckets.nodes))
-    _write(target, _NOT_CALIBRATED, cost)
+    cost = _fit({"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}, samples)
+    if kept is not None:
+        cost = _merge(kept[1], cost, {nodes: len(times) for nodes, times in often.items()})
+    _write(target, _NOT_CALIBRATED, replace(_extrapolate(cost), stairs=bool(target.buckets.nodes)))
+
+
+def _merge(kept: CostModel, fresh: CostModel, counts: Mapping[int, int]) -> CostModel:
+    """Return `fresh` averaged with what was kept, at its pace: a kept time counts for `_KEPT_WEIGHT`, a fresh one for
+    the number of times that it comes from.
+    """
+    pace = fresh.pass_ms(1) / kept.pass_ms(1)
+    sizes = sorted({*kept.nodes[:-1], *fresh.nodes})  # The last kept size was not seen, see `_extrapolate`
+    merged = list[float]()
+    for nodes in sizes:
+        count, before = counts.get(nodes, 0), pace * kept.pass_ms(nodes)
+        merged.append((_KEPT_WEIGHT * before + count * fresh.pass_ms(nodes)) / (_KEPT_WEIGHT + count))
+    return replace(fresh, nodes=tuple(sizes), pass_times_ms=((tuple(make_rising(merged)),),))
 
 
 def _extrapolate(cost: CostModel) -> CostModel:
     """Return a copy with one more size, twice as large as the largest one. Each further node costs the nominal price,
-    or the price of the last measured nodes if that is higher.
+    or the price of a node in the upper half of the measured sizes if that is higher.
     """
-    last, price = cost.nodes[-1], Nominal().slope
+    last, least_price = cost.nodes[-1], Nominal().slope
 
     def time_of_twice(rows: int, times: Sequence[float]) -> float:
-        return max(times[-1] + price * rows * last * times[0], along(cost.nodes, times, 2 * last))
+        price = 2 * (times[-1] - along(cost.nodes, times, last / 2)) / last
+        return times[-1] + last * max(price, least_price * rows * times[0])
 
     planes = tuple(
         tuple((*times, time_of_twice(rows, times)) for rows, times in zip(cost.rows, plane, strict=True))
