@@ -164,7 +164,7 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
     """`quantized_self` and adapters put other layers where the packed ones stood; an adapter may stand on one alone."""
     model = small("llama")
     accelerate(model)
-    target = TransformersTarget.load(model, slots=16)
+    target = TransformersTarget.load(model, rows=2, slots=16)
     target.prefill([0], [[5, 6, 7]])
     before = target.score([0], [TokenTree(8)]).logits
     for layer in model.model.layers:
@@ -172,6 +172,7 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
             parent = layer.self_attn if hasattr(layer.self_attn, name) else layer.mlp
             old = getattr(parent, name)
             setattr(parent, name, nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16))
+    target.prefill([1], [[5]])  # A prompt is when a model is looked at
     assert not torch.equal(target.score([0], [TokenTree(8)]).logits, before)
 
 

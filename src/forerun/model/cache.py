@@ -139,6 +139,11 @@ class SlotCache:
         """
         return self._window.rows if self._window.span is None and not self._window.select else None
 
+    @property
+    def copies_rows(self) -> bool:
+        """True if layers are given copies of the pass's rows, which do not follow each other."""
+        return self._window.span is None and self._window.select
+
     def get_seq_length(self, _layer_idx: int = 0) -> int:
         """Return the tokens before those of the pass, as transformers asks for them: one number,
         that of the longest row. Masks and positions are passed explicitly, so nothing is placed by

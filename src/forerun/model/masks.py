@@ -125,13 +125,11 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     if tools is not None and dtype in tools.DTYPES and style.types in ((FULL,), (SLIDING,)):
         return style.hand_over({style.types[0]: tools.build_mask(block, width, style.window or 0, dtype)})
     slots = torch.arange(width, device=block.lengths.device)
-    relative = slots - block.lengths.unsqueeze(1)
-    node = relative.clamp(0, block.sees.shape[2] - 1)
-    inside = (relative >= 0) & (relative < block.sees.shape[2])
-    index = node.unsqueeze(1).expand(-1, block.sees.shape[1], -1)
-    visible = (block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative < 0).unsqueeze(1)
-    padding = ~block.sees.any(2, keepdim=True)
-    visible = torch.where(padding, slots == 0, visible)
+    real = block.sees.any(2, keepdim=True)
+    around = torch.cat([real, block.sees, torch.zeros_like(real)], 2)  # Committed tokens, the nodes, what is behind
+    place = (slots - (block.lengths.unsqueeze(1) - 1)).clamp_(0, block.sees.shape[2] + 1)
+    visible = around.gather(2, place.unsqueeze(1).expand(-1, block.sees.shape[1], -1))
+    visible[..., 0] = True  # The first committed token, or the root
     places = slots if {FULL, INDEXED}.issuperset(style.types) else block.key_positions(width)
     return additive(visible, style, block.query_positions, places, dtype)
 

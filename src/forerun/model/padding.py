@@ -100,6 +100,10 @@ class Pass:
     paths: TreePaths | None = None  # None: every token counts the keys that it sees in the order of their slots
     exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
+    prompt: object | None = None
+    """The same object in all whole passes from one over a prompt to the next: what is inside the model is looked at
+    in the first of them. None: it is looked at in this pass, too.
+    """
     cache: Any = None  # Cache of a compiled pass, whose graph holds none
     attended: int = 0  # Layers of a compiled pass that used the cache
     states: Any = None  # What its layers do with recurrent states (`states.StatePass`); None: they keep none

@@ -60,6 +60,7 @@ class TransformersTarget(Target):
         self.dtype = model.dtype
         self._base = layers.base_of(model)
         self._turn = layers.turn_of(self._base)
+        self._prompt = object()  # See `Pass.prompt`; renewed with every prompt
         name, self._layers = layers.layers_of(self._base, self.config.num_hidden_layers)
         self.num_layers = len(self._layers)
         self._ranges = layers.LayerRanges(self._base, name, self._layers)
@@ -634,6 +635,9 @@ class TransformersTarget(Target):
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        if not padded:
+            self._prompt = object()
+        this.prompt = self._prompt
         with capture_states(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state
         if LAST_HIDDEN in boundaries:
@@ -645,7 +649,9 @@ class TransformersTarget(Target):
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Return which tokens of a pass run, or None for all, padding included."""
         whole = (padded and self.buckets.nodes) or not self._folds or self.states is not None
-        return None if whole else Flat.of(nodes.real[:, nodes.start :])
+        if whole or min(nodes.counts) == nodes.ids.shape[1]:
+            return None
+        return Flat.of(nodes.real[:, nodes.start :])
 
     def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Record that so many more tokens of the rows are in the cache."""

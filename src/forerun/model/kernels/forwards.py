@@ -118,12 +118,22 @@ class _Run:
     def __init__(self, layers: Sequence[LayerForward]) -> None:
         self.layers, self.first = layers, layers[0]
         self.inside = _Inside.of(layers)
+        self.prompt: object | None = None  # The `Pass.prompt` at which nothing inside had changed
         self.parts: list[Any] = [layer.parts() for layer in layers]
         self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
 
     def fits(self, states: Tensor, angles: tuple[Tensor, Tensor] | None, mask: Any, cache: Any) -> bool:
         """Return whether the kernels can run this pass."""
-        return self.inside.intact() and self.first.attention.fits(states, angles, mask, cache)
+        prompt = current().prompt
+        if prompt is None or prompt is not self.prompt:
+            if not self.inside.intact():
+                return False
+            self.read_weights()
+            self.prompt = prompt
+        return self.first.attention.fits(states, angles, mask, cache)
+
+    def read_weights(self) -> None:
+        """Take up weights that stand elsewhere now."""
 
     def slots(self, states: Tensor, cache: SlotCache) -> tuple[Sequence[tuple[Tensor, Tensor]], Tensor]:
         """Return each layer's stores of keys and values, and the slots there of a pass over these states."""
@@ -140,6 +150,9 @@ class _LayerRun(_Run):
         self.rooms, self.kind = self.first.rooms, products.kind_of(self.first.dtype)
         self.calls = Layers(self.parts, self.kind, products.address())
 
+    def read_weights(self) -> None:
+        self.calls.read_weights()
+
     def __call__(
         self,
         states: Tensor,
@@ -155,7 +168,7 @@ class _LayerRun(_Run):
         tokens = states.shape[:-1].numel()
         room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
         self.calls.begin(room, tokens, angles, places, stores)
-        asked = self._asked(states, stores[0], cache, mask)
+        asked = self._asked(states, cache, mask)
         if asked is not None:
             return self.calls.run(states, asked, wanted)
         outputs = list[Tensor]()
@@ -166,19 +179,14 @@ class _LayerRun(_Run):
             outputs.append(states)
         return [outputs[number] for number in wanted]
 
-    def _asked(self, states: Tensor, first: tuple[Tensor, Tensor], cache: SlotCache, mask: Tensor) -> Attention | None:
+    def _asked(self, states: Tensor, cache: SlotCache, mask: Tensor) -> Attention | None:
         """Return the attention problem that all layers give to the C kernel, or None if attention
         runs elsewhere or on other tokens.
         """
         this, module = current(), self.first.attention.module
-        seen = cache.seen(module.layer_idx)
-        aliased = all(
-            one.untyped_storage().data_ptr() == store.untyped_storage().data_ptr()
-            for one, store in zip(seen, first, strict=True)
-        )  # scattered rows may have been copied
-        query = self.calls.query(states.shape[:-1]).transpose(1, 2)
-        if not aliased or mask.shape[1] != 1:
+        if cache.copies_rows or mask.shape[1] != 1:
             return None
+        seen, query = cache.seen(module.layer_idx), self.calls.query(states.shape[:-1]).transpose(1, 2)
         if not self.first.ops.takes_attention(query, *seen, mask):
             return None
         return Attention(query, *seen, mask, module.scaling, this.rows, paths=this.paths, flat=this.flat)
@@ -418,7 +426,8 @@ class ModelForward(ModuleForward):
                 continue
             given = {"attention_mask": attention_mask, "position_embeddings": angles, "position_ids": position_ids}
             states, at = self.layers[at](states, **given, **kwargs), at + 1
-        return BaseModelOutputWithPast(last_hidden_state=module.norm(states), **{self.cache_argument: cache})
+        states = module.norm(states)
+        return BaseModelOutputWithPast(last_hidden_state=states, **{self.cache_argument: cache})
 
     def _fits(self, ids: Tensor | None, mask: Any, positions: Tensor | None, kwargs: dict[str, Any]) -> bool:
         """Return whether this is a plain pass of ids over a `SlotCache`."""

@@ -487,7 +487,6 @@ class Layers:
         """
         self._parts, self._kind = parts, kind
         self._matrices = [matrix for one in parts for matrix in one.matrices]
-        self._biased = [matrix for matrix in self._matrices if matrix.bias is not None]
         self._norms = [norm for one in parts for norm in one.norms]
         self._layers = (_Layer * len(parts))()
         size = ctypes.sizeof(_Layer)
@@ -495,9 +494,21 @@ class Layers:
         self._pointers = (ctypes.c_void_p * len(parts))(*self._addresses)
         self._outputs = (ctypes.c_void_p * len(parts))()  # Where each of them writes in a pass over all
         self._pass = _Pass(multiply=multiply)
-        self._filled: list[int] = []
+        self._weights: list[Tensor] = []  # Held, so that what the arguments point to lives
+        self._addressed: list[int] = []
         self._room: LayerRoom | None = None
         self._stores: Stores = []
+        self.read_weights()
+
+    def read_weights(self) -> None:
+        """Look where the weights stand. A pass goes on with those that were read last."""
+        weights = [matrix.packed for matrix in self._matrices]
+        weights += [matrix.bias for matrix in self._matrices if matrix.bias is not None]
+        weights += [norm.weight for norm in self._norms]
+        addresses = [weight.data_ptr() for weight in weights]
+        if addresses != self._addressed:
+            self._weights, self._addressed = [weight.detach() for weight in weights], addresses
+            self._room = None  # The arguments are filled in anew
 
     def begin(
         self, room: LayerRoom, tokens: int, angles: tuple[Tensor, Tensor], places: Tensor, stores: Stores
@@ -505,13 +516,10 @@ class Layers:
         """Announce a pass over so many tokens: their cosines and sines (.., D) and their `places`
         (M,) in `stores`, as in `rope_and_write`.
         """
-        now = [matrix.packed.data_ptr() for matrix in self._matrices]
-        now += [matrix.bias.data_ptr() for matrix in self._biased]  # type: ignore[union-attr]
-        now += [norm.weight.data_ptr() for norm in self._norms]
-        if self._room is not room or self._stores is not stores or now != self._filled:
+        if self._room is not room or self._stores is not stores:
             for layer, parts, pair in zip(self._layers, self._parts, stores, strict=True):
                 self._fill(layer, parts, pair, room)
-            self._room, self._stores, self._filled = room, stores, now
+            self._room, self._stores = room, stores
         this = self._pass
         this.cosine, this.sine, this.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
         this.slots, this.tokens, this.threads = stores[0][0].shape[:2].numel(), tokens, torch.get_num_threads()
