@@ -383,7 +383,7 @@ class StreamedLayerForward(LayerForward):
 class ModelForward(ModuleForward):
     """A base model whose whole layers run in one call where none of them is hooked, but to capture
     the states at boundaries. Embedding, rotary angles, last norm and other layers are called as its
-    own forward calls them.
+    own forward calls them. What is exchanged or hooked inside a layer counts from the next prompt on.
     """
 
     def __init__(self, module: Any) -> None:
