@@ -128,7 +128,7 @@ def test_the_installed_package_answers(installed: Path, models: Path, tmp_path: 
     where, codes, answer = ran.stdout.splitlines()
     assert Path(where).is_relative_to(installed) and codes == "[2, 2, 2]" and json.loads(answer)["text"]
     lines = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 3 and all("pip install forerun-demo" in line for line in lines)
+    assert len(lines) == 3 and all("pip install ./forerun-demo" in line for line in lines)
 
 
 @pytest.mark.slow

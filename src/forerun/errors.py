@@ -217,7 +217,7 @@ def name_unknown_arguments(cls: type[Made]) -> type[Made]:
     def checked(self: Made, *values: object, **given: object) -> None:
         for name in given:
             if name not in known:
-                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, known)}")
+                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, known, cutoff=0.6)}")
         make(self, *values, **given)
 
     setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)

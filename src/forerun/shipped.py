@@ -41,8 +41,8 @@ def resolve(name: str | Path) -> str | Path:
     folder = folder_of(str(name))
     if folder is None:
         raise CheckpointError(
-            f"the demo model {str(name)!r} is not installed: pip install forerun-demo brings it. Or name another: "
-            f"a directory, a hub id, a GGUF file, or {REAL}, a small real one that is downloaded once"
+            f"the demo model {str(name)!r} is not installed: pip install ./forerun-demo, in a checkout of forerun, "
+            f"brings it. Or name another: a directory, a hub id, a GGUF file, or {REAL}, a small real one"
         )
     return folder
 

@@ -15,6 +15,12 @@ from forerun.heads.files import write_head
 from heads.samples import TARGET, sample
 
 REFUSED = [
+    ("generate demo hello", "give the prompt with --prompt"),
+    ("generate demo -p x --adapter /no/adapter", "/no/adapter"),
+    ("drafters list", "`forerun drafters` lists them"),
+    ("serve demo --tensor-parallel-size 2", "tp_plan='auto'"),
+    ("train eagle3", "target is missing (--target, or target: in the recipe)"),
+    ("demo --prompt-name edits", "Did you mean 'edit'"),
     ("generate MODEL -p x --drafter ngram --drafter-option prompt_lookup_max=big", "type"),
     ("generate MODEL -p x --device cuda:77", "cuda:77"),
     ("generate MODEL -p LONG", "context"),

@@ -184,4 +184,4 @@ def test_where_no_model_is_there_one_line_says_how_to_get_one(
     for words, remedy in ((["demo"], "forerun demo path/to/model"), (["demo", "--offline"], "smollm2")):
         ran = forerun(*words)
         assert ran.code == 2 and len(ran.err.splitlines()) == 1
-        assert "pip install forerun-demo" in ran.err and remedy in ran.err
+        assert "pip install ./forerun-demo" in ran.err and remedy in ran.err

@@ -58,7 +58,7 @@ REFUSED = {
     ),
     "no answer": ("generate demo -p x -n 0", "Must be >= 1"),
     "no answer in the demo": ("demo -n 0", "Must be >= 1"),
-    "a word too many": ("generate demo 'why?' -p x", "unexpected argument 'why?'"),
+    "a word too many": ("generate demo 'why?' -p x", "got 'why?'; give the prompt with --prompt"),
     "no such model on the hub": ("generate no/such-model -p x", "no directory no/such-model"),
     "a name misspelt": ("generate smolm2 -p x", "Did you mean 'smollm2'"),
     "a temperature below zero": ("generate demo -p x -t -1", "temperature"),

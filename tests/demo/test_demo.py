@@ -19,7 +19,7 @@ def test_other_names_stay_as_they_are(tmp_path: Path) -> None:
 
 def test_a_missing_demo_model_says_what_brings_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "FOLDER", tmp_path)
-    with pytest.raises(CheckpointError, match="pip install forerun-demo"):
+    with pytest.raises(CheckpointError, match=r"pip install \./forerun-demo"):
         shipped.resolve("demo-draft")
 
 

@@ -13,9 +13,10 @@ import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from forerun.errors import ArgumentError, ForerunError
+from forerun.errors import ArgumentError, ForerunError, nearest
 
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection, CycloptsError
@@ -35,19 +36,27 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     given = {str(key).lstrip("-").replace("_", "-"): value for key, value in _read(path).items() if value is not None}
     if "config" in given:
         raise ArgumentError(f"{path} names another file under 'config'; one file is read")
+    flags = [name for argument in arguments for name in argument.names]
+    for key in given:
+        if f"--{key}" not in flags and f"-{key}" not in flags and not key.startswith("no-"):
+            raise ArgumentError(f"{path} names an option {key!r}, which there is not.{nearest(f'--{key}', flags)}")
     # A mapping becomes JSON, which such flags take (--speculative-config).
     options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in given.items()}
     Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
 
 
 def _read(path: str) -> dict[str, Any]:
-    from cyclopts import CycloptsError
-    from cyclopts.config import Toml, Yaml
+    import tomllib
 
-    reader = Toml if path.endswith(".toml") else Yaml
+    import yaml
+
     try:
-        found = reader(path, must_exist=True).config
-    except (CycloptsError, OSError, TypeError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8")
+        found = tomllib.loads(text) if path.endswith(".toml") else yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        where = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
+        raise ArgumentError(f"cannot read the options in {path}: {where}{error.problem}") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ArgumentError(f"cannot read the options in {path}: {error}") from error
     if not isinstance(found, dict):
         raise ArgumentError(f"{path} must hold options, 'name: value' a line, got {type(found).__name__}")
@@ -140,8 +149,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
-        if re.match(r'Unknown option: "?\[?(--)?(no-)?adapt(?!ive)', str(error)):
+        if re.match(r'Unknown option: "?\[?(--)?(no-)?adapt(?![a-z])', str(error)):
             return _fail(error, f"--adapt: {NOT_WHILE_SERVING}")
+        if (elsewhere := _of_vllm(str(error))) is not None:
+            return _fail(error, elsewhere)
         return _fail(error, f"{_describe(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
         # Whoever read our stdout has read enough; without this, Python complains once more when it exits.
@@ -162,7 +173,25 @@ def _describe(error: CycloptsError) -> str:
         return f"{' '.join(error.command_chain or ())} needs {option.name}, which is missing{example}"
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)
-    return f"unexpected argument {' '.join(map(repr, error.unused_tokens))}; values are given with options"
+    command, unexpected = " ".join(error.command_chain or ()), " ".join(map(repr, error.unused_tokens))
+    return f"{command} takes no further argument, got {unexpected}{_INSTEAD_OF_ARGUMENTS.get(command, '')}"
+
+
+_INSTEAD_OF_ARGUMENTS = {
+    "generate": "; give the prompt with --prompt",
+    "chat": "; give what you say line by line, once it has started",
+    "drafters": "; `forerun drafters` lists them, and `forerun drafters check DRAFTER` tries one",
+}
+
+
+def _of_vllm(message: str) -> str | None:
+    """Return what takes the place of an unknown option that vLLM has, or None."""
+    from forerun.engine.arguments import INSTEAD
+
+    unknown = re.match(r'Unknown option: "?--([a-z-]+)', message)
+    if unknown is None or (name := unknown[1].replace("-", "_")) not in INSTEAD:
+        return None
+    return f"--{unknown[1]} is not an option of forerun: {INSTEAD[name]}"
 
 
 def _worth_showing(default: object) -> str | None:

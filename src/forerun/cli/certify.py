@@ -84,8 +84,8 @@ def certify(
         Total variation from the target's distribution that each chi-square test detects with a probability of 99 %. The
         number of completions follows from it: half of it takes four times as many.
     quick
-        A first look within a minute: at most 2 greedy completions of 32 tokens, and two chi-square tests at the first
-        temperature above 0, which detect a total variation of 0.6 with a probability of 99 %. Left out are the
+        A first look in a minute or two: at most 2 greedy completions of 32 tokens, and two chi-square tests at the
+        first temperature above 0, which detect a total variation of 0.6 with a probability of 99 %. Left out are the
         parameters that cut tokens off or penalise them, grammars, and drafts that are sampled.
     """
     config = speculation.config()
@@ -124,6 +124,7 @@ def certify(
         file = file_for_llama_cpp(model, backend=loading.backend, dtype=loading.dtype, device=loading.device)
         if loading.dtype == "auto" and file is None:
             loading = replace(loading, dtype="float32")  # Rounding moves the border of what top-k and others cut
+            console.warn("certifying in float32, which excuses no difference; --dtype bfloat16 runs what serves you")
         llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
         from forerun.certify.checks import certify as examine
 

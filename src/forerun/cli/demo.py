@@ -174,7 +174,7 @@ def _real_or_shipped() -> str:
         if shipped.folder_of(SHIPPED) is None:
             raise DownloadError(
                 f"{error}. Without it, name a chat model of yours (forerun demo path/to/model), or install the demo "
-                "model's package: pip install forerun-demo"
+                "model's package: pip install ./forerun-demo in a checkout of forerun"
             ) from error
         console.warn(f"{error}. What follows is the demo model, of 14 M parameters.")
         return SHIPPED
@@ -255,7 +255,7 @@ def question(name: str) -> Edit | Prompt:
     known: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
     for file in demo_texts.prompts():
         known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
-    refuse_unknown("no shipped prompt", name, known)
+    refuse_unknown("no shipped prompt", name, [*(asked.name for asked in QUESTIONS), *known])
     return known[name]
 
 

@@ -104,6 +104,8 @@ class TargetOptions:
     """cpu, cuda, cuda:1, ...; the accelerator if there is one."""
     backend: Literal["auto", "transformers", "llama.cpp", "llamacpp"] = "auto"
     """llama.cpp (or llamacpp) runs GGUF files at their own size, transformers everything else; auto chooses."""
+    adapter: str | None = None
+    """Directory or hub id of a PEFT adapter (LoRA), which the model is loaded with."""
     max_model_len: int | None = None
     """Longest sequence in tokens; the model's own context if not given."""
     compile: bool = False

@@ -13,6 +13,7 @@ from forerun.cli import session
 from forerun.cli.options import LOADING, SPECULATION, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.serve.settings import ServeSettings
+from forerun.shipped import REAL
 
 if TYPE_CHECKING:
     from forerun import AsyncLLM
@@ -44,7 +45,7 @@ ENGINE = EngineOptions()
 
 
 def serve(
-    model: Model = "demo",
+    model: Model = REAL,
     *,
     config: Path | None = None,
     host: str = "127.0.0.1",

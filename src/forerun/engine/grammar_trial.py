@@ -52,8 +52,11 @@ def complaint(matcher: Any) -> str:
     if not matcher.is_error():
         stuck = matcher.is_stopped() and not matcher.is_accepting()
         return "no text that it begins can be ended" if stuck else ""
-    first = str(matcher.get_error()).strip().split("\n", 1)[0]
-    return "it is too large" if first.startswith("panic") else first[:300] or "it failed"
+    lines = str(matcher.get_error()).strip().split("\n")
+    if lines[0].startswith("panic"):
+        return "it is too large"
+    reasons = [line for line in lines[1:] if line.startswith("error:")]  # A regex parser says why further down
+    return " ".join([lines[0][:300], *reasons[:1]]) or "it failed"
 
 
 def try_grammar(tokenizer: Any, kind: str, text: str) -> str:

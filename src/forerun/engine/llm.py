@@ -180,8 +180,7 @@ class LLM:
         if self._engine is None:
             return f"LLM({self._name!r}, closed)"
         drafter = None if self.speculative is None else self.speculative.method
-        runs_on = f"dtype={self.target.dtype_name!r}, device={str(self.target.device)!r}"
-        return f"LLM({self._name!r}, {runs_on}, drafter={drafter!r})"
+        return f"LLM({self._name!r}, drafter={drafter!r}: {self.target.runs_as})"
 
     @property
     def engine(self) -> Engine:

@@ -101,7 +101,7 @@ class Pass:
     exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
     prompt: object | None = None
-    """The same object in all whole passes from one over a prompt to the next: what is inside the model is looked at
+    """An object that whole passes share from one over a prompt to the next: what is inside the model is looked at
     in the first of them. None: it is looked at in this pass, too.
     """
     cache: Any = None  # Cache of a compiled pass, whose graph holds none

@@ -186,7 +186,7 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
         return f"unknown key {key!r}.{choices(key, [where + name for name in known])}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):
-        return f"{key} is missing"
+        return f"{key} is missing (--{key}, or {key}: in the recipe)"
     if dataclasses.is_dataclass(hint):
         return f"{key} holds further keys, got {found['input']!r}"
     return complaint(found, key, hint)

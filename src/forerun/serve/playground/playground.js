@@ -377,7 +377,7 @@ function advice(found, offered) {
     options.push([`Whole drafts of ${found.count} were accepted. Longer ones may bring more.`, "No limit", { count: "" }]);
   if (found.temperature > 0 && fast.accepted < fast.drafted / 2)
     options.push([`At temperature ${found.temperature} a guess is right less often: the model itself throws dice.`, "Temperature 0", { temperature: 0 }]);
-  if (fast.tokensPerPass < 1.2)
+  if (fast.tokensPerPass < 1.2 && !Object.values(EXAMPLES[0]).includes(at("prompt").value))
     options.push(["This completion repeats little that could be copied. See one that does.", `Run “${EXAMPLES[0].name}”`, { example: 0 }]);
   if (found.memory === "cold" && fast.drafted)
     options.push(["A server gets the same prompts again. Let the drafter remember its completions on this page, and run this twice.", "Run warm", { memory: "warm" }]);
