@@ -36,6 +36,15 @@ def test_a_folder_takes_the_place_of_the_former_one(tmp_path: Path) -> None:
     assert list(folder.parent.iterdir()) == [folder]
 
 
+def test_every_file_of_a_folder_is_durable_before_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    durable = set[str]()
+    monkeypatch.setattr("forerun.writing._make_durable", lambda path: durable.add(path.name))
+    with replace_folder(tmp_path / "one") as fresh:
+        (fresh / "inner").mkdir()
+        (fresh / "inner" / "file").write_text("deep")
+    assert durable >= {"inner", "file"}
+
+
 def test_a_former_folder_outlives_a_failure(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     with replace_folder(folder) as fresh:

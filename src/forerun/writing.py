@@ -65,7 +65,7 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     fresh.mkdir()
     try:
         yield fresh
-        for path in (*fresh.iterdir(), fresh):
+        for path in (*fresh.rglob("*"), fresh):
             _make_durable(path)
         former = _hide(folder, _OLD)
         if folder.exists():

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from forerun.control.config import method_of
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.base import Head
 from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, read_head, write_head
 from forerun.types import LAST_HIDDEN
 from heads.samples import PLAIN, TARGET, VARIANTS, replaced, sample
+from llamas import tiny_llama
 from training.ttt import head as ttt_head
 from training.ttt import hydra, medusa, mlp_speculator
 
@@ -56,6 +58,22 @@ def test_a_directory_with_other_things_is_left_alone(head: Path, tmp_path: Path)
     assert load_file(head / "model.safetensors") and (head.parent / "thesis.tex").exists()
 
 
+def test_a_whole_model_is_no_head_whatever_its_configuration_mentions(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    tiny_llama(100).save_pretrained(folder)
+    (folder / "generation_config.json").unlink()
+    before, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    for keys in ({"_name_or_path": "/data/eagle-project/llama"}, {"draft_vocab_size": 100}, {"exit_layer": 1}):
+        (folder / "config.json").write_text(json.dumps(config | keys))
+        assert method_of(folder) == "draft_model"
+        with pytest.raises(ArgumentError, match="another model, which would be deleted"):
+            write_head(sample(PLAIN), folder, "medusa" if "_name_or_path" in keys else "flat", TARGET)
+    (folder / "config.json").unlink()
+    with pytest.raises(ArgumentError, match=r"model\.safetensors, which would be deleted"):
+        write_head(sample(PLAIN), folder, "flat", TARGET)
+    assert load_file(folder / "model.safetensors").keys() == before.keys()
+
+
 def test_a_failed_write_leaves_the_former_head(head: Path) -> None:
     before = (head / "config.json").read_text()
     broken = sample(dataclasses.replace(PLAIN, extra={"set": {1, 2}}))  # JSON has no sets
@@ -81,6 +99,9 @@ def sharded(head: Path) -> None:
 def test_shards_are_read(head: Path) -> None:
     sharded(head)
     assert differences(sample(PLAIN), read_head(head)) == []
+    first = head / "model-00001.safetensors"
+    save_file(load_file(first), first, {"forerun.target": "its fingerprint"})
+    assert read_head(head).target == "its fingerprint"
     (head / "model-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002\.safetensors"):
         read_head(head)

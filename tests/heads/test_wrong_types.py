@@ -21,7 +21,6 @@ from forerun.heads.files import (
     TargetFacts,
     expected_shapes,
     format_named,
-    is_head,
     parse,
     read_files,
 )
@@ -64,7 +63,6 @@ def changed(keys: Mapping[str, Any], wrong: object) -> Iterator[dict[str, Any]]:
 
 def examine(stored: StoredFiles, target: TargetFacts) -> None:
     """As the doctor does. CheckpointError: it says what is wrong with the configuration, and where."""
-    is_head(stored.config)
     head = parse(stored, num_layers=target.num_layers)
     assert [*diagnose(head, target), *diagnose_files(stored, head, target)]
 

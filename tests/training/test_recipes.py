@@ -108,6 +108,14 @@ def test_every_command_of_a_recipe_is_understood(recipe: Path) -> None:
             assert read_recipe("eagle3", recipe, [], {}).kind == "eagle3"
 
 
+@pytest.mark.parametrize("text", ["training:\nevaluation:\n  settings:\n", ""])
+def test_a_section_or_file_may_be_empty(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(text)
+    words = ["target=t", "data=d", "output=o", "training.steps=5"]
+    assert read_recipe("eagle3", tmp_path / "recipe.yaml", words).training.steps == 5
+    assert read_recipe("eagle3", tmp_path / "recipe.yaml", [*words, "evaluation="]).evaluation.count == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_command_of_a_recipe_runs(

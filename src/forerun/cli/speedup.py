@@ -99,7 +99,7 @@ def speedup(
 
 def parse_budget(text: str) -> float:
     """Return the seconds of a time such as 30m, 2h, 90s or 1.5h; ArgumentError if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh])", text.strip().casefold())
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smh])", text.strip().casefold())
     if found is None or float(found[1]) <= 0:
         raise ArgumentError(f"--budget is a time such as 30m, 2h or 8h, got {text!r}")
     return float(found[1]) * UNITS[found[2]]

@@ -273,7 +273,7 @@ def method_of(model: Any) -> str:
         return "draft_model"  # Its loader says what is wrong with the directory
     from forerun.heads.files import is_head, read_head
 
-    if is_head(config):
+    if is_head(folder):
         return str(read_head(folder, num_layers=config.get("num_target_layers") or 64).config.kind)
     return "pard" if "pard_token" in config else "draft_model"
 

@@ -85,7 +85,6 @@ class DFlashFormat(Format):
     """Heads of z-lab, of DeepSeek, and of others who write the same format."""
 
     name = "dflash"
-    mark = "mask_token_id"
 
     def recognises(self, config: Config) -> bool:
         return NESTED in config or any("DSpark" in name or "DFlash" in name for name in architectures(config))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +24,7 @@ from forerun.heads import decoders
 from forerun.heads.decoders import to_file
 from forerun.heads.eagle import EagleConfig
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
-from forerun.heads.keys import NESTED, NEUTRAL, Keys
+from forerun.heads.keys import NESTED, NEUTRAL, Keys, architectures
 from forerun.types import LAST_HIDDEN
 
 LLAMA, QWEN3, FIRST_GENERATION = "LlamaForCausalLMEagle3", "Eagle3Qwen3ForCausalLM", "LlamaForCausalLMEagle"
@@ -59,13 +59,15 @@ class FlatFormat(Format):
     """Heads of SafeAILab/EAGLE and SpecForge, as vLLM, SGLang, TensorRT-LLM and LMDeploy load them."""
 
     name = "flat"
-    mark = "eagle"
 
     def recognises(self, config: Config) -> bool:
         """Return True for any transformers-like configuration that is not marked as another
         format's.
         """
         return "hidden_size" in config and not any("dflash" in key for key in config)
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        return is_eagle_head(config, names)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         return read_flat(config, tensors, num_layers)
@@ -76,6 +78,15 @@ class FlatFormat(Format):
         return write_flat(checkpoint), decoders.to_file(
             checkpoint, first=decoders.MIDLAYER if single else decoders.FIRST
         )
+
+
+def is_eagle_head(config: Config, names: Collection[str]) -> bool:
+    """Return whether files hold an EAGLE head and no whole model. Every such head fuses the target's states with ``fc``
+    or norms them with ``hidden_norm``; where the names of the tensors are unknown, ``config.json`` decides.
+    """
+    if names:
+        return any(name == "fc.weight" or name.endswith(".hidden_norm.weight") for name in names)
+    return "draft_vocab_size" in config or "eagle" in " ".join(architectures(config)).lower()
 
 
 def read_flat(
@@ -252,12 +263,14 @@ class ModelOptFormat(Format):
     """EAGLE-3 heads that ModelOpt's ``export_hf_checkpoint`` writes."""
 
     name = "modelopt"
-    mark = "eagle"
 
     def recognises(self, config: Config) -> bool:
         """Return whether ``eagle_config`` has keys that nobody else writes."""
         nested = config.get(NESTED)
         return isinstance(nested, Mapping) and any(key in nested for key in LAYER_NORMS)
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        return is_eagle_head(config, names)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         # Keys that ModelOpt no longer uses are null; those of a head of another kind are refused by `Keys.rest`.

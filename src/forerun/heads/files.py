@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -158,15 +158,18 @@ class Format(ABC):
     """One public format: where its keys and tensors differ from ours."""
 
     name: ClassVar[str]
-    mark: ClassVar[str]
-    """A word, in lower case, that every ``config.json`` of this format holds: a directory without
-    it belongs to somebody else.
-    """
     weights: ClassVar[str] = SINGLE
 
     @abstractmethod
     def recognises(self, config: Config) -> bool:
         """Return whether a ``config.json`` is written in this format."""
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        """Return whether files that the format recognises are a head's, and not a whole model's. `names` are those of
+        the stored tensors, none where they are in no safetensors file. Override it where whole models have such a
+        ``config.json``, too.
+        """
+        return True
 
     def keeps(self, config: Config, name: str) -> bool:
         """Return whether a tensor of the files is read; all are, where they hold nothing but a
@@ -370,17 +373,24 @@ def format_of(config: Mapping[str, Any]) -> Format:
     )
 
 
-def is_head(config: Mapping[str, Any]) -> bool:
-    """Return whether a ``config.json`` describes a head and no whole model, which some formats
-    recognise too. It must have the format's mark, mention EAGLE or have a draft vocabulary, as
-    others' heads in EAGLE's format do.
+def head_format(directory: Path) -> Format | None:
+    """Return the format of the head in a directory; None if it holds a whole model, or no model. Raises CheckpointError
+    for a file that is broken.
     """
+    if not (directory / CONFIG).is_file():
+        return None
+    config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
-        mark = format_of(config).mark
+        recognised = format_of(config)
     except CheckpointError:
-        return False
-    text = json.dumps(config).lower()
-    return any(word in text for word in (mark, "eagle", "draft_vocab_size"))
+        return None
+    names = {name for file in sorted(directory.glob("*.safetensors")) for name in read_header(file)}
+    return recognised if recognised.is_head(config, names) else None
+
+
+def is_head(directory: Path) -> bool:
+    """Return whether a directory holds a head, see `head_format`."""
+    return head_format(directory) is not None
 
 
 log = logging.getLogger(__name__)
@@ -480,7 +490,7 @@ def read_files(path: str | Path) -> StoredFiles:
         if twice:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
         with safe_open(file, "pt") as stored:
-            target = (stored.metadata() or {}).get(TARGET)
+            target = target or (stored.metadata() or {}).get(TARGET)
             tensors |= {name: stored.get_tensor(name) for name in stored.keys() if chosen.keeps(config, name)}  # noqa: SIM118
     try:
         config, tensors = chosen.dequantise(config, tensors)
@@ -544,12 +554,11 @@ def _refuse_foreign(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise ArgumentError(f"{directory} is a file; name a directory for the head")
-    config, formats = directory / CONFIG, [format_named(name) for name in FORMATS]
-    text = config.read_text(encoding="utf-8", errors="replace").lower() if config.is_file() else None
-    if text is not None and not any(known.mark in text for known in formats):
+    former = head_format(directory)
+    if former is None and (directory / CONFIG).exists():
         raise ArgumentError(f"{directory} holds another model, which would be deleted; name a new or empty directory")
-    ours = OURS | {known.weights for known in formats}
-    foreign = sorted(file.name for file in directory.iterdir() if file.name not in ours)
+    replaceable = OURS if former is None else OURS | {former.weights}
+    foreign = sorted(file.name for file in directory.iterdir() if file.name not in replaceable)
     if foreign:
         raise ArgumentError(
             f"{directory} holds {', '.join(foreign[:4])}, which would be deleted; name a new or empty directory"

@@ -32,7 +32,6 @@ from forerun.heads.keys import architectures
 from forerun.model.masks import SLIDING
 from forerun.types import LAST_HIDDEN
 
-MARK = "assistantforcausallm"
 NOT_MADE = "Gemma 4's assistants are taken as they are published and not made anew; train a head of another kind"
 STORED, OURS = "model.embed_tokens.weight", "lm_head.weight"
 """The output head's name in files, which tie it to an embedding that nothing reads, and in the module."""
@@ -125,7 +124,6 @@ class Gemma4AssistantFormat(Format):
     """Assistants as Google publishes them."""
 
     name = "gemma4_assistant"
-    mark = MARK
 
     def recognises(self, config: Config) -> bool:
         return "Gemma4" in "".join(architectures(config)) and "Assistant" in "".join(architectures(config))

@@ -206,7 +206,6 @@ class HydraFormat(Format):
     """Heads of zankner/Hydra, as safetensors."""
 
     name = "hydra"
-    mark = HEADS
     weights = "hydra_lm_head.safetensors"
 
     def recognises(self, config: Config) -> bool:

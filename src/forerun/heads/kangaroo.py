@@ -22,7 +22,7 @@ Its file does not say after how many layers of the target the adapter stands, wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -253,10 +253,12 @@ class KangarooFormat(Format):
     """Adapters of Equationliu/Kangaroo, as safetensors."""
 
     name = "kangaroo"
-    mark = EXIT_KEY
 
     def recognises(self, config: Config) -> bool:
         return EXIT_KEY in config
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        return not any(name.startswith("model.") for name in names)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         keys = Keys(config)

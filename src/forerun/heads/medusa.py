@@ -231,7 +231,6 @@ class MedusaFormat(Format):
     """Heads of FasterDecoding/Medusa, as safetensors."""
 
     name = "medusa"
-    mark = "medusa"
     weights = "medusa_lm_head.safetensors"
 
     def recognises(self, config: Config) -> bool:

@@ -161,7 +161,6 @@ class MlpSpeculatorFormat(Format):
     """Heads of IBM (``ibm-fms``, ``ibm-granite``, ``ibm-ai-platform``)."""
 
     name = "mlp_speculator"
-    mark = MODEL_TYPE
 
     def recognises(self, config: Config) -> bool:
         return config.get("model_type") == MODEL_TYPE

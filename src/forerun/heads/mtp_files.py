@@ -23,7 +23,7 @@ import dataclasses
 import re
 import shlex
 import shutil
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -207,12 +207,14 @@ class MtpFormat(Format):
     """MTP layers in a target's own checkpoint, or by themselves under the same names."""
 
     name = "mtp"
-    mark = MARK
 
     def recognises(self, config: Config) -> bool:
         names, text = architectures(config), text_keys(config)
         always = any(not FAMILIES[name].announced for name in names if name in FAMILIES)
         return (always or any(text.get(key) for key in COUNTS)) and not HEADS.search(" ".join(names))
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        return MARK in config
 
     def keeps(self, config: Config, name: str) -> bool:
         """Return whether a tensor of a whole target belongs to its MTP layers."""

@@ -27,7 +27,7 @@ loaders of EAGLE-3 heads drop ``mask_hidden`` or stop at it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -42,7 +42,7 @@ from forerun.heads.dflash import BlockDrafterConfig
 from forerun.heads.drafting import BestFirstDrafter
 from forerun.heads.eagle import EagleConfig, FusedHead
 from forerun.heads.eagle_engines import DESTINATIONS, EagleEngines
-from forerun.heads.eagle_files import LLAMA, FlatFormat, read_flat
+from forerun.heads.eagle_files import LLAMA, FlatFormat, is_eagle_head, read_flat
 from forerun.heads.engines import TOKENS, Finding, fails, vllm_line
 from forerun.heads.files import Config, Format, HeadCheckpoint, StoredFiles, TargetFacts, Tensors, Written
 from forerun.heads.keys import Keys, architectures
@@ -223,10 +223,12 @@ class PEagleFormat(Format):
     """Heads of AWS, and of others who write the same format."""
 
     name = "peagle"
-    mark = TOKEN
 
     def recognises(self, config: Config) -> bool:
         return any(config.get(name) is not None for name in MASK_TOKENS[:2]) or "PEagle" in _names(config)
+
+    def is_head(self, config: Config, names: Collection[str]) -> bool:
+        return is_eagle_head(config, names)
 
     def read(self, config: Config, tensors: Tensors, *, num_layers: int | None = None) -> HeadCheckpoint:
         if MASK not in tensors:

@@ -40,7 +40,6 @@ class SpeculatorsFormat(Format):
     """Heads of Red Hat and of others who train with speculators."""
 
     name = "speculators"
-    mark = "speculators"
 
     def recognises(self, config: Config) -> bool:
         return KIND in config

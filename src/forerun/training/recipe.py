@@ -119,6 +119,7 @@ def read_recipe(
             values = yaml.load(Path(path).read_text(encoding="utf-8"), _Yaml)
         except yaml.YAMLError as error:
             raise ArgumentError(f"{path} is not YAML: {error}") from None
+        values = {} if values is None else values
         if not isinstance(values, dict):
             raise ArgumentError(f"{path} must hold keys and values, see recipes/ for examples")
         if "metadata" in values:
@@ -133,7 +134,19 @@ def read_recipe(
         if not equals or not name:
             raise ArgumentError(f"{word!r} is not key=value; for example training.learning_rate=1e-3")
         _set(values, name, yaml.load(text, _Yaml))
+    _fill_empty_sections(values, TrainRecipe)
     return make_recipe(kind, values)
+
+
+def _fill_empty_sections(values: dict[str, Any], made: type) -> None:
+    """Put an empty mapping where a section has no keys, which YAML reads as null."""
+    for name, hint in typing.get_type_hints(made).items():
+        if name not in values or not (name == "objective" or dataclasses.is_dataclass(hint)):
+            continue
+        if values[name] is None:
+            values[name] = {}
+        if isinstance(values[name], dict) and name != "objective":
+            _fill_empty_sections(values[name], hint)
 
 
 def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
@@ -219,7 +232,9 @@ _Yaml.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\
 def _set(values: dict[str, Any], name: str, value: Any) -> None:
     *path, last = name.split(".")
     for part in path:
-        values = values.setdefault(part, {})
+        if values.get(part) is None:
+            values[part] = {}
+        values = values[part]
         if not isinstance(values, dict):
             raise ArgumentError(f"{name}: {part} holds a value, not further keys")
     values[last] = _merge(values.get(last), value)
