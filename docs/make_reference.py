@@ -45,7 +45,7 @@ NUMBERS = {
     "Share": "0 <= float <= 1",
     "Momentum": "0 <= float < 1",
 }
-"""What the types of a recipe's numbers allow (`forerun.training.loop.settings`)."""
+"""What the types of a recipe's numbers allow (`forerun.training.recipe`)."""
 SECTIONS = ("Args", "Raises", "Returns", "Yields")
 
 

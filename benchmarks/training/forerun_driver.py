@@ -22,8 +22,8 @@ from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop import checkpoint
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import Training
+from forerun.training.recipe import TrainSettings
 
 Job = dict[str, Any]
 

@@ -27,8 +27,8 @@ from benchmarks.suite.goals import at_most
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, EagleHead
 from forerun.losses.objective import FeatureBatch, FrozenTarget
 from forerun.training.loop.distributed import Parallel, wrap_parallel
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale
+from forerun.training.recipe import TrainSettings
 from forerun.types import LAST_HIDDEN
 
 GOAL = 0.15

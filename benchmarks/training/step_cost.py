@@ -27,8 +27,8 @@ from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleConfig, Ea
 from forerun.losses.objective import FeatureBatch, FrozenTarget, LossReport
 from forerun.training.features.online import OnlineFeatures
 from forerun.training.loop.distributed import Parallel, wrap_parallel
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import backward, build_optimizers, scale, set_rate
+from forerun.training.recipe import TrainSettings
 
 GOAL = 0.3
 """Share of a step's time that its matrix products take at least."""

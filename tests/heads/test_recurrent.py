@@ -11,8 +11,7 @@ from torch.nn.functional import gelu, linear, silu
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError
 from forerun.heads.base import RecurrentHead
-from forerun.heads.hydra import HydraConfig, HydraHead
-from forerun.heads.recurrent import RecurrentObjective, RecurrentSettings
+from forerun.heads.hydra import HydraConfig, HydraHead, RecurrentObjective, RecurrentSettings
 from forerun.heads.runner import RecurrentRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import TransformersTarget

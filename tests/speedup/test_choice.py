@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from forerun.control.costs import CostModel, DraftCost
-from forerun.speedup.choice import (
+from forerun.speedup.training import (
     FreeSpeed,
     HeadChoice,
     HeadShape,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from forerun.plan.planner import PlanLine
-from forerun.speedup import answering, run, training
 from forerun.speedup import page as written_page
-from forerun.speedup.choice import HeadChoice, HeadForecast, HeadShape
+from forerun.speedup import prompts, run, training
+from forerun.speedup.training import HeadChoice, HeadForecast, HeadShape
 from speedup.conftest import Forerun
 
 SHAPE = HeadShape(kind="eagle3", vocab_size=64, steps=2, parameters=1000, coverage=0.9)
@@ -131,8 +131,8 @@ def test_a_full_disk_loses_nothing(
         def refuse(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        full.setattr(answering, "write_file", refuse)
-        full.setattr(answering.AnswerRun, "finish", refuse)
+        full.setattr(prompts, "write_file", refuse)
+        full.setattr(prompts.AnswerRun, "finish", refuse)
         ran = forerun(*words)
     assert ran.code == 2 and "the disk is full" in ran.err and "the same command goes on there" in ran.err
     out = tmp_path / "out"
@@ -168,6 +168,6 @@ def test_bad_input(forerun: Forerun, deep_checkpoint: Path, tmp_path: Path, more
 
 
 def test_answers_that_are_empty_or_circular_are_spoken_of() -> None:
-    notes = answering._notes(empty=3, circles=4, total=10)
+    notes = prompts._notes(empty=3, circles=4, total=10)
     assert "30% of the completions are empty" in notes[0] and "40% of the completions end in a circle" in notes[1]
-    assert not answering._notes(empty=0, circles=0, total=10)
+    assert not prompts._notes(empty=0, circles=0, total=10)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from forerun.errors import DataError
-from forerun.speedup.prompts import MIX, read_prompts, split_prompts, take_turns
+from forerun.speedup.prompts import read_prompts, split_prompts, take_turns
+from forerun.speedup.settings import MIX
 
 
 def written(path: Path, *entries: object) -> Path:

@@ -9,9 +9,9 @@ import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from forerun.drafters.kinds import KINDS
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.update import build_optimizers, embeddings, select_muon_parameters
 from forerun.training.medusa2 import TargetAndHead
+from forerun.training.recipe import TrainSettings
 from training.ttt import FIRST, HIDDEN, dflash, head, hydra, kangaroo, medusa, mlp_speculator, model, mtp, peagle
 
 HEADS: dict[str, Callable[[], Any]] = {

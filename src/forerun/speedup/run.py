@@ -28,8 +28,6 @@ from forerun.model.support import text_config
 from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import EncodedPrompts, measure_drafter
 from forerun.plan.planner import plan as make_plan
-from forerun.speedup.answering import answer_prompts, prepare_answers
-from forerun.speedup.choice import FreeSpeed, HeadChoice
 from forerun.speedup.compare import (
     PLAIN,
     TEMPERATURES,
@@ -45,16 +43,17 @@ from forerun.speedup.compare import (
 from forerun.speedup.page import serving_lines, verdict_of, write_page
 from forerun.speedup.prompts import (
     FEW,
-    MIX,
     PROMPT_TOKENS,
     SpeedupPrompt,
+    answer_prompts,
+    prepare_answers,
     read_prompts,
     split_drawn,
     split_prompts,
     take_turns,
 )
-from forerun.speedup.settings import SETTINGS, SpeedupRequest
-from forerun.speedup.training import HeadTraining, choose_for
+from forerun.speedup.settings import MIX, SETTINGS, SpeedupRequest
+from forerun.speedup.training import FreeSpeed, HeadChoice, HeadTraining, choose_for
 from forerun.training.data.drawn import SOURCE, DrawSettings, PromptDraw, read_words
 from forerun.training.features.store import find_loaded, target_hash
 from forerun.writing import alone, hash_file, read_sealed, replace_folder, tidy, write_file, write_sealed
@@ -82,31 +81,6 @@ class SpeedupConsole(Protocol):
 
     def busy(self, words: str) -> AbstractContextManager[Callable[[str], None]]:
         """Show that something takes time; the yielded function says how far it is."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedupStage:
-    """A `SpeedupStage` is one step on the way, named by its file."""
-
-    name: str
-    words: str
-    share: float  # Of the budget; 0: as long as it takes
-
-
-STAGES = (
-    SpeedupStage(name="machine", words="measure the machine and the model", share=0.0),
-    SpeedupStage(name="prompts", words="read and split the prompts", share=SETTINGS.drawing_share),
-    SpeedupStage(name="answers", words="let the model complete the prompts", share=SETTINGS.answers_share),
-    SpeedupStage(name="free", words="try what needs no training", share=SETTINGS.free_share),
-    SpeedupStage(name="choice", words="choose what is worth training", share=0.0),
-    SpeedupStage(name="training", words="train it", share=0.0),
-    SpeedupStage(name="comparison", words="measure on held-out prompts, side by side", share=SETTINGS.comparison_share),
-    SpeedupStage(name=RESULT, words="write the page and the lines that serve it", share=0.0),
-)
-FROM_KIND = ("choice", "training", "comparison", RESULT)
-"""These stages are made again where another kind of head is requested."""
-FROM_BUDGET = ("answers", "free", *FROM_KIND)
-"""These stages are made again for another budget."""
 
 
 class SpeedupRun:
@@ -224,10 +198,8 @@ class SpeedupRun:
             if other:
                 shown = "; ".join(f"{name} was {former.get(name)!r}, is {wanted[name]!r}" for name in other)
                 raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
-            if former["budget_s"] != self.request.budget_s:
-                self._again = FROM_BUDGET
-            elif former["kind"] != self.request.kind:
-                self._again = FROM_KIND
+            changed = {name for name in ("budget_s", "kind") if former[name] != self._settings[name]}
+            self._again = tuple(stage.name for stage in STAGES if changed.intersection(stage.again_for))
         elif self.folder.is_dir() and any(self.folder.iterdir()):
             raise ArgumentError(f"{self.folder} exists and is no run of forerun speedup; choose another --output")
 
@@ -263,18 +235,8 @@ class SpeedupRun:
         self.console.say(f"{number}/{len(STAGES)} {stage.words}{about}{following}")
 
     def _do(self, stage: SpeedupStage) -> None:
-        work: dict[str, Callable[[], dict[str, Any]]] = {
-            "machine": self._machine,
-            "prompts": self._prompts,
-            "answers": self._answers,
-            "free": self._free,
-            "choice": self._choice,
-            "training": self._training,
-            "comparison": self._comparison,
-            RESULT: self._result,
-        }
         began = time.monotonic()
-        found = work[stage.name]()
+        found = stage.work(self)
         write_sealed(self.path(stage.name), {**found, "seconds": round(time.monotonic() - began, 2)})
 
     def spent(self) -> float:
@@ -542,6 +504,62 @@ class SpeedupRun:
         }
         write_page(self.folder, result, found)
         return result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupStage:
+    """One step on the way, named by its file."""
+
+    name: str
+    words: str
+    work: Callable[[SpeedupRun], dict[str, Any]]  # Returns what its file holds
+    share: float = 0.0  # Of the budget; 0: as long as it takes
+    again_for: tuple[str, ...] = ()  # Settings of the request that make it anew where they differ from the last run's
+
+
+STAGES = (
+    SpeedupStage(name="machine", words="measure the machine and the model", work=SpeedupRun._machine),
+    SpeedupStage(
+        name="prompts",
+        words="read and split the prompts",
+        work=SpeedupRun._prompts,
+        share=SETTINGS.drawing_share,
+    ),
+    SpeedupStage(
+        name="answers",
+        words="let the model complete the prompts",
+        work=SpeedupRun._answers,
+        share=SETTINGS.answers_share,
+        again_for=("budget_s",),
+    ),
+    SpeedupStage(
+        name="free",
+        words="try what needs no training",
+        work=SpeedupRun._free,
+        share=SETTINGS.free_share,
+        again_for=("budget_s",),
+    ),
+    SpeedupStage(
+        name="choice",
+        words="choose what is worth training",
+        work=SpeedupRun._choice,
+        again_for=("budget_s", "kind"),
+    ),
+    SpeedupStage(name="training", words="train it", work=SpeedupRun._training, again_for=("budget_s", "kind")),
+    SpeedupStage(
+        name="comparison",
+        words="measure on held-out prompts, side by side",
+        work=SpeedupRun._comparison,
+        share=SETTINGS.comparison_share,
+        again_for=("budget_s", "kind"),
+    ),
+    SpeedupStage(
+        name=RESULT,
+        words="write the page and the lines that serve it",
+        work=SpeedupRun._result,
+        again_for=("budget_s", "kind"),
+    ),
+)
 
 
 def count_weights(directory: Path) -> int:

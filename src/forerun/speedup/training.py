@@ -1,12 +1,17 @@
-"""This module measures what an untrained head costs, trains the one that was chosen, and reads what the training
-said.
+"""Decides what is worth training within a budget, from the plan's figures, says why, and trains it.
+
+What a head will accept cannot be known before it is trained. It is forecast by how many tokens it will see
+(`expected_acceptance`); what drafting and a training step cost is measured with an untrained head, which costs as much
+as a trained one; the rest is the planner's arithmetic.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,16 +24,8 @@ from forerun.drafters import build
 from forerun.drafters.kinds import kind_named
 from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import measure_draft
-from forerun.speedup.choice import (
-    FreeSpeed,
-    HeadChoice,
-    HeadForecast,
-    HeadShape,
-    TrainingBudget,
-    TrainingProbe,
-    choose_head,
-    forecast_head,
-)
+from forerun.plan.planner import PlanLine, PlanLoad
+from forerun.plan.planner import plan as make_plan
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
 from forerun.training.data.store import PackedWindows, PreparedData, coverage, draft_vocabulary, token_counts
 from forerun.training.loop.distributed import Parallel
@@ -37,6 +34,178 @@ from forerun.training.run import TrainingRun
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadShape:
+    """A `HeadShape` is what can be chosen of a head, and what follows from it."""
+
+    kind: str
+    vocab_size: int | None  # Tokens that it can propose; None: the target's whole vocabulary
+    steps: int  # How often it is unrolled on its own features while it trains
+    parameters: int  # Trained ones
+    coverage: float  # Share of the trial completions' tokens that it can propose
+
+    @property
+    def words(self) -> str:
+        """Return the shape in words."""
+        vocabulary = "the whole vocabulary" if self.vocab_size is None else f"{self.vocab_size:,} tokens"
+        return f"{self.kind}, draft vocabulary {vocabulary}, unrolled {self.steps} times"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingProbe:
+    """A `TrainingProbe` holds what was measured with an untrained head of one shape."""
+
+    shape: HeadShape
+    step_s: float  # Time of a training step
+    counted: float  # Tokens of a step that the head learns, on average
+    draft: DraftCost
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingBudget:
+    """A `TrainingBudget` says what there is to train with."""
+
+    seconds: float
+    tokens: int  # Different tokens to learn
+    target_parameters: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadForecast:
+    """A `HeadForecast` says what a head of a shape is expected to bring."""
+
+    shape: HeadShape
+    training_steps: int
+    tokens: float  # Tokens that it learns from, a repeated one as often as it still teaches something
+    acceptance: float  # Of the first drafted token
+    line: PlanLine  # The plan's best draft of at least one token, alone against plain decoding
+    speedup: float  # With the free drafter where that one is faster
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreeSpeed:
+    """A `FreeSpeed` is how fast a category is with the best drafter that needs no training."""
+
+    speedup: float  # Over plain decoding; 1 where none helps
+    share: float  # Of plain decoding's time
+
+
+def expected_acceptance(tokens: float) -> float:
+    """Return the share of first drafted tokens that a head is expected to have accepted when it has learned `tokens`.
+
+    It grows with the logarithm: `HeadSettings` says from which runs that is read.
+    """
+    settings = SETTINGS.head
+    decades = math.log10(max(tokens, 1.0) / settings.first_tokens)
+    return min(settings.most_acceptance, max(0.0, settings.first_acceptance + settings.by_decade * decades))
+
+
+def forecast_head(
+    shape: HeadShape, probe: TrainingProbe, budget: TrainingBudget, cost: CostModel, free: Mapping[str, FreeSpeed]
+) -> HeadForecast:
+    """Forecast what a head of `shape` brings after a training as long as the budget allows."""
+    settings = SETTINGS.head
+    step_s = probe.step_s * _work(shape, budget) / _work(probe.shape, budget)
+    training_steps = int(budget.seconds / step_s)
+    tokens = min(training_steps * probe.counted, settings.most_epochs * budget.tokens)
+    first = expected_acceptance(tokens) * shape.coverage
+    # Beyond the depth that it was unrolled to, a head reads features that it has never seen.
+    rates = [first if depth < shape.steps else first * settings.beyond_unrolling for depth in range(16)]
+    survival = list(itertools.accumulate(rates, lambda before, rate: before * rate))
+    more_ms = cost.pass_ms(1) * (shape.parameters - probe.shape.parameters) / budget.target_parameters
+    draft = DraftCost(fixed_ms=probe.draft.fixed_ms, level_ms=max(0.0, probe.draft.level_ms + more_ms))
+    lines = make_plan(PlanLoad(survival=survival, cost=cost, draft=lambda rows: draft)).lines
+    line = max(lines[1:], key=lambda one: one.speedup)
+    shares = sum(one.share for one in free.values())
+    seconds = sum(one.share / max(one.speedup, line.speedup) for one in free.values())
+    return HeadForecast(
+        shape=shape,
+        training_steps=training_steps,
+        tokens=tokens,
+        acceptance=first,
+        line=line,
+        speedup=shares / seconds if seconds else line.speedup,
+    )
+
+
+def _work(shape: HeadShape, budget: TrainingBudget) -> float:
+    """Return what a training step multiplies, in units that matter for comparing shapes: the target once forward, the
+    head forward and backward as often as it is unrolled.
+    """
+    return budget.target_parameters + 3.0 * shape.parameters * shape.steps
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadChoice:
+    """A `HeadChoice` is what is trained, or nothing, with the reason."""
+
+    best: HeadForecast | None  # The best of what was considered
+    train: bool
+    reason: str
+
+    def record(self) -> dict[str, Any]:
+        """Return the choice as a JSON object."""
+        best = self.best
+        found: dict[str, Any] = {"train": self.train, "reason": self.reason}
+        if best is None:
+            return found
+        return found | {
+            "kind": best.shape.kind,
+            "draft_vocab_size": best.shape.vocab_size,
+            "coverage": round(best.shape.coverage, 4),
+            "unrolled_steps": best.shape.steps,
+            "parameters": best.shape.parameters,
+            "training_steps": best.training_steps,
+            "tokens": round(best.tokens),
+            "expected_acceptance": round(best.acceptance, 4),
+            "expected_tokens_per_pass": round(best.line.tokens_per_pass, 4),
+            "expected_speedup_alone": round(best.line.speedup, 4),
+            "expected_speedup": round(best.speedup, 4),
+            "draft_length": best.line.k,
+        }
+
+
+def choose_head(
+    forecasts: Sequence[HeadForecast], free: Mapping[str, FreeSpeed], budget: TrainingBudget, *, forced: bool
+) -> HeadChoice:
+    """Choose the fastest head, or none: where the budget is too short, the prompts too few, or the gain too small.
+
+    `forced` trains in any case in which a step fits.
+    """
+    settings = SETTINGS.head
+    best = max(forecasts, key=lambda one: (one.speedup, one.line.speedup, one.acceptance))
+    minutes, steps = budget.seconds / 60, best.training_steps
+    shape, line = best.shape.words, best.line
+    shares = sum(one.share for one in free.values())
+    spent = sum(one.share / one.speedup for one in free.values())
+    without = shares / spent if spent else 1.0
+    expected = (
+        f"{shape}: {steps:,} steps fit in {minutes:.0f} min; of {best.tokens:,.0f} learned tokens it is expected to "
+        f"have {best.acceptance:.0%} of first drafted tokens accepted, {line.tokens_per_pass:.2f} tokens a pass and "
+        f"{line.speedup:.2f} x plain decoding alone"
+    )
+    together = f"{best.speedup:.2f} x where the faster of both drafts, against {without:.2f} x without it"
+    if steps < settings.fewest_steps and not (forced and steps):
+        step_s = budget.seconds / max(steps, 1)
+        needed = f" (they take {settings.fewest_steps * step_s / 60:.0f} min)" if steps else ""
+        reason = (
+            f"the budget is too short for any head: {steps:,} training steps fit into the {minutes:.1f} min that are "
+            f"left for training, and a head that has seen fewer than {settings.fewest_steps}{needed} drafts by chance"
+        )
+        return HeadChoice(best=best, train=False, reason=reason)
+    if forced:
+        return HeadChoice(best=best, train=True, reason=f"requested. {expected}; {together}")
+    if best.speedup < settings.worth * without:
+        reason = f"no head is worth its training. The best is {expected}; {together}"
+        if best.tokens >= settings.most_epochs * budget.tokens:
+            reason += f". More prompts help most: {budget.tokens:,} different tokens of completions are few"
+        else:
+            reason += ". A longer --budget helps most"
+        return HeadChoice(best=best, train=False, reason=reason)
+    return HeadChoice(best=best, train=True, reason=f"{expected}; {together}")
+
 
 PROBE_DEPTH = 4  # Levels of the drafts that are timed
 PROBED = 8192  # Draft vocabulary of the head that is measured

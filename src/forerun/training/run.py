@@ -39,11 +39,18 @@ from forerun.training.features.online import OnlineFeatures
 from forerun.training.features.store import FeatureStore, describe, find_loaded
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, wrap_parallel
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import INTERVAL, tracker
 from forerun.training.loop.trainer import Training
 from forerun.training.loop.update import backward
-from forerun.training.recipe import MAY_CHANGE, EvaluationRecipe, EvaluationSettings, TrainRecipe, flatten, to_plain
+from forerun.training.recipe import (
+    MAY_CHANGE,
+    EvaluationRecipe,
+    EvaluationSettings,
+    TrainRecipe,
+    TrainSettings,
+    flatten,
+    to_plain,
+)
 from forerun.training.trained import Trained, hash_checkpoints, rate_name, trained_class
 from forerun.types import Boundary, SamplingParams, SpeculationStats
 from forerun.writing import alone

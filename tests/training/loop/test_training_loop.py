@@ -24,10 +24,10 @@ from forerun.losses.objective import FeatureBatch, LossReport, Objective
 from forerun.training.loop import trainer
 from forerun.training.loop.checkpoint import weights_of
 from forerun.training.loop.distributed import Parallel
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, tracker
 from forerun.training.loop.trainer import choose_factor, rate_factor
 from forerun.training.loop.update import Muon, build_optimizers
+from forerun.training.recipe import TrainSettings
 from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, settings, train, weights
 
 

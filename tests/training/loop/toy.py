@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.losses.objective import FeatureBatch, LossReport, Objective, TokenBatch
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trainer import Training, TrainResult
+from forerun.training.recipe import TrainSettings
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 11, 6, 8, 5
 FLOAT = {"dtype": "float32", "learning_rate": 1e-2, "muon_learning_rate": 1e-2, "log_every_steps": 1}

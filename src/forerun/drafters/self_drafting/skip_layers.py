@@ -27,7 +27,7 @@ from torch import Tensor
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, DrafterSetup, check_choice, check_least
 from forerun.decode.scores import Scores
-from forerun.drafters.self_drafting.base import SelfDrafter
+from forerun.drafters.self_drafting.early_exit import SelfDrafter
 from forerun.drafters.trees import TreeOptions
 from forerun.errors import ArgumentError, DataError, nearest, refuse
 from forerun.model import LayerRange, TransformersTarget

@@ -32,9 +32,9 @@ from forerun.errors import ArgumentError, CheckpointError, NumericError
 from forerun.losses.objective import Batches, Objective
 from forerun.training.loop import checkpoint
 from forerun.training.loop.distributed import Parallel, gather_parameters, wrap_parallel
-from forerun.training.loop.settings import TrainSettings
 from forerun.training.loop.trackers import Bar, JsonLines, Tracker
 from forerun.training.loop.update import Sums, backward, build_optimizers, scale, set_rate
+from forerun.training.recipe import TrainSettings
 from forerun.writing import tidy, write_file
 
 FACTORS = (1.0, 3.0, 10.0, 30.0)

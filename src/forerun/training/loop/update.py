@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from forerun.devices import multiplies
 from forerun.losses.objective import Batches
 from forerun.training.loop.distributed import Parallel, shard_like, sync_gradients
-from forerun.training.loop.settings import TrainSettings
+from forerun.training.recipe import TrainSettings
 
 
 @dataclass(kw_only=True, slots=True)
