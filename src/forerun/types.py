@@ -7,7 +7,7 @@ committed token), S committed tokens, V vocabulary, H hidden size, D depth.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import IntEnum, StrEnum
 from typing import NoReturn
@@ -193,6 +193,14 @@ class SpeculationStats:
                 _add_counts(own, more)
             else:
                 setattr(self, name, own + more)
+
+    @classmethod
+    def sum(cls, each: Iterable[SpeculationStats]) -> SpeculationStats:
+        """Return the sum of the counts of several requests."""
+        total = cls()
+        for stats in each:
+            total.add(stats)
+        return total
 
     def begin(self, tokens: int) -> None:
         """Count the pass over a prompt, which gave a completion's first token."""

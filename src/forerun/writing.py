@@ -269,10 +269,9 @@ class ManifestKind:
             raise DataError(f"{path} does not describe {self.what}; {self.remedy}")
         version = found.get("version")
         if version != self.version:
-            older = isinstance(version, int) and version < self.version
-            why = "an older forerun wrote it, without what this one checks" if older else "another forerun wrote it"
             raise DataError(
-                f"{path} has format version {version!r}, this forerun reads {self.version}: {why}; {self.remedy}"
+                f"{path} has format version {version!r}, this forerun reads {self.version}: another version of forerun "
+                f"wrote it; {self.remedy}"
             )
         entries = _unseal(path, found, self.remedy)
         del entries["format"], entries["version"]

@@ -186,7 +186,7 @@ class Writer(ABC):
         reasoning = self.reasoning(outputs)
         details = {} if reasoning is None else {"reasoning_tokens": reasoning}
         if self.body.prediction is not None and self._predicted:
-            stats = _pool(outputs)
+            stats = _sum_stats(outputs)
             details["accepted_prediction_tokens"] = stats.num_accepted_draft_tokens
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
         if details:
@@ -459,11 +459,8 @@ def _answers(outputs: Sequence[RequestOutput]) -> list[CompletionOutput]:
     return [answer for output in outputs for answer in output.outputs]
 
 
-def _pool(outputs: Sequence[RequestOutput]) -> SpeculationStats:
-    total = SpeculationStats()
-    for answer in _answers(outputs):
-        total.add(answer.speculation)
-    return total
+def _sum_stats(outputs: Sequence[RequestOutput]) -> SpeculationStats:
+    return SpeculationStats.sum(answer.speculation for answer in _answers(outputs))
 
 
 def _usage(prompt: int, completion: int) -> dict[str, Any]:
@@ -474,7 +471,7 @@ def speculation_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     """Return vLLM's per-request statistics, as NVIDIA AIPerf and ``vllm bench`` read them, behind
     two figures of ours.
     """
-    stats = _pool(outputs)
+    stats = _sum_stats(outputs)
     reached = [stats.num_spec_steps, *stats.accepted_per_depth]
     histogram = [steps - deeper for steps, deeper in zip(reached, [*reached[1:], 0], strict=True)]
     return {

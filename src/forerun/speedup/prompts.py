@@ -12,7 +12,7 @@ import json
 import shutil
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,20 +182,6 @@ MANY = 0.1  # Share of empty or circular completions from which they are reporte
 MOST = 0.5  # Share from which a head is not trained on them
 
 
-class _UntilDeadline(list[Record]):
-    """`_UntilDeadline` are records that nothing begins to complete after a deadline; what has begun is finished, so
-    long completions are as likely as short ones.
-    """
-
-    deadline: float
-
-    def __iter__(self) -> Iterator[Record]:
-        for record in list(super().__iter__()):
-            if time.monotonic() > self.deadline:
-                return
-            yield record
-
-
 def answer_prompts(
     llm: LLM,
     parts: Mapping[str, Sequence[SpeedupPrompt]],
@@ -227,11 +213,9 @@ def answer_prompts(
             # The time is shared out evenly; the trial's prompts, which come first, are few.
             until = time.monotonic() + (deadline - time.monotonic()) / (len(temperatures) - index)
             run = _ask(llm, questions, folder / f"{name}-{temperature:g}.jsonl", request, temperature)
-            run.records = _UntilDeadline(run.records)
-            run.records.deadline = until
             run.tell = _progress(tell, total, until)
-            if run.records:
-                with_engine(run, llm, concurrency=SETTINGS.rows)
+            # What has begun is finished, so that long completions are as likely as short ones.
+            with_engine(run, llm, concurrency=SETTINGS.rows, go_on=_before(until))
             total += run.resumed + run.written
     return {"answered": total}
 
@@ -241,6 +225,10 @@ def _ask(llm: LLM, questions: Path, output: Path, request: SpeedupRequest, tempe
     name = Path(request.model).name
     director = Director(tokenizer=llm.tokenizer, prompt_tokens=PROMPT_TOKENS, params=params, by=name)
     return AnswerRun(questions, output, director, skip_bad=True)
+
+
+def _before(deadline: float) -> Callable[[], bool]:
+    return lambda: time.monotonic() <= deadline
 
 
 def _progress(tell: Callable[[str], None], before: int, until: float) -> Callable[[AnswerRun], None]:

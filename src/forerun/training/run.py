@@ -401,7 +401,7 @@ def evaluate(
         params = SamplingParams(temperature=temperature, **plain)
         for name, config in shapes.items():
             each = _stats(llm, prompts, params, {**config, "adaptive": False})
-            stats = pool(each)
+            stats = SpeculationStats.sum(each)
             found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
             if len(each) > 1:
                 found[f"{name}_t{temperature}{INTERVAL}"] = half_interval(each)
@@ -418,20 +418,12 @@ def _stats(
     return [output.outputs[0].speculation for output in outputs]
 
 
-def pool(each: Sequence[SpeculationStats]) -> SpeculationStats:
-    """Return the sum of the statistics of several completions."""
-    total = SpeculationStats()
-    for one in each:
-        total.add(one)
-    return total
-
-
 def half_interval(each: Sequence[SpeculationStats]) -> float:
     """Return half of the 95 % interval of the mean acceptance length of at least two completions.
 
     It is the interval of a ratio of sums, with prompts as the samples: steps of one completion are not independent.
     """
-    total = pool(each)
+    total = SpeculationStats.sum(each)
     length = total.mean_acceptance_length - 1
     off = [one.num_accepted_draft_tokens - length * one.num_spec_steps for one in each]
     variance = sum(value**2 for value in off) * len(each) / (len(each) - 1)

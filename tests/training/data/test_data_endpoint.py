@@ -227,13 +227,6 @@ def test_what_was_answered_under_other_settings_is_refused(tmp_path: Path, chang
     assert len(lines(tmp_path)) == 2
 
 
-def test_an_older_output_is_gone_on_with(tmp_path: Path) -> None:
-    """Which does not say what was asked."""
-    ask(todo(tmp_path, [{"prompt": "q"}]), Server())
-    write_lines(tmp_path / "out.jsonl", lines(tmp_path))
-    assert todo(tmp_path, [{"prompt": "q"}, {"prompt": "r"}], sampling={"max_tokens": 9}).resumed == 1
-
-
 def test_a_cut_off_answer_ends_the_conversation_and_is_marked(tmp_path: Path) -> None:
     server = Server(lambda number, body: answered(body, finish="length"))
     ask(todo(tmp_path, [{"messages": TALK}]), server)

@@ -249,15 +249,6 @@ def test_the_callers_recipe_is_kept_too(begun: Path, tmp_path: Path) -> None:
     }
 
 
-def test_a_checkpoint_without_a_recipe_needs_a_word(begun: Path, tmp_path: Path) -> None:
-    shutil.copytree(begun, tmp_path / "old")
-    path = tmp_path / "old" / "checkpoint-1" / checkpoint.STATE
-    path.write_text(json.dumps({key: value for key, value in json.loads(path.read_text()).items() if key != "recipe"}))
-    with pytest.raises(ArgumentError, match=r"forerun wrote it and did not record its recipe\. .*--allow-changes"):
-        run_again(tmp_path / "old")
-    assert train(Toy(), Numbers(), settings(steps=2), tmp_path / "old", allow_changes=True).steps == 2
-
-
 def test_another_evaluation_forgets_the_best_of_the_former(tmp_path: Path) -> None:
     def trained(steps: int, prompts: str, value: float, **values: object) -> TrainResult:
         made = settings(steps=steps, **values)

@@ -97,12 +97,12 @@ class AnswerRun:
         another prompt.
         """
         now = self.director.asked(record)
-        own = [asked for asked in lines if asked.get("prompt", now["prompt"]) == now["prompt"]]
-        # Older versions of forerun did not record what was asked.
-        if not own or any(not asked or asked == now for asked in own):
-            return bool(own)
-        changed = [name for name in {**own[0], **now} if own[0].get(name) != now.get(name)]
-        shown = "; ".join(f"{name} was {own[0].get(name)!r}, is {now.get(name)!r}" for name in changed)
+        same_prompt = [asked for asked in lines if asked.get("prompt") == now["prompt"]]
+        if not same_prompt or now in same_prompt:
+            return bool(same_prompt)
+        former = same_prompt[0]
+        changed = [name for name in {**former, **now} if former.get(name) != now.get(name)]
+        shown = "; ".join(f"{name} was {former.get(name)!r}, is {now.get(name)!r}" for name in changed)
         raise ArgumentError(
             f"{self.output} has an answer to {record.where} under other settings: {shown}. Give the former values, or "
             "another --output"
@@ -120,8 +120,10 @@ class AnswerRun:
         self.tell(self)
 
 
-def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
-    """Answer all records with the local engine: when an answer is finished, the next question joins the batch."""
+def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int, go_on: Callable[[], bool] = lambda: True) -> AnswerRun:
+    """Answer the records with the local engine: when an answer is finished, the next question joins the batch. Once
+    `go_on` returns False no further record begins; those that have begun are finished.
+    """
     marks = special_marks(llm.tokenizer)
     ended = dict[str, StreamChunk]()  # The last chunks, by request
 
@@ -150,7 +152,7 @@ def with_engine(todo: AnswerRun, llm: LLM, *, concurrency: int) -> AnswerRun:
             raise DataError(_EMPTY)
         return TargetAnswer(written.text, truncated, tokens=len(written.token_ids))
 
-    asyncio.run(_answer_all(todo, ask, concurrency, step))
+    asyncio.run(_answer_all(todo, ask, concurrency, step, go_on))
     return todo
 
 
@@ -195,9 +197,14 @@ async def _answer_all(
     ask: Callable[[TargetPrompt], Awaitable[TargetAnswer]],
     concurrency: int,
     step: Callable[[], None] | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Run the scripts, `concurrency` at a time. `step`, if given, advances the engine that answers them."""
-    waiting, failures = iter(todo.records), 0  # the workers share both
+    """Run the scripts, `concurrency` at a time. `step`, if given, advances the engine that answers them; `go_on` as
+    in `with_engine`.
+    """
+    # The workers share both.
+    waiting = itertools.takewhile(lambda _: go_on(), todo.records)
+    failures = 0
 
     async def work() -> None:
         nonlocal failures
@@ -257,11 +264,11 @@ def append_lines(path: Path) -> Iterator[Write]:
 
 
 def _read_finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
-    """Return what was asked, by id, from an earlier run's output, if there is one; an empty mapping where that was not
-    recorded. Raises DataError if the file is something else.
+    """Return what was asked, by id, from an earlier run's output, if there is one. Raises DataError if the file is
+    something else.
     """
     found, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
-    for name, asked in read_lines(path, "record", lambda line: (str(line["id"]), dict(line.get("asked", {})))):
+    for name, asked in read_lines(path, "record", lambda line: (str(line["id"]), dict(line["asked"]))):
         found.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
     return found
 

@@ -65,8 +65,7 @@ class Saved:
             raise CheckpointError(f"{path} has format {record.get('format')!r}; this forerun reads {FORMAT}.")
         self.path, self.progress = path, Progress(**record["progress"])
         self.random: list[str] = states  # Per process that wrote it, the text of `capture_random`
-        # Settings that decided what was trained, by key; none in checkpoints of an older forerun.
-        self.recipe: Mapping[str, Any] | None = record.get("recipe")
+        self.recipe: Mapping[str, Any] = record["recipe"]  # Settings that decided what was trained, by key
 
 
 def save(

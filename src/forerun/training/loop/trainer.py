@@ -430,10 +430,8 @@ def start_from(output: Path, recipe: Mapping[str, Any], *, allow_changes: bool) 
     return saved
 
 
-def _changes(former: Mapping[str, Any] | None, recipe: Mapping[str, Any]) -> dict[str, str]:
+def _changes(former: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, str]:
     """Map keys of the recipe that differ to the former and the new value, in words."""
-    if former is None:
-        return {"": "an older forerun wrote it and did not record its recipe"}
 
     def shown(values: Mapping[str, Any], key: str) -> str:
         return repr(values[key]) if key in values else "not recorded"
