@@ -145,13 +145,8 @@ class HeadRunner(ABC):
         """
 
 
-class ParallelRunner(HeadRunner):
-    """Runs a head that computes all depths of a row from one state, that of the token before the
-    root; nothing else is kept of a row.
-    """
-
-    head: ParallelHead
-    _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
+class LastStateRunner(HeadRunner):
+    """Runs a head that reads one state of a row, that of the token before the root; nothing else is kept of a row."""
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         counts = [len(row_tokens) for row_tokens in tokens]
@@ -161,6 +156,13 @@ class ParallelRunner(HeadRunner):
         self._features[index] = self.head.fuse(states)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
+
+
+class ParallelRunner(LastStateRunner):
+    """Runs a head that computes all depths of a row from one state."""
+
+    head: ParallelHead
+    _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         depths = self.head.config.max_depth if levels is None else levels
@@ -224,11 +226,11 @@ def _with_sinks(
     )
 
 
-class SharingRunner(ParallelRunner):
+class SharingRunner(LastStateRunner):
     """Runs a head depth by depth over the target's keys and values of the committed tokens."""
 
-    head: SharingHead  # type: ignore[assignment]
-    _frontier: _Shared | None  # type: ignore[assignment]
+    head: SharingHead
+    _frontier: _Shared | None
 
     def __init__(self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)

@@ -57,11 +57,9 @@ class SpeculatorsFormat(Format):
         windows = fields["sliding_window"] is not None
         made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
         if kind == "peagle":
-            made, own, found = (
-                PEagleConfig,
-                own | {"mask_token_id": keys.integer("mask_token_id")},
-                peagle.with_mask(found),
-            )
+            made = PEagleConfig
+            own = own | {"mask_token_id": keys.integer("mask_token_id")}
+            found = peagle.with_mask(found)
         return decoders.make_head(
             made,
             found,

@@ -196,13 +196,13 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
 
     name = "draft_model"
     Config = DraftModelConfig
-    _room: ClassVar[int] = 1  # Slots of the draft model's cache, in multiples of the engine's
+    _slot_ratio: ClassVar[int] = 1  # Slots of the draft model's cache, in multiples of the engine's
 
     def __init__(self, config: DraftModelConfig, setup: DrafterSetup) -> None:
         super().__init__()
         self.config = config
         self._tree = self._fixed_tree()
-        self.model = load_draft(load_target, config, setup, self._room * setup.slots + self._behind)
+        self.model = load_draft(load_target, config, setup, self._slot_ratio * setup.slots + self._draft_slots)
         self._vocabulary = setup.target.vocab_size
         self._shared: DraftVocabulary | None = None
         self._check_vocabulary(setup)
@@ -217,7 +217,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return True
 
     def grow(self, rows: int, slots: int) -> None:
-        self.model.grow(rows, self._room * slots + self._behind)
+        self.model.grow(rows, self._slot_ratio * slots + self._draft_slots)
 
     def memory_bytes(self) -> int:
         return self.model.memory_bytes()
@@ -227,18 +227,18 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             cached, known, drafted = self._cached[row_id], len(tokens) - fresh, self._drafted.get(row_id)
-            if isinstance(drafted, Submitted) and drafted.run and cached == self._span(row_id, known) - 1:
+            if isinstance(drafted, Submitted) and drafted.run and cached == self._draft_length(row_id, known) - 1:
                 rows.append(row_id)
                 paths.append(drafted.accepted(tokens[known:-1]))
                 cached += 1 + len(paths[-1])
-            self._cached[row_id] = max(0, min(cached, len(self._read(row_id, tokens)) - 1))
+            self._cached[row_id] = max(0, min(cached, len(self._draft_tokens(row_id, tokens)) - 1))
         if rows:
             self.model.commit(rows, paths)
         super().extend(context)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         for row_id, length in zip(rows, lengths, strict=True):
-            kept = min(self._cached[row_id], self._span(row_id, length))
+            kept = min(self._cached[row_id], self._draft_length(row_id, length))
             self._cached[row_id] = self.model.reusable(row_id, kept)
             self.model.truncate([row_id], [self._cached[row_id]])
             self.model.clear(row_id)
@@ -247,8 +247,8 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         super().truncate(rows, lengths)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
-        texts = [self._read(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
-        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, self._most)
+        texts = [self._draft_tokens(row, tokens) for row, tokens in zip(context.rows, context.tokens, strict=True)]
+        within = self._tree.within(dataclasses.replace(context, tokens=texts), budget, self._most_tokens)
         active = [index for index, count in enumerate(within) if count > 0 and texts[index]]
         trees = context.trees()
         if not active:
@@ -275,7 +275,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
             if draws.key is not None:
                 return self._unroll(rows, texts, left, draws, (max(within), draws.key), drawn)
         appended = not self.model.keeps_states  # Else the root runs as node 0 of a tree
-        first = ending.look(self._fit(run_last(self.model, rows, left, appended=appended)))
+        first = ending.look(self._target_logits(run_last(self.model, rows, left, appended=appended)))
         for row, text in zip(rows, texts, strict=True):
             self._cached[row] = len(text) - 1 + appended
 
@@ -284,9 +284,9 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
                 for row in rows:
                     self._cached[row] -= 1
                 self.model.truncate(rows, [self._cached[row] for row in rows])
-            roots, parents = self._readable([text[-1] for text in texts]), self._tree.shape.parents
-            nodes = Nodes.of_levels(roots, self._known(ids), parents, counts=within, start=level.start)
-            return ending.look(self._fit(self.model.score(rows, nodes).logits))
+            roots, parents = self._embeddable([text[-1] for text in texts]), self._tree.shape.parents
+            nodes = Nodes.of_levels(roots, self._translate(ids), parents, counts=within, start=level.start)
+            return ending.look(self._target_logits(self.model.score(rows, nodes).logits))
 
         return drawn(self._tree.draws(context, active, first.device, size), first, descend)
 
@@ -294,7 +294,7 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         """Run the tokens of `texts` that the rows lack, as `catch_up` does. Return those left to run, the root last."""
         most = [min(self._cached[row], len(text) - 1) for row, text in zip(rows, texts, strict=True)]
         cached = [self.model.reusable(row, count) for row, count in zip(rows, most, strict=True)]
-        missing = [self._readable(text[count:]) for count, text in zip(cached, texts, strict=True)]
+        missing = [self._embeddable(text[count:]) for count, text in zip(cached, texts, strict=True)]
         return catch_up(self.model, rows, cached, missing)
 
     def _unroll(
@@ -310,9 +310,9 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
 
         def grow(first: Tensor, descend: Descend, *numbers: Tensor) -> Grown:
             def below(ids: Tensor, level: range) -> Tensor:
-                return self._fit(descend(self._known(ids), level))
+                return self._target_logits(descend(self._translate(ids), level))
 
-            return drawn(draws.with_tensors(numbers), self._fit(first), below)
+            return drawn(draws.with_tensors(numbers), self._target_logits(first), below)
 
         grown = unroll(
             require_layers(self.model, self.name), rows, left, self._tree.shape.parents, grow, *draws.tensors, key=key
@@ -326,32 +326,32 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         return self.config.fixed_tree()
 
     @property
-    def _behind(self) -> int:
+    def _draft_slots(self) -> int:
         """Slots that a draft needs after a row's committed tokens."""
         return self._tree.shape.size
 
     @property
-    def _most(self) -> int:
+    def _most_tokens(self) -> int:
         """Most tokens of a text together with a drafted path."""
-        return min(self.model.max_length, self.model.slots - self._behind)
+        return min(self.model.max_length, self.model.slots - self._draft_slots)
 
-    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+    def _draft_tokens(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         """Return the committed tokens in the draft model's tokens."""
         return tokens
 
-    def _span(self, row_id: int, length: int) -> int:
+    def _draft_length(self, row_id: int, length: int) -> int:
         """Return the number of draft tokens for a row's first `length` committed tokens."""
         return length
 
-    def _readable(self, tokens: Sequence[int]) -> list[int]:
+    def _embeddable(self, tokens: Sequence[int]) -> list[int]:
         """Return the tokens, with 0 instead of ids that the draft model lacks (padding of the target's embedding)."""
         return [token if token < self.model.vocab_size else 0 for token in tokens]
 
-    def _fit(self, logits: Tensor) -> Tensor:
+    def _target_logits(self, logits: Tensor) -> Tensor:
         """Map (B, F, V') -> (B, F, V) over the target's ids."""
         return fit_vocabulary(logits, self._vocabulary)
 
-    def _known(self, ids: Tensor) -> Tensor:
+    def _translate(self, ids: Tensor) -> Tensor:
         """Return drafted tokens in the draft model's tokens."""
         return ids
 

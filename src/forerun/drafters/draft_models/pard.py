@@ -73,7 +73,7 @@ class PardDrafter(DraftModelDrafter):
         others = [0 if tree else nodes for tree, nodes in zip(best, budget.nodes, strict=True)]
         trees = super().propose(context, Budget(nodes=others, depth=budget.depth))
         depths = [
-            min(tree.depth, depth, self._most - len(text)) if tree and nodes > 0 else 0
+            min(tree.depth, depth, self._most_tokens - len(text)) if tree and nodes > 0 else 0
             for tree, nodes, depth, text in zip(best, budget.nodes, budget.depth, context.tokens, strict=True)
         ]
         active = [index for index, depth in enumerate(depths) if depth > 0]
@@ -100,7 +100,7 @@ class PardDrafter(DraftModelDrafter):
         return config.fixed_tree() if self._best is None else self._best.drawn(Draw(config.draw), config.temperature)
 
     @property
-    def _behind(self) -> int:
+    def _draft_slots(self) -> int:
         return self._tree.depth
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:
@@ -127,7 +127,7 @@ class PardDrafter(DraftModelDrafter):
             self._cached[row] = len(text)
         roots = send_ints([len(tokens) - 1 for tokens in left], logits.device).unsqueeze(1)
         index = (roots + torch.arange(max(depths), device=logits.device)).clamp_max(logits.shape[1] - 1)
-        return self._fit(logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1])))
+        return self._target_logits(logits.gather(1, index.unsqueeze(-1).expand(-1, -1, logits.shape[-1])))
 
 
 def mask_token(model: Any) -> int:

@@ -48,13 +48,13 @@ class TliDrafter(DraftModelDrafter):
     name = "tli"
     Config = TliConfig
     config: TliConfig
-    _room: ClassVar[int] = 2  # A row whose text needs more of the draft model's tokens drafts nothing
+    _slot_ratio: ClassVar[int] = 2  # A row whose text needs more of the draft model's tokens drafts nothing
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + (self._pruned or 0)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        super().truncate(rows, lengths)  # It also shrinks the alignments, through `_span`
+        super().truncate(rows, lengths)  # It also shrinks the alignments, through `_draft_length`
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 del self._alignments[row_id]
@@ -77,17 +77,17 @@ class TliDrafter(DraftModelDrafter):
         self._translated[target_ids] = self._draft_ids
         self._pruned = prune_head(require_layers(self.model, "tli"), self._draft_ids)
 
-    def _read(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
+    def _draft_tokens(self, row_id: int, tokens: Sequence[int]) -> Sequence[int]:
         return self._alignments[row_id].follow(tokens)
 
-    def _span(self, row_id: int, length: int) -> int:
+    def _draft_length(self, row_id: int, length: int) -> int:
         self._alignments[row_id].shrink(length)
         return self._alignments[row_id].span(length)
 
-    def _known(self, ids: Tensor) -> Tensor:
+    def _translate(self, ids: Tensor) -> Tensor:
         return self._translated[ids]
 
-    def _fit(self, logits: Tensor) -> Tensor:
+    def _target_logits(self, logits: Tensor) -> Tensor:
         """Select the logits (B, F, V') of the shared tokens, ascending in the target's ids."""
         return logits if self._pruned is not None else logits[..., self._draft_ids]
 

@@ -9,17 +9,16 @@ whose method is not published, serve the same purpose; this method is forerun's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup import following
-from forerun.drafters.lookup.drafts import Draft, Floats, Ints, learn, unseen
+from forerun.drafters.lookup.drafts import NONE, Draft, Floats, Ints, compiled, learn, unseen
 from forerun.drafters.lookup.following import CHANGED, FOUND, PARTED, Following
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -43,7 +42,7 @@ class PredictionConfig:
 @dataclass(kw_only=True, slots=True)
 class _PredictionRow:
     follower: Following  # The text's position in the prediction
-    places: Places
+    source: Ints  # The predicted tokens
     text: Ints  # The row's tokens read so far
     counts: Floats  # Accepted and tried nodes by evidence
     drafted: Ints | None = None  # The nodes of the last draft
@@ -88,7 +87,7 @@ class PredictionDrafter(Drafter):
                 length = min(length, _FACTOR * following.count_agreed(row.follower.place))
             made = Draft.of(max(0, length))
             # All expected tokens, even improbable ones
-            size, _ = following.draft(row.follower, row.places.text, row.counts, made, 0.0, False)
+            size, _ = following.draft(row.follower, row.source, row.counts, made, 0.0, False)
             drafted = made.first(size)
             row.drafted = drafted.nodes
             trees.append(drafted.tree(tokens[-1]))
@@ -110,7 +109,7 @@ class PredictionDrafter(Drafter):
             following.start(follower.place, 0, 0)
             self._rows[row_id] = _PredictionRow(
                 follower=follower,
-                places=Places(predicted),
+                source=np.array(predicted, np.int32),
                 text=np.asarray(context.tokens[index][: context.prompt_lengths[index]], np.int32),
                 counts=self._counts.of(context.salt(index)),
             )
@@ -123,11 +122,12 @@ class PredictionDrafter(Drafter):
             row.text = np.append(row.text, np.asarray(tokens[known:], np.int32))
         for at in range(max(known, prompt), len(tokens)):
             state = row.follower.place
-            following.read(row.follower, row.places.text, row.text, at, at + 1, False)
+            following.read(row.follower, row.source, row.text, at, at + 1, False)
             if not state[FOUND]:
-                place, matched = row.places.of(tokens[max(prompt, at + 1 - _LONGEST) : at + 1], int(state[PARTED]))
-                if place is not None:
-                    following.start(state, place, matched)
+                end = row.text[max(prompt, at + 1 - _LONGEST) : at + 1]
+                resumed, matched = _resume(row.source, end, state[PARTED])
+                if resumed != NONE:
+                    following.start(state, resumed, matched)
 
 
 def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequence[int]:
@@ -141,38 +141,28 @@ def _token_ids(text: str | Sequence[int] | None, setup: DrafterSetup) -> Sequenc
     return tuple(setup.tokenizer.encode(text, add_special_tokens=False))
 
 
-class Places:
-    """An index of the positions at which strings end in a text. It is built by a single sort, so that a long prediction
-    is indexed quickly.
+@compiled
+def _resume(source: Ints, end: Ints, first: int) -> tuple[int, int]:
+    """Return the index after the longest suffix of `end` that occurs in the source, and the suffix's length; NONE if
+    none occurs. Of several occurrences it is the nearest one from `first` on; the shorter the suffix, the nearer it
+    must be, but one of `_LONGEST` tokens may be anywhere.
     """
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self.text: Ints = np.array(text, np.int32)
-        self._order = self.text.argsort(kind="stable")  # Positions of the smallest token, then of the next one
-
-    def of(self, end: Sequence[int], first: int) -> tuple[int | None, int]:
-        """Return the index after the longest suffix of `end` that occurs in the text, and the suffix's length. Of
-        several occurrences it is the nearest one from `first` on; the shorter the suffix, the nearer it must be, but
-        one of `_LONGEST` tokens may be anywhere.
-        """
-        found = list(self._ends(end))
-        for size, ends in zip(range(len(found), 0, -1), reversed(found), strict=True):
-            ahead = int(np.searchsorted(ends, first))
-            if ahead < len(ends) and ends[ahead] - first <= _REACH**size:
-                return int(ends[ahead]), size
-            if len(ends) and size == _LONGEST:
-                return int(ends[ahead - 1] if ahead else ends[0]), size
-        return None, 0
-
-    def _ends(self, end: Sequence[int]) -> Iterator[NDArray[np.int64]]:
-        """Yield the ascending positions at which the last token of `end`, its last two tokens, ... end in the text."""
-        tokens, order = self.text, self._order
-        first, last = (np.searchsorted(tokens, end[-1], side, sorter=order) for side in ("left", "right"))
-        ends = order[first:last] + 1
-        size = 1
-        while len(ends) and size < len(end):
-            yield ends
+    nearest = np.full(len(end) + 1, NONE)  # By the length of the suffix
+    before = NONE  # The last occurrence of `_LONGEST` tokens before `first`
+    for at in range(1, len(source) + 1):
+        size = 0
+        while size < min(len(end), at) and source[at - 1 - size] == end[len(end) - 1 - size]:
             size += 1
-            ends = ends[ends >= size]
-            ends = ends[tokens[ends - size] == end[-size]]
-        yield ends
+        if at < first:
+            before = at if size == _LONGEST else before
+            continue
+        for matched in range(1, size + 1):
+            if nearest[matched] == NONE:
+                nearest[matched] = at
+    for matched in range(len(end), 0, -1):
+        at = nearest[matched]
+        if at != NONE and at - first <= _REACH**matched:
+            return at, matched
+        if matched == _LONGEST and max(at, before) != NONE:
+            return before if before != NONE else at, matched
+    return NONE, 0

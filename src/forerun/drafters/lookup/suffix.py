@@ -277,11 +277,9 @@ def _draft(batch: Batch, row: int, most: int, nodes: int, options: Options) -> i
     """Write a draft for a row: the one with the most expected tokens of those from each match and from the followed
     text; of equal ones that of the row's own text. Return the number of nodes, root included.
     """
-    text, counts, follower = (
-        automaton_at(batch.rows[row, TEXT]),
-        counts_of(batch, row),
-        follower_of(batch.followers, row),
-    )
+    text = automaton_at(batch.rows[row, TEXT])
+    counts = counts_of(batch, row)
+    follower = follower_of(batch.followers, row)
     made, best, expected = room_of(batch, row, nodes), 1, 0.0
     for source in range(1 + GENERATIONS):
         known, match = _match(batch, row, text, source)

@@ -325,10 +325,8 @@ class ConvertedModel:
         if options.get("push_to_hub"):
             raise ArgumentError("save_pretrained: save first, then upload the folder: push_to_hub would omit the head")
         self._check_ready()
-        whole, prefix = (
-            cast(Any, self).state_dict() if state_dict is None else state_dict,
-            f"{self._convert_mode.child}.",
-        )
+        whole = cast(Any, self).state_dict() if state_dict is None else state_dict
+        prefix = f"{self._convert_mode.child}."
         base = {name: tensor for name, tensor in whole.items() if not name.startswith(prefix)}
         if self._convert_mode.lora:
             adapters, base = base, plain_names(base)
@@ -337,13 +335,11 @@ class ConvertedModel:
             return
         head = {name: tensor for name, tensor in whole.items() if name.startswith(prefix)}
         head = head or self._convert_head.state_dict(prefix=prefix)
-        checkpoint, directory = (
-            HeadCheckpoint(
-                config=self._convert_head.config,
-                tensors={name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()},
-            ),
-            Path(save_directory),
+        checkpoint = HeadCheckpoint(
+            config=self._convert_head.config,
+            tensors={name.removeprefix(prefix): tensor.detach().cpu().clone() for name, tensor in head.items()},
         )
+        directory = Path(save_directory)
         facts, kind = self._facts(str(directory.absolute())), checkpoint.config.kind
         write_head(checkpoint, directory / self._convert_mode.folder, format_for(kind), facts)
         if self._convert_mode.lora:

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -126,17 +126,11 @@ def _headline(values: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-class Remote(Tracker):
-    """A `Remote` tracker calls a package's own functions."""
+class Remote(NamedTuple):
+    """A tracker of a package's own functions."""
 
-    def __init__(self, log: Callable[[int, Mapping[str, float]], None], close: Callable[[], None]) -> None:
-        self._log, self._close = log, close
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._log(step, values)
-
-    def close(self) -> None:
-        self._close()
+    log: Callable[[int, Mapping[str, float]], None]
+    close: Callable[[], None]
 
 
 PACKAGES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "trackio": "trackio"}
