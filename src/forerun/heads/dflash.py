@@ -172,7 +172,7 @@ class DFlashDrafter(BestFirstDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlashSettings(DecoderSettings):
-    """`DFlashSettings` are anchors, weights and divergence of the objective."""
+    """Anchors, weights and divergence of the objective."""
 
     anchors: Natural = 64
     """Blocks in a row of tokens, at most."""
@@ -191,7 +191,7 @@ class DFlashSettings(DecoderSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockOutputs:
-    """`BlockOutputs` are the blocks of a batch, A in a row."""
+    """The blocks of a batch, A in a row."""
 
     anchors: Tensor  # (B, A) int64: index of each root in its row
     counted: Tensor  # (B, A, K) bool: depth k predicts a token that counts
@@ -199,7 +199,7 @@ class BlockOutputs:
 
 
 class DFlashObjective(DecoderObjective):
-    """A `DFlashObjective` is the loss of a DFlash head on a batch of features."""
+    """The loss of a DFlash head on a batch of features."""
 
     Settings: ClassVar[type[DFlashSettings]] = DFlashSettings
     head: DFlashHead

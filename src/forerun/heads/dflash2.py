@@ -172,7 +172,7 @@ class DFlash2Drafter(HeadDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DFlash2Settings(DFlashSettings):
-    """`DFlash2Settings` are anchors, weights and divergence of the block, and the weight of the
+    """Anchors, weights and divergence of the block, and the weight of the
     selector.
     """
 
@@ -181,7 +181,7 @@ class DFlash2Settings(DFlashSettings):
 
 
 class DFlash2Objective(DFlashObjective):
-    """A `DFlash2Objective` is the loss of a DFlash 2 head on a batch of features; its metrics are
+    """The loss of a DFlash 2 head on a batch of features; its metrics are
     of what the selector drafts.
     """
 

@@ -110,7 +110,7 @@ class DominoDrafter(HeadDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DominoSettings(DFlashSettings):
-    """`DominoSettings` are anchors, weights and divergence of the objective, and how long the
+    """Anchors, weights and divergence of the objective, and how long the
     block's own loss counts.
     """
 
@@ -122,7 +122,7 @@ class DominoSettings(DFlashSettings):
 
 
 class DominoObjective(FollowingObjective):
-    """A `DominoObjective` is the loss of a Domino head on a batch of features; in evaluation of the
+    """The loss of a Domino head on a batch of features; in evaluation of the
     corrected logits alone.
     """
 

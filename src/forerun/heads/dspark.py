@@ -177,7 +177,7 @@ class DSparkDrafter(HeadDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DSparkSettings(DFlashSettings):
-    """`DSparkSettings` are anchors, weights and divergence of the objective; the defaults are
+    """Anchors, weights and divergence of the objective; the defaults are
     DeepSeek's.
     """
 
@@ -187,7 +187,7 @@ class DSparkSettings(DFlashSettings):
 
 
 class FollowingObjective(DFlashObjective):
-    """A `FollowingObjective` has what heads share whose depths are corrected by the tokens that
+    """What heads share whose depths are corrected by the tokens that
     really came above them.
     """
 
@@ -210,7 +210,7 @@ class FollowingObjective(DFlashObjective):
 
 
 class DSparkObjective(FollowingObjective):
-    """A `DSparkObjective` is the loss of a DSpark head on a batch of features."""
+    """The loss of a DSpark head on a batch of features."""
 
     Settings: ClassVar[type[DSparkSettings]] = DSparkSettings
     head: DSparkHead

@@ -55,11 +55,11 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecurrentSettings(DistanceSettings):
-    """`RecurrentSettings` are the divergence of the objective; all depths weigh the same."""
+    """The divergence of the objective; all depths weigh the same."""
 
 
 class RecurrentObjective(HeadObjective):
-    """A `RecurrentObjective` is the loss of a recurrent head on a batch of features."""
+    """The loss of a recurrent head on a batch of features."""
 
     Settings: ClassVar[type[RecurrentSettings]] = RecurrentSettings
     head: RecurrentHead

@@ -196,11 +196,11 @@ class KangarooDrafter(HeadDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KangarooSettings(DistanceSettings):
-    """`KangarooSettings` are the divergence of the objective."""
+    """The divergence of the objective."""
 
 
 class KangarooObjective(HeadObjective):
-    """A `KangarooObjective` is the loss of an adapter on a batch of features."""
+    """The loss of an adapter on a batch of features."""
 
     Settings: ClassVar[type[KangarooSettings]] = KangarooSettings
 

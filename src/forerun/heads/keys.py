@@ -91,7 +91,7 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 class Keys:
-    """`Keys` reads the keys of a JSON object; absent and null are the same."""
+    """Reads the keys of a JSON object; absent and null are the same."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "config.json") -> None:
         self._values, self._where = dict(values), where

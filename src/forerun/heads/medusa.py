@@ -172,14 +172,14 @@ class MedusaDrafter(BestFirstDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MedusaSettings(ObjectiveSettings):
-    """`MedusaSettings` are the weights of the objective."""
+    """The weights of the objective."""
 
     decay: Fraction = 0.8
     """Base of the depths' weights: depth k weighs decay^k."""
 
 
 class MedusaObjective(HeadObjective):
-    """A `MedusaObjective` is the loss of a Medusa head on a batch of features."""
+    """The loss of a Medusa head on a batch of features."""
 
     Settings: ClassVar[type[MedusaSettings]] = MedusaSettings
     head: MedusaHead

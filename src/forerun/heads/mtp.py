@@ -482,7 +482,7 @@ class MtpDrafter(HeadDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MtpSettings(ObjectiveSettings):
-    """`MtpSettings` are depths and their weights; the defaults are the paper's."""
+    """Depths and their weights; the defaults are the paper's."""
 
     steps: Natural = 3
     """K, the number of times that the module is unrolled."""
@@ -495,7 +495,7 @@ class MtpSettings(ObjectiveSettings):
 
 
 class MtpObjective(Eagle3Objective):
-    """An `MtpObjective` is the loss of a target's only MTP module on a batch of features."""
+    """The loss of a target's only MTP module on a batch of features."""
 
     kind: ClassVar[str] = "mtp"
     Settings: ClassVar[type[Any]] = MtpSettings

@@ -148,7 +148,7 @@ class PEagleDrafter(BestFirstDrafter):
 # What it learns
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PEagleSettings(DecoderSettings):
-    """`PEagleSettings` are depths, conditional drop and divergence of the objective."""
+    """Depths, conditional drop and divergence of the objective."""
 
     depths: Natural = 8
     """Tokens that an entry learns to predict, at most."""
@@ -159,7 +159,7 @@ class PEagleSettings(DecoderSettings):
 
 
 class PEagleObjective(DecoderObjective):
-    """A `PEagleObjective` is the loss of a P-EAGLE head on a batch of features."""
+    """The loss of a P-EAGLE head on a batch of features."""
 
     Settings: ClassVar[type[PEagleSettings]] = PEagleSettings
     head: PEagleHead

@@ -34,7 +34,7 @@ SLACK = 0.1  # Nats above the least loss that are as good: of such scales the la
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """`Seen` is what the first batches of a run show of the target."""
+    """What the first batches of a run show of the target."""
 
     batches: Sequence[FeatureBatch]
     embed: Callable[[Tensor], Tensor]
@@ -119,7 +119,7 @@ def watched(module: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """`Fitting` is a pass of a head over a batch: which of its places predict, and what the target's state is there."""
+    """A pass of a head over a batch: which of its places predict, and what the target's state is there."""
 
     pick: Callable[[Tensor], Tensor]
     """Picks (R, W), what counts, from the states (B, N, W) of all places."""

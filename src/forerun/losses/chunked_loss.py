@@ -1,4 +1,4 @@
-"""This module computes the loss over a vocabulary in chunks of rows, so that only one chunk's
+"""Computes the loss over a vocabulary in chunks of rows, so that only one chunk's
 logits are ever alive.
 
 A plain ``cross_entropy(hidden @ weight.T, probs)`` keeps several (R, V) tensors for the backward
@@ -26,7 +26,7 @@ BLOCK_ELEMENTS = 1 << 18  # Logits that a core turns into gradients at a time: 1
 
 
 class Divergence(StrEnum):
-    """A `Divergence` measures how far the student's probabilities q are from the target's p.
+    """Measures how far the student's probabilities q are from the target's p.
 
     KL and cross-entropy are infinite where q is 0 and p is not: they are taken against p
     renormalised over the student's tokens. The acceptance a is of p as it is.
@@ -102,7 +102,7 @@ def _loss(hidden: Tensor, weight: Tensor, target: _Target, temperature: float) -
 
 @dataclass(frozen=True, slots=True)
 class DraftPaths:
-    """`DraftPaths` are rows that follow each other as the depths of drafts of `length`, and weigh what
+    """Rows that follow each other as the depths of drafts of `length`, and weigh what
     they bring.
 
     Depth j weighs the sum over m >= j of the chance that a draft gets beyond depth m (D-PACE, arXiv
@@ -123,7 +123,7 @@ class DraftPaths:
 
 @dataclass(frozen=True, slots=True)
 class VocabularyLoss:
-    """A `VocabularyLoss` holds the loss, and row by row how well student and target agree; 0 for
+    """The loss, and row by row how well student and target agree; 0 for
     rows of weight 0.
     """
 
@@ -136,7 +136,7 @@ class VocabularyLoss:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Teacher:
-    """A `Teacher` has the states and the output head whose logits are formed chunk by chunk, like
+    """The states and the output head whose logits are formed chunk by chunk, like
     the student's.
     """
 

@@ -43,7 +43,7 @@ from forerun.types import Boundary
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenBatch:
-    """A `TokenBatch` holds packed windows: B rows of S tokens.
+    """Packed windows: B rows of S tokens.
 
     A row may hold several documents and end in padding.
     """
@@ -59,7 +59,7 @@ class TokenBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureBatch:
-    """A `FeatureBatch` is a `TokenBatch` with the target's hidden states."""
+    """A `TokenBatch` with the target's hidden states."""
 
     batch: TokenBatch
     features: Mapping[Boundary, Tensor]  # boundary -> (B, S, Ht); `LAST_HIDDEN` is the state after the final norm
@@ -77,7 +77,7 @@ class FeatureBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossReport:
-    """A `LossReport` holds the losses of one micro-batch, as sums.
+    """The losses of one micro-batch, as sums.
 
     Sums can be added over micro-batches and processes, means cannot.
     """
@@ -94,7 +94,7 @@ class LossReport:
 
 
 class Objective(Protocol):
-    """An `Objective` is a loss over a batch.
+    """A loss over a batch.
 
     Those that a recipe names are made from ``(head, target, settings)`` and have `Settings`.
     """
@@ -167,7 +167,7 @@ def complaint(found: Mapping[str, Any], key: str, hint: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectiveSettings:
-    """`ObjectiveSettings` are the settings of every objective; a kind of head adds its own."""
+    """The settings of every objective; a kind of head adds its own."""
 
     gradient_checkpointing: bool = False
     """Compute the layers' activations again in the backward pass instead of keeping them."""
@@ -196,7 +196,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenTarget:
-    """A `FrozenTarget` holds what an objective needs of the target besides its features; it is
+    """What an objective needs of the target besides its features; it is
     never trained.
     """
 
@@ -260,7 +260,7 @@ class FrozenTarget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistanceSettings(ObjectiveSettings):
-    """`DistanceSettings` say how the distance of a head from the target's distribution is measured."""
+    """How the distance of a head from the target's distribution is measured."""
 
     divergence: Annotated[Divergence, Field(strict=False)] = Divergence.CROSS_ENTROPY
     lk_decay: NotNegative = 3.0
@@ -270,7 +270,7 @@ class DistanceSettings(ObjectiveSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecoderSettings(DistanceSettings):
-    """`DecoderSettings` are those of the objectives of heads that are made of decoder layers."""
+    """The settings of the objectives of heads that are made of decoder layers."""
 
     skip_unreachable: bool = True
     """Leave out predictions whose likeliest target token is not in the draft vocabulary."""
@@ -281,7 +281,7 @@ class DecoderSettings(DistanceSettings):
 
 
 class HeadObjective(Objective):
-    """A `HeadObjective` has what the objectives of all heads share: the head and what it reads of
+    """What the objectives of all heads share: the head and what it reads of
     the frozen target.
     """
 
@@ -321,7 +321,7 @@ class HeadObjective(Objective):
 
 
 class DecoderObjective(HeadObjective):
-    """A `DecoderObjective` has what heads of decoder layers share: output head, and the distance to
+    """What heads of decoder layers share: output head, and the distance to
     the target.
     """
 
@@ -434,7 +434,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class DropSettings(Protocol):
-    """`DropSettings` are the settings of an objective with conditional drop."""
+    """The settings of an objective with conditional drop."""
 
     @property
     def depths(self) -> int:
@@ -451,7 +451,7 @@ class DropSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masked:
-    """`Masked` is what is computed of a batch at all depths, N in a row: depth 0 first, of every
+    """What is computed of a batch at all depths, N in a row: depth 0 first, of every
     entry, then depth by depth.
     """
 

@@ -1,4 +1,4 @@
-"""This module computes the attention of unrolled steps with PyTorch's FlexAttention (arXiv
+"""Computes the attention of unrolled steps with PyTorch's FlexAttention (arXiv
 2412.05496) on CUDA devices.
 
 A function says what sees what, blocks of which no query sees a key are left out, and no mask of
@@ -24,7 +24,7 @@ BLOCK = 128  # Queries, and keys, of a block
 
 
 class FlexMask:
-    """A `FlexMask` says which positions see each other in rows of packed documents, as
+    """Which positions see each other in rows of packed documents, as
     `eagle3.blocks_of` does.
 
     Args:
@@ -122,7 +122,7 @@ cache.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QueryBlock:
-    """A `QueryBlock` is queries that are computed together, and what they see of step 0."""
+    """Queries that are computed together, and what they see of step 0."""
 
     queries: slice
     keys: slice  # From the first that any of the queries sees to the last

@@ -1,4 +1,4 @@
-"""This module asks a model the same prompts plainly and with drafters, in turns, and says how much faster it was and
+"""Asks a model the same prompts plainly and with drafters, in turns, and says how much faster it was and
 how sure that is.
 """
 
@@ -36,7 +36,7 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupArm:
-    """A `SpeedupArm` is one way to decode: plainly, or with a drafter."""
+    """One way to decode: plainly, or with a drafter."""
 
     name: str
     speculative: Mapping[str, Any] | Literal[False] | None = False
@@ -53,7 +53,7 @@ class SpeedupArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedPrompt:
-    """An `AskedPrompt` is a prompt as the engine takes it."""
+    """A prompt as the engine takes it."""
 
     digest: str
     category: str
@@ -62,7 +62,7 @@ class AskedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerTiming:
-    """An `AnswerTiming` is one completion of one arm, with its time and passes."""
+    """One completion of one arm, with its time and passes."""
 
     digest: str
     category: str
@@ -78,7 +78,7 @@ class AnswerTiming:
 
 
 class Standstill:
-    """A `Standstill` notices how long the process did not run at all: times measured meanwhile say nothing."""
+    """Notices how long the process did not run at all: times measured meanwhile say nothing."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -105,7 +105,7 @@ class Standstill:
 
 
 class SideBySide:
-    """A `SideBySide` asks prompts with several arms, which take turns prompt by prompt."""
+    """Asks prompts with several arms, which take turns prompt by prompt."""
 
     def __init__(self, llm: LLM, arms: Sequence[SpeedupArm], *, max_tokens: int, fewest: int = FEWEST) -> None:
         """Compare `arms`, of which the first decodes plainly, on at least the `fewest` prompts."""

@@ -1,4 +1,4 @@
-"""This module writes what a run found as one page, in HTML with its plots and in Markdown, with the commands that serve
+"""Writes what a run found as one page, in HTML with its plots and in Markdown, with the commands that serve
 it on other engines.
 """
 

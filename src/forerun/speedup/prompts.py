@@ -39,7 +39,7 @@ OTHER = "other"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupPrompt:
-    """A `SpeedupPrompt` is one prompt of the model, in the form that ``forerun data`` reads."""
+    """One prompt of the model, in the form that ``forerun data`` reads."""
 
     digest: str
     category: str
@@ -72,7 +72,7 @@ class SpeedupPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptSplit:
-    """A `PromptSplit` holds the prompts of each part."""
+    """The prompts of each part."""
 
     train: list[SpeedupPrompt]
     trial: list[SpeedupPrompt]

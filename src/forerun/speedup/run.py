@@ -1,4 +1,4 @@
-"""This module runs the stages of ``forerun speedup``, each of which leaves one file that says that it is done.
+"""Runs the stages of ``forerun speedup``, each of which leaves one file that says that it is done.
 
 Every stage is made of what other verbs do: the planner measures passes and drafters, ``forerun data`` lets the model
 answer, ``forerun train`` trains, ``forerun export`` and ``forerun deploy`` write for other engines. A run that was
@@ -74,7 +74,7 @@ FEWEST_DRAWN = 10  # Prompts that are drawn, however long that takes; fewer are 
 
 
 class SpeedupConsole(Protocol):
-    """A `SpeedupConsole` shows what a run does."""
+    """Shows what a run does."""
 
     def say(self, words: str) -> None:
         """Print a line that stays."""
@@ -84,7 +84,7 @@ class SpeedupConsole(Protocol):
 
 
 class SpeedupRun:
-    """A `SpeedupRun` goes through the stages in one folder."""
+    """Goes through the stages in one folder."""
 
     def __init__(self, request: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
         """Open the folder; ArgumentError where it holds a run for another model or other prompts.

@@ -1,4 +1,4 @@
-"""This module has the request of ``forerun speedup``, and the figures that it decides by, each with its unit and
+"""The request of ``forerun speedup``, and the figures that it decides by, each with its unit and
 where it comes from.
 """
 
@@ -15,7 +15,7 @@ MIX = Path(__file__).with_name("mix.jsonl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadSettings:
-    """`HeadSettings` say how heads are trained, and what is expected of them."""
+    """How heads are trained, and what is expected of them."""
 
     kinds: tuple[str, ...] = ("eagle3",)  # Considered kinds: of equal training EAGLE-3 drafts best (docs/benchmarks.md)
     vocab_sizes: tuple[int, ...] = (4096, 8192, 16384, 32768)  # Draft vocabularies, besides the target's whole one
@@ -40,7 +40,7 @@ class HeadSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupSettings:
-    """`SpeedupSettings` say how a budget is spent, and on how much."""
+    """How a budget is spent, and on how much."""
 
     drawing_share: float = 0.04  # Of the budget: prompts are drawn, where none are given
     answers_share: float = 0.25  # The model completes the training prompts
@@ -63,7 +63,7 @@ SETTINGS = SpeedupSettings()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedupRequest:
-    """A `SpeedupRequest` says which model is to become faster, on which prompts, within which time."""
+    """Which model is to become faster, on which prompts, within which time."""
 
     model: str
     output: Path

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShape:
-    """A `HeadShape` is what can be chosen of a head, and what follows from it."""
+    """What can be chosen of a head, and what follows from it."""
 
     kind: str
     vocab_size: int | None  # Tokens that it can propose; None: the target's whole vocabulary
@@ -55,7 +55,7 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingProbe:
-    """A `TrainingProbe` holds what was measured with an untrained head of one shape."""
+    """What was measured with an untrained head of one shape."""
 
     shape: HeadShape
     step_s: float  # Time of a training step
@@ -65,7 +65,7 @@ class TrainingProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBudget:
-    """A `TrainingBudget` says what there is to train with."""
+    """What there is to train with."""
 
     seconds: float
     tokens: int  # Different tokens to learn
@@ -74,7 +74,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadForecast:
-    """A `HeadForecast` says what a head of a shape is expected to bring."""
+    """What a head of a shape is expected to bring."""
 
     shape: HeadShape
     training_steps: int
@@ -86,7 +86,7 @@ class HeadForecast:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSpeed:
-    """A `FreeSpeed` is how fast a category is with the best drafter that needs no training."""
+    """How fast a category is with the best drafter that needs no training."""
 
     speedup: float  # Over plain decoding; 1 where none helps
     share: float  # Of plain decoding's time
@@ -139,7 +139,7 @@ def _work(shape: HeadShape, budget: TrainingBudget) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadChoice:
-    """A `HeadChoice` is what is trained, or nothing, with the reason."""
+    """What is trained, or nothing, with the reason."""
 
     best: HeadForecast | None  # The best of what was considered
     train: bool
@@ -331,7 +331,7 @@ def make_training(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadTraining:
-    """A `HeadTraining` is the run of ``forerun train`` for what was chosen."""
+    """The run of ``forerun train`` for what was chosen."""
 
     recipe: TrainRecipe[Any]
 

@@ -38,7 +38,7 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillSettings(DistanceSettings):
-    """`DistillSettings` say how the distance to the target is measured, and which tokens count."""
+    """How the distance to the target is measured, and which tokens count."""
 
     reference: str | None = None
     """AdaSPEC: directory or hub id of a draft model that was distilled before; None: all tokens count."""
@@ -47,7 +47,7 @@ class DistillSettings(DistanceSettings):
 
 
 class DraftStates:
-    """`DraftStates` runs a causal LM over packed windows: its last states, and its output head as
+    """Runs a causal LM over packed windows: its last states, and its output head as
     one matrix.
     """
 
@@ -117,7 +117,7 @@ class DraftStates:
 
 
 class DraftModelObjective(Objective):
-    """A `DraftModelObjective` has what draft models share: the model that is trained, and its
+    """What draft models share: the model that is trained, and its
     distance to the target.
     """
 
@@ -152,7 +152,7 @@ class DraftModelObjective(Objective):
 
 
 class DistillObjective(DraftModelObjective):
-    """A `DistillObjective` is the loss of a draft model on a batch of features, whose state after
+    """The loss of a draft model on a batch of features, whose state after
     the final norm is read.
     """
 

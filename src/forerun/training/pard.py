@@ -41,7 +41,7 @@ from forerun.types import LAST_HIDDEN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PardSettings(DistanceSettings):
-    """`PardSettings` are depths, conditional drop, and what is learnt; the defaults are those of
+    """Depths, conditional drop, and what is learnt; the defaults are those of
     AMD's recipe for PARD.
     """
 
@@ -69,7 +69,7 @@ class PardSettings(DistanceSettings):
 
 
 class PardObjective(DraftModelObjective):
-    """A `PardObjective` is the loss of a PARD model on a batch of features, whose state after the
+    """The loss of a PARD model on a batch of features, whose state after the
     final norm is read.
     """
 

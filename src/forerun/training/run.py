@@ -1,4 +1,4 @@
-"""`TrainingRun` loads what a recipe names (target, data, features, trained module, objective), trains, evaluates and
+"""Loads what a recipe names (target, data, features, trained module, objective), trains, evaluates and
 exports the result.
 """
 

@@ -277,7 +277,7 @@ class Trained(ABC):
 
 
 class TrainedHead(Trained):
-    """A `TrainedHead` is a head on a frozen target."""
+    """A head on a frozen target."""
 
     folder: ClassVar[str] = "head"
     module: Head
@@ -380,7 +380,7 @@ def hash_checkpoints(names: Mapping[str, str | None]) -> dict[str, str]:
 
 
 class TrainedWhole(Trained):
-    """A `TrainedWhole` is a causal LM of its own, which transformers writes."""
+    """A causal LM of its own, which transformers writes."""
 
     module: Any
     tokenizer: Any
@@ -395,7 +395,7 @@ class TrainedWhole(Trained):
 
 
 class TrainedModel(TrainedWhole):
-    """A `TrainedModel` is a draft model with the target's tokenizer: a causal LM of any
+    """A draft model with the target's tokenizer: a causal LM of any
     architecture that forerun serves.
     """
 
@@ -473,7 +473,7 @@ def write_model(model: Any, generation_config: Any, tokenizer: Any, folder: Path
 
 
 class TrainedTarget(TrainedWhole):
-    """A `TrainedTarget` is a copy of the target, which learns; the target as it was stands beside
+    """A copy of the target, which learns; the target as it was stands beside
     it.
     """
 
@@ -508,7 +508,7 @@ class TrainedTarget(TrainedWhole):
 
 
 class TrainedTargetAndHead(Trained):
-    """A `TrainedTargetAndHead` is a copy of the target and a head for it, which learn together."""
+    """A copy of the target and a head for it, which learn together."""
 
     folder: ClassVar[str] = "model"
     beside: ClassVar[tuple[str, ...]] = ("head",)

@@ -272,7 +272,7 @@ def _attach(model: Any, head: Head, mode: Mode) -> None:
 
 @dataclass
 class ConvertedOutput(ModelOutput):  # type: ignore[misc]
-    """A `ConvertedOutput` is what a converted model returns while it trains, or when it is given labels."""
+    """What a converted model returns while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     base_loss: Tensor | None = None  # () float32: the part of `loss` that is the base model's, where it learns
@@ -281,7 +281,7 @@ class ConvertedOutput(ModelOutput):  # type: ignore[misc]
 
 
 class ConvertedModel:
-    """`ConvertedModel` is mixed into the class of a converted model; it is not made by hand, see
+    """Mixed into the class of a converted model; it is not made by hand, see
     `forerun.modelopt.convert`.
     """
 

@@ -1,4 +1,4 @@
-"""These are the other names of nvidia-modelopt 0.47 around `convert`: configurations, saving and
+"""The other names of nvidia-modelopt 0.47 around `convert`: configurations, saving and
 restoring, export, the draft vocabulary, stored states, and how much of a draft is accepted.
 
 A program for ModelOpt runs with ``modelopt.torch.speculative``, ``modelopt.torch.opt`` and
@@ -30,7 +30,7 @@ from forerun.types import SamplingParams
 
 
 class ModeConfig(dict[str, Any]):
-    """A `ModeConfig` holds the keys of one mode, each with its default; they are attributes, too.
+    """The keys of one mode, each with its default; they are attributes, too.
 
     ArgumentError for an unknown key, a value of the wrong type, or one that is not supported.
     """
@@ -175,7 +175,7 @@ def _load(path: Path) -> Any:
 
 
 class OfflineStates(Dataset[dict[str, Any]]):
-    """`OfflineStates` are the rows of a directory of ``*.pt`` files in which ModelOpt's scripts stored a model's
+    """The rows of a directory of ``*.pt`` files in which ModelOpt's scripts stored a model's
     states, for a model that was converted with ``eagle_offline``.
 
     A Trainer takes them with ``data_collator=OfflineStates.collate``.
@@ -209,7 +209,7 @@ class OfflineStates(Dataset[dict[str, Any]]):
 
 
 class HFARValidation:
-    """`HFARValidation` measures how many tokens a pass of a converted model brings with its head.
+    """Measures how many tokens a pass of a converted model brings with its head.
 
     Here that is real speculative decoding, greedy, with the head's chain: `forerun bench` and `forerun train`'s
     evaluation measure the same.

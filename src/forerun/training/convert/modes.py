@@ -1,4 +1,4 @@
-"""These are the modes of `convert`, one class each: which head a configuration means, and what it
+"""The modes of `convert`, one class each: which head a configuration means, and what it
 is trained to do.
 
 Keys of ``medusa`` and ``dflash`` are those of nvidia-modelopt 0.47 (``modelopt.torch.speculative.config``). It has no
@@ -45,7 +45,7 @@ from forerun.training.convert.settings import (
 
 
 class Mode:
-    """A `Mode` is a configuration, checked key by key, and the head that it means."""
+    """A configuration, checked key by key, and the head that it means."""
 
     algorithm: ClassVar[str]
     child: ClassVar[str]  # The head's name among the model's children, ModelOpt's
@@ -139,7 +139,7 @@ class Mode:
 
 
 class EagleMode(Mode):
-    """`EagleMode` is an EAGLE-3 or EAGLE-1 head."""
+    """An EAGLE-3 or EAGLE-1 head."""
 
     algorithm = "eagle"
     child = "eagle_module"
@@ -270,7 +270,7 @@ def _check_layers(layers: Sequence[int], count: int) -> None:
 
 
 class MedusaMode(Mode):
-    """`MedusaMode` is Medusa-1's heads, which learn the tokens of the data."""
+    """Medusa-1's heads, which learn the tokens of the data."""
 
     algorithm = "medusa"
     child = "medusa_heads"
@@ -292,7 +292,7 @@ _LLAMA = "the head is made of Llama-like layers"
 
 
 class DFlashMode(Mode):
-    """`DFlashMode` is a DFlash head; what its architecture does not say follows from the base
+    """A DFlash head; what its architecture does not say follows from the base
     model.
     """
 
@@ -400,7 +400,7 @@ class DFlashMode(Mode):
 
 
 class MtpMode(Mode):
-    """`MtpMode` is the MTP layers that the base model's own checkpoint brings (FastMTP's training)."""
+    """The MTP layers that the base model's own checkpoint brings (FastMTP's training)."""
 
     algorithm = "mtp"
     child = "mtp_module"
@@ -491,7 +491,7 @@ def _with_rope_scaling(config: Any, scaling: Mapping[str, Any] | None) -> Any:
 # --- recipe files ---
 
 TYPES = {f"speculative_{name}": name for name in ("eagle", "medusa", "dflash")}
-"""These are the values of ``metadata.recipe_type``, and the mode whose keys such a recipe holds."""
+"""The values of ``metadata.recipe_type``, and the mode whose keys such a recipe holds."""
 RENAMED = {
     "model.model_name_or_path": "target",
     "data.data_path": "data",

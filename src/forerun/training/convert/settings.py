@@ -1,4 +1,4 @@
-"""These are the configuration keys for EAGLE of nvidia-modelopt 0.47, and what they mean for a
+"""The configuration keys for EAGLE of nvidia-modelopt 0.47, and what they mean for a
 head.
 
 The defaults are those of ``modelopt.torch.speculative.config``, but for those that say so.
@@ -22,7 +22,7 @@ FEATURE_NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_outp
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A `Key` is one key of the configuration."""
+    """One key of the configuration."""
 
     default: Any
     refusal: str | None = None  # Why another value than the default is refused; None: any value is honoured
@@ -67,7 +67,7 @@ _LAYER_DEFAULTS: dict[str, Any] = {
     **{"head_dim": 128, "initializer_range": 0.01, "rms_norm_eps": 1e-5, "mlp_bias": False, "attention_bias": False},
 }
 LATENT_SIZES = dict(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-"""These are the sizes of Kimi-K2's latent attention."""
+"""The sizes of Kimi-K2's latent attention."""
 ARCHITECTURE_KEYS: dict[str, Key] = {
     "hidden_act": Key("silu"),
     # Dtype of the exported head; it trains in float32.
@@ -113,12 +113,12 @@ KIMIK2_ARCHITECTURE_KEYS: dict[str, Key] = {
     "parallel_draft_step": Key(1, "a P-EAGLE head has ordinary attention; leave eagle_decoder_type at 'llama'"),
     **{name: Key(size) for name, size in LATENT_SIZES.items()},
 }
-"""These are the architecture's keys for ``eagle_decoder_type="kimik2"``, DeepSeek's latent attention.
+"""The architecture's keys for ``eagle_decoder_type="kimik2"``, DeepSeek's latent attention.
 
 What else ModelOpt's configuration of Kimi-K2 holds says nothing of a head of one layer.
 """
 ARCHITECTURES = {"llama": ARCHITECTURE_KEYS, "kimik2": KIMIK2_ARCHITECTURE_KEYS}
-"""These are the architecture's keys for each ``eagle_decoder_type``."""
+"""The architecture's keys for each ``eagle_decoder_type``."""
 
 
 def default_architecture(decoder: str = "llama", **given: Any) -> dict[str, Any]:

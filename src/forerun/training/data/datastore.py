@@ -1,4 +1,4 @@
-"""This module turns data files into a datastore: tokenize, sort, write under a temporary name,
+"""Turns data files into a datastore: tokenize, sort, write under a temporary name,
 rename.
 """
 

@@ -1,4 +1,4 @@
-"""This module turns records into prepared data: encode them, mark what the assistant wrote, cut,
+"""Turns records into prepared data: encode them, mark what the assistant wrote, cut,
 store.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prepared:
-    """`Prepared` holds the prepared data, and why records were left out."""
+    """The prepared data, and why records were left out."""
 
     data: PreparedData
     complaints: list[str]
@@ -130,7 +130,7 @@ _END = "\ue000end\ue000"  # Stands behind the last piece of a rendered answer, w
 
 
 class Encoded(NamedTuple):
-    """`Encoded` is one document before it is cut: its token ids, and for each whether the assistant
+    """One document before it is cut: its token ids, and for each whether the assistant
     wrote it.
     """
 
@@ -139,7 +139,7 @@ class Encoded(NamedTuple):
 
 
 class RecordEncoder:
-    """A `RecordEncoder` encodes records with one tokenizer: token ids and the mask of what the
+    """Encodes records with one tokenizer: token ids and the mask of what the
     assistant wrote.
 
     The mask can be limited to the last answers. Where the chat template marks the assistant's words

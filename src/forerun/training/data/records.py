@@ -1,4 +1,4 @@
-"""This module reads records of conversations and texts from files in the layouts that people have.
+"""Reads records of conversations and texts from files in the layouts that people have.
 Imports no torch.
 """
 
@@ -32,7 +32,7 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A `Record` is one entry of an input file. Exactly one of `messages`, `text` and `tokens` is
+    """One entry of an input file. Exactly one of `messages`, `text` and `tokens` is
     filled.
     """
 
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(kw_only=True, slots=True)
 class BadRecords:
-    """`BadRecords` says what to do with entries that cannot be used: stop at the first, or keep the
+    """What to do with entries that cannot be used: stop at the first, or keep the
     rest and count.
     """
 

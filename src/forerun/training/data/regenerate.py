@@ -362,7 +362,7 @@ UNFIT = frozenset({400, 413, 422})  # Statuses that blame this one request: for 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Director:
-    """A `Director` makes the scripts of records."""
+    """Makes the scripts of records."""
 
     tokenizer: PreTrainedTokenizerBase | None  # Cuts prompts out of plain texts; needed for those only
     prompt_tokens: int = 64  # Tokens of a plain text that are given; the target writes the rest
@@ -478,7 +478,7 @@ def _askable(messages: Sequence[Message]) -> list[Message]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetPrompt:
-    """A `TargetPrompt` is one thing to generate: the next turn of a conversation, or what follows a
+    """One thing to generate: the next turn of a conversation, or what follows a
     text.
     """
 
@@ -490,7 +490,7 @@ class TargetPrompt:
 
 
 class TargetAnswer(NamedTuple):
-    """A `TargetAnswer` is what the target wrote."""
+    """What the target wrote."""
 
     text: str
     truncated: bool  # A limit on tokens ended it, not the target

@@ -38,7 +38,7 @@ UNWRITTEN = -1  # Stands for each token of an answer that has not been generated
 
 
 class PreparedData:
-    """`PreparedData` is a prepared directory: documents are views into memory-mapped files;
+    """A prepared directory: documents are views into memory-mapped files;
     ``len(data)`` is their number.
     """
 
@@ -242,7 +242,7 @@ FIFTH = 5  # One of this many documents is held out when a vocabulary is chosen,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftCoverage:
-    """A `DraftCoverage` says how much a draft vocabulary can say, as shares in [0, 1] of the tokens that count."""
+    """How much a draft vocabulary can say, as shares in [0, 1] of the tokens that count."""
 
     size: int  # Tokens
     coverage: float  # Of the documents that it was chosen from
@@ -268,7 +268,7 @@ BUCKET = 2048  # Segments that are sorted and packed together: large enough to f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """A `Segment` says where a stretch of a document stands: in the batch, and in the document."""
+    """Where a stretch of a document stands: in the batch, and in the document."""
 
     row: int
     column: int
@@ -278,7 +278,7 @@ class Segment:
 
 
 class PackedWindows:
-    """`PackedWindows` are batches of B = `rows` packed windows of S = `length` tokens, a function
+    """Batches of B = `rows` packed windows of S = `length` tokens, a function
     of arguments and step alone.
 
     Rank r takes rows ``r * rows`` to ``(r + 1) * rows`` of ``rows * world``: 1 process with 8 rows

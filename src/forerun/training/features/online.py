@@ -1,4 +1,4 @@
-"""This module computes the target's hidden states for packed rows with a transformers model, and
+"""Computes the target's hidden states for packed rows with a transformers model, and
 checks any source of them.
 
 A document's features are those that it has alone: the mask is block-diagonal and positions start anew. The probe
@@ -27,7 +27,7 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 class OnlineFeatures:
-    """`OnlineFeatures` runs a loaded causal LM without gradients and captures its residual stream
+    """Runs a loaded causal LM without gradients and captures its residual stream
     at the given boundaries.
     """
 
@@ -128,7 +128,7 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """A `PackedPass` is what a model is run on so that each document of packed windows sees itself alone.
+    """What a model is run on so that each document of packed windows sees itself alone.
 
     A mask does so for attention. A recurrent state would flow from one document into the next: where a model has them,
     each document is a row of its own, padded on the right, which no token before it sees.
@@ -173,7 +173,7 @@ SCALE = 0.05  # Most that their length may differ; a norm with weights near one 
 
 
 class BoundaryCheck:
-    """A `BoundaryCheck` compares one boundary's features (tokens, Ht) with the target's own states
+    """Compares one boundary's features (tokens, Ht) with the target's own states
     at all boundaries.
     """
 

@@ -1,4 +1,4 @@
-"""This module keeps features on disk, with a manifest of what they were made from, and reads them
+"""Keeps features on disk, with a manifest of what they were made from, and reads them
 for windows.
 
 A directory holds ``manifest.json`` and, per shard, ``shard-00000.bin`` and ``shard-00000.json``. The first is one
@@ -50,7 +50,7 @@ RECORDS = "shard-*.json"
 
 
 class FeatureWriter:
-    """A `FeatureWriter` adds documents to a store, shard by shard.
+    """Adds documents to a store, shard by shard.
 
     Opening an unfinished one goes on with what no finished shard holds. A context manager: leaving
     it, also by Ctrl-C, finishes the shard at the last whole document.
@@ -156,7 +156,7 @@ class FeatureWriter:
 
 
 class FeatureStore:
-    """A `FeatureStore` is a finished store, read through memory maps; many processes may read it at
+    """A finished store, read through memory maps; many processes may read it at
     once.
     """
 
@@ -232,7 +232,7 @@ class FeatureStore:
 
 
 class Shard:
-    """A `Shard` is one finished shard, by its record."""
+    """One finished shard, by its record."""
 
     def __init__(self, record: Path, manifest: FeatureManifest) -> None:
         """Read the record; DataError, with both sizes, if the shard was cut short or changed."""
@@ -300,7 +300,7 @@ def _is_full(error: BaseException) -> bool:
 
 STRETCH = 512  # Documents that are sorted by length together
 Capture = Callable[[Sequence[Sequence[int]]], Sequence[Mapping[Boundary, Tensor]]]
-"""A `Capture` maps whole documents (token ids) to their states (L, Ht) by boundary, as
+"""Maps whole documents (token ids) to their states (L, Ht) by boundary, as
 ``OnlineFeatures.documents`` does.
 """
 
@@ -345,7 +345,7 @@ def extract(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureManifest:
-    """A `FeatureManifest` says what a store was made from and how; stores with equal manifests hold
+    """What a store was made from and how; stores with equal manifests hold
     the same features.
     """
 

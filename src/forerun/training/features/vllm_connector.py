@@ -31,7 +31,7 @@ LAYER = "cache_only_layers"  # Part of the name of the one layer whose cache hol
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapturedPrompt:
-    """A `CapturedPrompt` is a prompt that this step computes as a whole."""
+    """A prompt that this step computes as a whole."""
 
     path: str
     tokens: list[int]
@@ -40,13 +40,13 @@ class CapturedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedPrompts(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """`CapturedPrompts` are what the scheduler tells the workers about one step."""
+    """What the scheduler tells the workers about one step."""
 
     prompts: list[CapturedPrompt]
 
 
 class PromptStatesConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
-    """A `PromptStatesConnector` is both sides of the connector: the scheduler's names the prompts,
+    """Both sides of the connector: the scheduler's names the prompts,
     the worker's writes them.
     """
 

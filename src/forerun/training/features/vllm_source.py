@@ -1,4 +1,4 @@
-"""This module takes features from vLLM, through its ``extract_hidden_states`` method and the
+"""Takes features from vLLM, through its ``extract_hidden_states`` method and the
 connector that writes files.
 
 By its documentation (features/speculative_decoding/extract_hidden_states; vllm >= 0.18) layer ids are boundaries, a
@@ -33,7 +33,7 @@ from forerun.types import LAST_HIDDEN, Boundary
 
 
 class FinalNorm:
-    """A `FinalNorm` turns raw states (.., Ht) after the last layer into states after the final
+    """Turns raw states (.., Ht) after the last layer into states after the final
     norm, on the CPU.
     """
 
@@ -81,7 +81,7 @@ WRITE_TIMEOUT_S = 120.0  # Seconds that a prompt's states may take to be written
 
 
 class VllmFeatures:
-    """`VllmFeatures` is an offline vLLM engine that captures the target's residual stream; close it
+    """An offline vLLM engine that captures the target's residual stream; close it
     to free the files.
     """
 

@@ -1,4 +1,4 @@
-"""This module writes and reads training checkpoints.
+"""Writes and reads training checkpoints.
 
 ``checkpoint-<step>/`` has ``model.safetensors`` (trainable parts float32),
 ``optimizer.safetensors`` (one tensor per parameter and kind, ``<parameter>|<kind>``),
@@ -36,7 +36,7 @@ Optimizers = Iterable[torch.optim.Optimizer]
 
 @dataclass(kw_only=True, slots=True)
 class Progress:
-    """`Progress` says how far training has come. Changes with every step."""
+    """How far training has come. Changes with every step."""
 
     step: int = 0
     position: int = 0  # Batches read, which is where the data go on
@@ -51,7 +51,7 @@ class Progress:
 
 
 class Saved:
-    """A `Saved` checkpoint is what it says about itself; its tensors are left alone."""
+    """What a checkpoint says about itself; its tensors are left alone."""
 
     def __init__(self, path: Path) -> None:
         """Read the record; CheckpointError if it is incomplete or in another format."""

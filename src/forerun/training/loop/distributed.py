@@ -1,4 +1,4 @@
-"""This module knows the processes that torchrun started: rank and world, DDP and FSDP2 of the
+"""The processes that torchrun started: rank and world, DDP and FSDP2 of the
 module, and collectives.
 """
 
@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parallel:
-    """`Parallel` holds rank and device of this process, and how many there are."""
+    """Rank and device of this process, and how many there are."""
 
     rank: int = 0
     world: int = 1  # Processes in all
@@ -117,7 +117,7 @@ class Parallel:
 
 
 class Forward(nn.Module):
-    """`Forward` wraps an objective as a module whose forward pass is the loss, for DDP and FSDP."""
+    """Wraps an objective as a module whose forward pass is the loss, for DDP and FSDP."""
 
     def __init__(self, objective: Objective) -> None:
         super().__init__()

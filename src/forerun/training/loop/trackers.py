@@ -26,7 +26,7 @@ INTERVAL = "_interval"
 
 
 class Tracker(Protocol):
-    """A `Tracker` records values by step."""
+    """Records values by step."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Record `values` after optimizer step number `step` (from 1); names with "eval/" come from evaluation."""
@@ -36,7 +36,7 @@ class Tracker(Protocol):
 
 
 class JsonLines(Tracker):
-    """`JsonLines` writes one JSON object per call to a file; values that are not finite become
+    """Writes one JSON object per call to a file; values that are not finite become
     null.
     """
 
@@ -71,7 +71,7 @@ def _upto(line: str, step: int) -> bool:
 
 
 class Bar(Tracker):
-    """A `Bar` is a progress bar on stderr: loss, learning rate, tokens per second, time left; plain
+    """A progress bar on stderr: loss, learning rate, tokens per second, time left; plain
     lines if no terminal.
     """
 

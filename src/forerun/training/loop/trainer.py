@@ -96,7 +96,7 @@ Reason = Literal["finished", "already_finished", "interrupted", "time", "no_gain
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """A `TrainResult` says how training ended."""
+    """How training ended."""
 
     # "already_finished": an earlier run had done all steps; "time": `max_seconds` have passed; "no_gain": `patience`
     reason: Reason
@@ -114,7 +114,7 @@ class TrainResult:
 
 
 class Training:
-    """`Training` trains an objective's module in place, on from the newest checkpoint in `output`;
+    """Trains an objective's module in place, on from the newest checkpoint in `output`;
     on all processes.
 
     The first SIGINT or SIGTERM lets the step finish, saves and returns; the second raises `KeyboardInterrupt`.

@@ -25,7 +25,7 @@ from forerun.training.recipe import TrainSettings
 
 @dataclass(kw_only=True, slots=True)
 class Sums:
-    """`Sums` add up losses, weights, tokens and metrics over micro-batches, processes and steps."""
+    """Adds up losses, weights, tokens and metrics over micro-batches, processes and steps."""
 
     loss: float = 0.0  # Nats, over all counted predictions
     weight: float = 0.0
@@ -100,7 +100,7 @@ def scale(module: nn.Module, factor: float, clip: float) -> float:
 
 
 MUON_OPTIONS = ("lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
-"""These are the arguments of `torch.optim.Muon`; a group that was loaded holds more."""
+"""The arguments of `torch.optim.Muon`; a group that was loaded holds more."""
 
 
 def embeddings(module: nn.Module) -> set[str]:
