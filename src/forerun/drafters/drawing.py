@@ -245,7 +245,8 @@ def children_of(probs: Tensor, count: int, draw: Draw, pick: Pick) -> Children:
     rest, parts = probs, list[_Drawn]()
     if draw is Draw.WITHOUT_REPLACEMENT:  # One after the other; drawn tokens are removed and the rest is renormalised
         for index in range(count):
-            surest, token = rest.amax(-1, keepdim=True), pick(rest, range(index, index + 1))
+            surest = rest.amax(-1, keepdim=True)
+            token = pick(rest, range(index, index + 1))
             parts.append((token, surest, surest > 0, Drawn.WITHOUT_REPLACEMENT))
             rest = _renormalise(rest.scatter(-1, token, 0.0))
         return _pack_children(parts, probs)

@@ -320,7 +320,8 @@ class Deferred(Guarded):
 
     def _put_aside(self, context: DraftContext, index: int) -> None:
         """Defer one of the context's rows, with a copy of its states, since the context's tensors hold all rows."""
-        row, new = self._rows[context.rows[index]], min(context.fresh[index], len(context.tokens[index]) - 1)
+        row = self._rows[context.rows[index]]
+        new = min(context.fresh[index], len(context.tokens[index]) - 1)
         reads = [(boundary, states) for boundary, states in context.hidden_states.items() if boundary in self.requires]
         for boundary, states in reads:
             row.states.setdefault(boundary, []).append(states[index, :new].clone())

@@ -76,7 +76,8 @@ class FixedTree:
         levels, run = list[Children](), 0
         ids = torch.zeros(len(logits), 0, dtype=torch.int64, device=logits.device)
         for depth in range(len(self.shape.widths)):
-            children, chosen = draws.children(logits, depth, ids, vocabulary), self.shape.chosen(depth)
+            children = draws.children(logits, depth, ids, vocabulary)
+            chosen = self.shape.chosen(depth)
             children = children.with_acceptance(acceptance())
             levels.append(children if chosen is None else children.only(chosen))
             ids = torch.cat([ids, levels[-1].tokens.flatten(1)], dim=1)
@@ -95,7 +96,8 @@ class FixedTree:
         recorded: bool = False,
     ) -> Draws | HostDraws:
         """Return the draws of the active rows of the context: `Draws` where possible, else `HostDraws`."""
-        growers, sorts = [self._grower(context, index) for index in active], recorded or device.type != "cpu"
+        growers = [self._grower(context, index) for index in active]
+        sorts = recorded or device.type != "cpu"
         draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
         return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
 
@@ -112,7 +114,8 @@ class FixedTree:
             failed = math.isnan(row.confidence[0])
             if failed:
                 context.fail(index, not_finite())
-            tree, acceptance = TokenTree(context.tokens[index][-1]), self.estimates.of(context.salt(index))
+            tree = TokenTree(context.tokens[index][-1])
+            acceptance = self.estimates.of(context.salt(index))
             cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
         return cuts
 
@@ -181,7 +184,8 @@ class DynamicTree:
         for level in range(2, depth + 1):
             if self.stop_below and float(scores.max().exp()) < self.stop_below:
                 break
-            named, first = tokens if vocabulary is None else vocabulary.token_ids[tokens], pool.size + 1
+            named = tokens if vocabulary is None else vocabulary.token_ids[tokens]
+            first = pool.size + 1
             below, sums = pool.add(expand(named, above), scores, ids, level)
             scores, best = sums.topk(min(self.top_k, sums.shape[1]), dim=1)
             above, tokens, ids = best // pool.width, below.gather(1, best), first + best

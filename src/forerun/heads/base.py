@@ -84,7 +84,9 @@ class HeadConfig(ABC):
         `option_names`) instead of what follows from it. Raises ArgumentError for an unknown option
         (naming the nearest), or one that does not fit the target.
         """
-        config, given, known = model.config.get_text_config(), dict(options or {}), cls.option_names()
+        config = model.config.get_text_config()
+        given = dict(options or {})
+        known = cls.option_names()
         for name in given:
             refuse_unknown(f"a head of the kind {kind} has no option", name, known, "It has")
         check_types(cls, given, f"a head of the kind {kind}")

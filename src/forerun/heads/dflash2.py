@@ -205,7 +205,9 @@ class DFlash2Objective(DFlashObjective):
 
         They are of all blocks and depths, 0 where `weights` (R,) are.
         """
-        output, above, weight = blocks.output.flatten(0, 2), self.above(blocks, batch).flatten(), self.output_head()
+        output = blocks.output.flatten(0, 2)
+        above = self.above(blocks, batch).flatten()
+        weight = self.output_head()
         last = batch.features[LAST_HIDDEN]
         reduced = self.head.config.reduced_vocabulary
         teacher = self.target.teacher(self.behind(blocks, last), self.head.token_ids if reduced else None)

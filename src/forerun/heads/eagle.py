@@ -345,7 +345,8 @@ class Eagle3Objective(DecoderObjective):
         """Return the weighted sum over all steps and counted predictions, and acceptance by step."""
         last = batch.features[LAST_HIDDEN]
         steps = list(self.unroll(batch))
-        shares, counts = self.shares(last.device), torch.stack([step.counted for step in steps])
+        shares = self.shares(last.device)
+        counts = torch.stack([step.counted for step in steps])
         found = self._loss(steps, counts * shares, last)
         return LossReport(
             loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees, found.overlap)

@@ -514,7 +514,8 @@ def write_head(
     `texts` are further files, name -> content. ArgumentError for no such format, or if `directory` holds other things;
     CheckpointError if the format has no words for this head.
     """
-    final, chosen = Path(directory).expanduser().absolute(), format_named(format_name)
+    final = Path(directory).expanduser().absolute()
+    chosen = format_named(format_name)
     _refuse_foreign(final)
     config, tensors = chosen.write(checkpoint, target)
     with replace_folder(final) as folder:

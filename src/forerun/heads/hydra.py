@@ -72,7 +72,9 @@ class RecurrentObjective(HeadObjective):
         tokens, last, losses, weights = batch.batch, batch.features[LAST_HIDDEN], list[Tensor](), list[Tensor]()
         counts, agrees, overlap = list[Tensor](), list[Tensor](), list[Tensor]()
         for depth, states in enumerate(self.outputs(batch)):
-            seen, output, (weight, bias) = mark_counted(tokens, depth), states, self.head.output_head(depth)
+            seen = mark_counted(tokens, depth)
+            output = states
+            weight, bias = self.head.output_head(depth)
             if bias is not None:  # as one more entry of every state, which is 1
                 output = torch.cat([states, torch.ones_like(states[..., :1])], -1)
                 weight = torch.cat([weight, bias.unsqueeze(1)], 1)
@@ -105,7 +107,8 @@ class RecurrentObjective(HeadObjective):
         attend = attend_documents(tokens.documents, self.head.windows)
 
         def run(features: Tensor) -> tuple[Tensor, ...]:
-            memory, found = self.head.prefix(features, tokens.positions, attend), list[Tensor]()
+            memory = self.head.prefix(features, tokens.positions, attend)
+            found = list[Tensor]()
             for depth in range(depths):
                 embeds = self.embed(shift_left(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
                 stepped = self.head.step(depth, embeds, memory)

@@ -252,7 +252,8 @@ class MtpFormat(Format):
         return _head(config, family, layers, found)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
-        config, family = checkpoint.config, _family({"architectures": target.architectures})
+        config = checkpoint.config
+        family = _family({"architectures": target.architectures})
         keys: dict[str, Any] = {
             "architectures": list(target.architectures),
             **(decoders.write_layers(config) if config.target_keys is None else config.target_keys),
@@ -545,7 +546,8 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
     for name, known in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
         if keys.text(name, known) != known:
             raise CheckpointError(f"{name} is {keys.get(name)!r}; experts are routed by {known} here")
-    sparse, every = layers >= keys.integer("first_k_dense_replace", 0), keys.integer("moe_layer_freq", 1)
+    sparse = layers >= keys.integer("first_k_dense_replace", 0)
+    every = keys.integer("moe_layer_freq", 1)
     count = keys.integer("n_routed_experts", 0)
     names = [one.name for one in fields(ExpertsConfig) if one.type == "int" and one.name != "n_routed_experts"]
     found: dict[str, Any] = {name: keys.get(name) and keys.integer(name) for name in names}

@@ -502,7 +502,9 @@ class Masked:
 
     def sees(self, tokens: TokenBatch) -> Tensor:
         """Return (B, N, N) bool: what each sees of all, but for windows."""
-        documents, entries, depths = tokens.documents.gather(1, self.entries), self.entries, self.depths
+        documents = tokens.documents.gather(1, self.entries)
+        entries = self.entries
+        depths = self.depths
         same = documents.unsqueeze(2) == documents.unsqueeze(1)
         before = (depths == 0) & (entries.unsqueeze(1) <= entries.unsqueeze(2))
         own = (entries.unsqueeze(1) == entries.unsqueeze(2)) & (depths.unsqueeze(0) <= depths.unsqueeze(1))

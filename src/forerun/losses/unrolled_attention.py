@@ -141,7 +141,8 @@ def blocks_of(documents: Tensor, reach: int | None = None) -> list[QueryBlock]:
     is W - t. None: all of its document. The masks take at most B x S x S bytes; all steps and
     layers of one reach share them.
     """
-    length, size = documents.shape[1], QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
+    length = documents.shape[1]
+    size = QUERY_BLOCK.get(documents.device.type, QUERY_BLOCK["cuda"])
     reach = length if reach is None else max(0, reach)
     index = torch.arange(length, device=documents.device)
     blocks = []

@@ -344,15 +344,19 @@ class SpeedupRun:
         return found
 
     def _free(self) -> dict[str, Any]:
-        seconds, prompts = SETTINGS.free_share * self.request.budget_s, self.asked_prompts("trial")
+        seconds = SETTINGS.free_share * self.request.budget_s
+        prompts = self.asked_prompts("trial")
         deadline = time.monotonic() + seconds
-        arms, cost, forecasts = (SpeedupArm(name=PLAIN), *FREE), self.cost(), dict[str, Any]()
+        arms = (SpeedupArm(name=PLAIN), *FREE)
+        cost = self.cost()
+        forecasts = dict[str, Any]()
         with self.console.busy("trying") as tell:
             for arm in FREE:
                 if arm.name != "auto":
                     forecasts[arm.name] = self._forecast(arm, prompts, cost, tell, seconds=seconds)
             tokens = min(SETTINGS.trial_tokens, self.request.max_tokens)
-            compared, left = SideBySide(self.llm, arms, max_tokens=tokens, fewest=2), deadline - time.monotonic()
+            compared = SideBySide(self.llm, arms, max_tokens=tokens, fewest=2)
+            left = deadline - time.monotonic()
             timings = compared.ask(prompts, seconds=left, tell=lambda found: tell(_count(found, arms)))
         figures = summarise(timings, arms)
         best = max(figures, key=lambda name: mean_speedup(figures[name]))
@@ -398,7 +402,8 @@ class SpeedupRun:
 
     def asked_prompts(self, name: str) -> list[AskedPrompt]:
         """Return the prompts of a part as the engine takes them; those that are too long are left out."""
-        found, room = list[AskedPrompt](), self.llm.max_model_len - self.request.compared_tokens
+        found = list[AskedPrompt]()
+        room = self.llm.max_model_len - self.request.compared_tokens
         for prompt in take_turns(self.part(name)):
             try:
                 ids = self._ids(prompt)

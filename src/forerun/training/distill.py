@@ -72,7 +72,8 @@ class DraftStates:
         """Return the states (B, N, H) after the final norm, of all that is `masked`: tokens at
         depth 0, then the mask token.
         """
-        rows, behind = len(batch.tokens), masked.entries.shape[1] - batch.tokens.shape[1]
+        rows = len(batch.tokens)
+        behind = masked.entries.shape[1] - batch.tokens.shape[1]
         ids = torch.cat([batch.tokens, batch.tokens.new_full((rows, behind), mask_token)], 1)
         mask = additive(masked.sees(batch), self._style, masked.positions, masked.positions, self._dtype(batch))
         inputs = {"input_ids": ids, "position_ids": masked.positions, "attention_mask": mask}
@@ -144,7 +145,8 @@ class DraftModelObjective(Objective):
         hidden, weight = draft.linear(states, len(self.target.lm_head))
         known = len(weight)
         fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
-        teacher, weights = self.target.teacher(following, fewer), shares.flatten().float()
+        teacher = self.target.teacher(following, fewer)
+        weights = shares.flatten().float()
         if frozen:
             return soft_loss(hidden.detach(), weight.detach(), weights, teacher)
         settings = self.settings

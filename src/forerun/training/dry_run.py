@@ -50,10 +50,12 @@ def plan(recipe: TrainRecipe[Any], parallel: Parallel) -> dict[str, Any]:
         data = PreparedData(recipe.data, tokenizer=load_tokenizer(path, None))
         sketch = Sketch(recipe, read_config(path, options), parallel.device)
         data.check_ids(sketch.text.vocab_size, f"the target ({recipe.target})")
-        size, head = sketch.measure(stored_bytes(path, options, sketch.config)), sketch.head
+        size = sketch.measure(stored_bytes(path, options, sketch.config))
+        head = sketch.head
     windows, settings = recipe.windows, recipe.training
     packed = PackedWindows(data, seed=settings.seed, **asdict(windows))
-    epoch, seconds = packed.steps_per_epoch(parallel.world), size.pop("seconds_per_step")
+    epoch = packed.steps_per_epoch(parallel.world)
+    seconds = size.pop("seconds_per_step")
     steps = settings.total_steps(epoch, 1, seconds)
     shape = RunShape(
         recipe=recipe, data=data, head=head, steps=steps, seconds=seconds, passes=steps * settings.accumulation / epoch

@@ -90,7 +90,8 @@ class PardObjective(DraftModelObjective):
         depth, and the overlap there.
         """
         settings, (masked, states) = self.settings, self.masked(batch)
-        weights, following = self._weights(masked, batch), masked.following(batch.features[LAST_HIDDEN])
+        weights = self._weights(masked, batch)
+        following = masked.following(batch.features[LAST_HIDDEN])
         found = self.distance(self.draft, states, weights, following, frozen=not settings.target_weight)
         loss = settings.target_weight * found.loss
         if settings.data_weight:

@@ -242,7 +242,8 @@ def _fill_empty_sections(values: dict[str, Any], made: type) -> None:
 
 def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
     """Make a recipe for a kind of head from plain mappings. Raises as `read_recipe` does."""
-    settings, stated = objective_for(kind_named(kind)).Settings, values.get("kind", kind)
+    settings = objective_for(kind_named(kind)).Settings
+    stated = values.get("kind", kind)
     if stated != kind:
         raise ArgumentError(f"the recipe is one for {stated}: forerun train {stated}")
     # As JSON: there pydantic's strict mode takes mappings for dataclasses, lists for tuples and names for enums.
@@ -280,7 +281,8 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     path: list[str] = [part for part in found["loc"] if isinstance(part, str)]
     key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
-        known, where = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))], key[: -len(path[-1])]
+        known = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))]
+        where = key[: -len(path[-1])]
         if not nearest(path[-1], known, 0.8):
             everywhere = _keys(TrainRecipe, settings)
             last_parts = {one.rpartition(".")[2] for one in everywhere}

@@ -148,7 +148,8 @@ class TrainingRun:
 
     def evaluate(self, _step: int) -> dict[str, float]:
         """Return the acceptance with the present weights on `prompts`, see `evaluate`."""
-        settings, target = self.recipe.evaluation.settings, self.trained.target(self.model)
+        settings = self.recipe.evaluation.settings
+        target = self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
 
     def measure(self) -> dict[str, Any]:
@@ -459,7 +460,8 @@ def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
 
 def _bytes_of(name: str, dtype: str, device: torch.device) -> int:
     """Return the bytes of a checkpoint's weights when loaded in `dtype` on `device`."""
-    path, options = resolve(name), LoadOptions(dtype=dtype, device=str(device), repack=False)
+    path = resolve(name)
+    options = LoadOptions(dtype=dtype, device=str(device), repack=False)
     return stored_bytes(path, options, read_config(path, options))
 
 

@@ -428,7 +428,8 @@ class TrainedModel(TrainedWhole):
         else:
             self.module = load_trainable(start)
             path = resolve(start)
-            theirs, sizes = tokenizer_beside(str(path)), [text_config(one).vocab_size for one in (self.module, model)]
+            theirs = tokenizer_beside(str(path))
+            sizes = [text_config(one).vocab_size for one in (self.module, model)]
             if theirs is not None:
                 check_tokenizers(tokenizer, theirs)
             elif sizes[0] != sizes[1]:
@@ -500,7 +501,8 @@ class TrainedTarget(TrainedWhole):
         """Return chains of exits after a quarter, half and three quarters of the layers, and a
         ``tree`` of the first.
         """
-        layers, chain = self.module.config.get_text_config().num_hidden_layers, (1,) * settings.num_speculative_tokens
+        layers = self.module.config.get_text_config().num_hidden_layers
+        chain = (1,) * settings.num_speculative_tokens
         names = {"chain": 1, "chain_half": 2, "chain_three_quarters": 3}
         exits = {name: max(1, min(layers - 1, layers * quarters // 4)) for name, quarters in names.items()}
         shapes = {name: {"method": "early_exit", "exit_layer": one, "shape": chain} for name, one in exits.items()}

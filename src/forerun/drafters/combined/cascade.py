@@ -202,7 +202,9 @@ class CascadeDrafter(LearningDrafter[Drafted]):
         """Run inner steps until every row's chain has its length, which does not depend on drawn tokens."""
         running = list(rows)
         while running:
-            members, depths, most = range(len(running)), [row.tokens_left for row in running], self.config.inner_nodes
+            members = range(len(running))
+            depths = [row.tokens_left for row in running]
+            most = self.config.inner_nodes
             group = Group(name=self._inner.method, drafter=self._inner, members=members, depths=depths, nodes=most)
             for row, emitted in zip(running, step(self.model, running, [group], isolate=True), strict=True):
                 row.tokens_left -= len(emitted.tokens)

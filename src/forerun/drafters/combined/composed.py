@@ -144,7 +144,8 @@ class FirstOfDrafter(Composed):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         context = self.for_members(context)
-        trees, limits = context.trees(), enumerate(zip(budget.nodes, budget.depth, strict=True))
+        trees = context.trees()
+        limits = enumerate(zip(budget.nodes, budget.depth, strict=True))
         left = [row for row, limit in limits if min(limit) > 0]
         for member, threshold in zip(self.members, (*self.config.thresholds, 0.0), strict=True):
             if not left:

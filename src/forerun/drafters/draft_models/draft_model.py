@@ -185,7 +185,8 @@ class DraftModelConfig(TreeOptions):
         """Raise ArgumentError, naming `method`, unless the options are valid."""
         self.check_tree(method)
         check_choice(method, self, "stop", [rule.value for rule in Stop])
-        never, most = self.stop == Stop.NEVER, math.inf if self.stop == Stop.SVIP else 1.0
+        never = self.stop == Stop.NEVER
+        most = math.inf if self.stop == Stop.SVIP else 1.0
         if self.stop_threshold is not None and (never or not 0 <= self.stop_threshold <= most):
             expected = "none without a rule" if never else f"in 0..{most:g}"
             raise ArgumentError(f"the threshold of stop={self.stop} must be {expected}, got {self.stop_threshold}")
@@ -226,7 +227,9 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         """Keep the accepted nodes of the last proposal in the cache. New tokens are run with the next proposal."""
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
-            cached, known, drafted = self._cached[row_id], len(tokens) - fresh, self._drafted.get(row_id)
+            cached = self._cached[row_id]
+            known = len(tokens) - fresh
+            drafted = self._drafted.get(row_id)
             if isinstance(drafted, Submitted) and drafted.run and cached == self._draft_length(row_id, known) - 1:
                 rows.append(row_id)
                 paths.append(drafted.accepted(tokens[known:-1]))
@@ -284,7 +287,8 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
                 for row in rows:
                     self._cached[row] -= 1
                 self.model.truncate(rows, [self._cached[row] for row in rows])
-            roots, parents = self._embeddable([text[-1] for text in texts]), self._tree.shape.parents
+            roots = self._embeddable([text[-1] for text in texts])
+            parents = self._tree.shape.parents
             nodes = Nodes.of_levels(roots, self._translate(ids), parents, counts=within, start=level.start)
             return ending.look(self._target_logits(self.model.score(rows, nodes).logits))
 

@@ -111,7 +111,8 @@ class PardDrafter(DraftModelDrafter):
             depth = shape.depths[level.start]
             return ending.look(every[:, depth : depth + 1]).expand(-1, len(level), -1)
 
-        draws, most = self._tree.draws(context, active, every.device, every.shape[-1]), max(ending.nodes)
+        draws = self._tree.draws(context, active, every.device, every.shape[-1])
+        most = max(ending.nodes)
         grown = self._tree.grow(draws, most, ending.look(every[:, :1]), descend, enough=ending.enough)
         return dataclasses.replace(grown, run=0)  # None of its nodes is in the cache
 
@@ -132,7 +133,8 @@ class PardDrafter(DraftModelDrafter):
 
 def mask_token(model: Any) -> int:
     """Return the mask token of a transformers causal LM. Raises ArgumentError if it is not a PARD model."""
-    token, name = getattr(model.config, KEY, None), model.name_or_path or "the model"
+    token = getattr(model.config, KEY, None)
+    name = model.name_or_path or "the model"
     if token is None:
         raise ArgumentError(
             f"pard: {name} has no {KEY} in its config.json, so it cannot draft from masks. Take the method "

@@ -156,7 +156,8 @@ class SlemDrafter(LearningDrafter[Drafted]):
         """Add the drafted text to the tree as a chain of the target's tokens."""
         self._drafted.pop(text.cache_row, None)
         alignment = text.row.alignment
-        tail, written = bytes(alignment.data[alignment.covered :]), b"".join(text.pieces)
+        tail = bytes(alignment.data[alignment.covered :])
+        written = b"".join(text.pieces)
         if not written.startswith(tail):
             return  # The draft model could not encode the last bytes, and did not write them again
         before = self._before(text.tokens)
@@ -166,7 +167,8 @@ class SlemDrafter(LearningDrafter[Drafted]):
             return
         own = self._drafted[text.cache_row] = Drafted(tree, text.acceptance)
         unknown = self._target.tokenizer.unk_token_id
-        starts, drafted = list(itertools.accumulate(map(len, text.pieces), initial=-len(tail))), 0
+        starts = list(itertools.accumulate(map(len, text.pieces), initial=-len(tail)))
+        drafted = 0
         for node, span in enumerate(spans[:most]):
             if span.id >= self._vocabulary or span.id == unknown:
                 return

@@ -69,7 +69,8 @@ class TliDrafter(DraftModelDrafter):
             raise VocabularyMismatchError(
                 f"tli: {widest} children per node need as many shared tokens; {target!r}, {draft!r} have {len(shared)}"
             )
-        dictionary, device = Dictionary(target, SpanEncoder(draft), self.model.vocab_size), self.model.device
+        dictionary = Dictionary(target, SpanEncoder(draft), self.model.vocab_size)
+        device = self.model.device
         self._alignments = defaultdict[int, TokenAlignment](lambda: TokenAlignment(dictionary))
         target_ids, self._draft_ids = shared.T.contiguous().to(device)
         self._shared = DraftVocabulary(token_ids=target_ids, size=setup.target.vocab_size)

@@ -181,7 +181,9 @@ class LookupDrafter(Drafter, Generic[D]):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         self._begin_new(context)
-        trees, nodes, confidence = list[TokenTree](), self.batch.nodes, self.batch.confidence
+        trees = list[TokenTree]()
+        nodes = self.batch.nodes
+        confidence = self.batch.confidence
         found = self._advance(context.rows, context.tokens, budget)
         for row, text, draft in zip(context.rows, context.tokens, found, strict=True):
             drafted = slice(1, draft[0])

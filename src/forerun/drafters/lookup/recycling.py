@@ -190,7 +190,9 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
 
     def _rank(self, memory: _DomainMemory) -> dict[Where, list[tuple[float, int, float]]]:
         """Return the ranks in the order of their assumed rates, as (assumed rate, rank, learned rate)."""
-        estimate, learned, ranked = memory.acceptance.estimate, self.config.adaptive_tree, {}
+        estimate = memory.acceptance.estimate
+        learned = self.config.adaptive_tree
+        ranked = {}
         for where, ranks in self._evidence.items():
             right = [estimate(*one) for one in ranks]
             taken = right if learned else [one.prior for one in ranks]

@@ -222,7 +222,8 @@ class RestDrafter(LearningDrafter[Drafted]):
             if match is None:
                 continue
             found = self.store.continuations(match, min(config.num_speculative_tokens, depth), config.max_hits)
-            trie, acceptance = merge(found, min(nodes, config.nodes)), self._estimates.of(context.salt(index))
+            trie = merge(found, min(nodes, config.nodes))
+            acceptance = self._estimates.of(context.salt(index))
             evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
             confidence = [acceptance.estimate(*one) for one in evidence]
             trees[index] = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)

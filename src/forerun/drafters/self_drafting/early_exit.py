@@ -149,7 +149,8 @@ class EarlyExitDrafter(SelfDrafter):
         trees = super().propose(context, budget)
         if not self._states:
             return trees
-        by_row, states = dict(zip(context.rows, trees, strict=True)), torch.cat(self._states, dim=1)
+        by_row = dict(zip(context.rows, trees, strict=True))
+        states = torch.cat(self._states, dim=1)
         self._states = []
         drafts = [(row, by_row[row], self._drafted[row]) for row in self._rows]
         leave(self.target, self.config.exit_layer, drafts, states)

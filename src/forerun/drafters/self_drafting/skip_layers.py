@@ -177,7 +177,8 @@ def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generat
     if len(trials) > _REMEMBERED:
         best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
         known = [*best[: _REMEMBERED // 2], *latest]
-    points, values = np.stack([space.vector(trial.skip) for trial in known]), [trial.value for trial in known]
+    points = np.stack([space.vector(trial.skip) for trial in known])
+    values = [trial.value for trial in known]
     mean, spread = predict(points, np.array(values), np.stack([space.vector(skip) for skip in pool]))
     return pool[int((mean + _KAPPA * spread).argmax())]
 

@@ -178,7 +178,9 @@ class Probe:
         found = list[int]()
         try:
             while running := [row for row, end in zip(rows, ends, strict=True) if len(row.tokens) < end]:
-                members, depths, drafter = range(len(running)), [self._length] * len(running), self._drafter
+                members = range(len(running))
+                depths = [self._length] * len(running)
+                drafter = self._drafter
                 group = Group(name=drafter.name, drafter=drafter, members=members, depths=depths, nodes=self._length)
                 emitted = step(self._target, running, [group])
                 if any(one.drafted < self._length for one in emitted):
@@ -213,7 +215,8 @@ class Probe:
         return Costs(rest_ms=rest, sublayer_ms=sublayer, verify_ms=tuple(times[len(PARTS) :]))
 
     def _row(self, row: int, tokens: list[int], length: int) -> Row:
-        sampler, room = Sampler(self._params, tokens[:length]), self._tokens + self._length + 1
+        sampler = Sampler(self._params, tokens[:length])
+        room = self._tokens + self._length + 1
         return Row(
             cache_row=row,
             tokens=tokens,

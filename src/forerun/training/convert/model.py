@@ -86,7 +86,8 @@ def add_adapters(model: Any, values: Mapping[str, Any]) -> None:
         from peft.mapping import inject_adapter_in_model
     except ImportError:
         raise ArgumentError("eagle_base_lora needs peft: pip install 'forerun[peft]'") from None
-    modules, start = values["eagle_base_lora_target_modules"] or None, values["eagle_base_lora_start_layer"]
+    modules = values["eagle_base_lora_target_modules"] or None
+    start = values["eagle_base_lora_start_layer"]
     if start is not None:
         if modules is None:
             raise ArgumentError(
@@ -143,7 +144,8 @@ def write_adapters(state: Mapping[str, Tensor], values: Mapping[str, Any], folde
 @torch.no_grad()
 def read_adapters(model: Any, folder: Path) -> None:
     """Put adapters that were saved into the model's own."""
-    stored, own = load_file(folder / "adapter_model.safetensors"), model.state_dict()
+    stored = load_file(folder / "adapter_model.safetensors")
+    own = model.state_dict()
     for name, tensor in own.items():
         if _ADAPTER.search(name):
             tensor.copy_(stored[_PREFIX + _ADAPTER.sub(r".\1.weight", name)])
@@ -489,7 +491,9 @@ class ConvertedModel:
 
     def _stored_features(self, batch: TokenBatch, given: Mapping[str, Any]) -> FeatureBatch:
         """Return the states that a batch brings in ``base_model_outputs``, by ModelOpt's names."""
-        mode, config, stored = self._convert_mode, self._convert_head.config, given.get("base_model_outputs") or {}
+        mode = self._convert_mode
+        config = self._convert_head.config
+        stored = given.get("base_model_outputs") or {}
         if not mode.offline:
             raise ArgumentError(f"base_model_outputs are for a head that was converted with {mode.algorithm}_offline")
         read = [boundary for boundary in config.boundaries if boundary != LAST_HIDDEN]

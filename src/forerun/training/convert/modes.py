@@ -148,7 +148,8 @@ class EagleMode(Mode):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.given[VOCABULARY_IDS] = None  # which are saved with the head
-        decoder, given = self.values["eagle_decoder_type"], self.values[ARCHITECTURE] or {}
+        decoder = self.values["eagle_decoder_type"]
+        given = self.values[ARCHITECTURE] or {}
         refuse_unknown("convert: there is no eagle_decoder_type", decoder, ARCHITECTURES, "There are")
         keys = ARCHITECTURES[decoder]
         if decoder == "kimik2":
@@ -172,7 +173,8 @@ class EagleMode(Mode):
         return "eagle3" if self.architecture["use_aux_hidden_state"] else "eagle"
 
     def options(self) -> dict[str, Any]:
-        shape, keys = self.architecture, ARCHITECTURES[self.values["eagle_decoder_type"]]
+        shape = self.architecture
+        keys = ARCHITECTURES[self.values["eagle_decoder_type"]]
         options = {name: shape[name] for name in SAME_NAME} | rope_of(shape, keys["rope_theta"].default)
         if latent := {name: shape[name] for name in LATENT_SIZES if name in shape}:
             options["latent"] = latent

@@ -45,7 +45,8 @@ def build(
     files = [Path(path) for path in paths]
     if not files:
         raise DataError("no data file was named")
-    refused, identity = bad or BadRecords(skip=False), TokenizerIdentity.of(tokenizer, name)
+    refused = bad or BadRecords(skip=False)
+    identity = TokenizerIdentity.of(tokenizer, name)
 
     def encode(record: Record) -> Sequence[int]:
         return own_tokens(record, identity.vocabulary) if record.tokens else _ids(record, tokenizer)

@@ -100,7 +100,8 @@ class AnswerWriter:
         `first_row` is their first row, counted over all processes. A document that is no longer than its prompt is not
         changed. Padding after answers that end early is moved to the row's end.
         """
-        names, rows = [f.name for f in dataclasses.fields(TokenBatch)], len(batches[0].tokens)
+        names = [f.name for f in dataclasses.fields(TokenBatch)]
+        rows = len(batches[0].tokens)
         batch = TokenBatch(**{name: torch.cat([getattr(one, name) for one in batches]) for name in names})
         spans: list[tuple[int, int, int, int]] = []  # Row, begin, first written, end
         seeds, picks = list[int](), list[npt.NDArray[np.float64]]()

@@ -297,7 +297,8 @@ class RecordEncoder:
             if turn == 0:
                 raise DataError(NO_PROMPT)
             prompt = self._render(messages[:turn], record, add_generation_prompt=True)["input_ids"]
-            whole, part = turn == len(messages) - 1 and not ending, f"messages 1 to {turn + 1}"
+            whole = turn == len(messages) - 1 and not ending
+            part = f"messages 1 to {turn + 1}"
             answered = tokens if whole else self._render(messages[: turn + 1], record)["input_ids"]
             which = f"the prompt for message {turn + 1}"
             if not (

@@ -192,7 +192,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
     if messages:
         system = entry.get("system") or entry.get("system_prompt")
         if system and messages[0]["role"] != "system":
-            messages, pair = (_message({"role": "system", "content": system}, 0), *messages), None
+            messages = (_message({"role": "system", "content": system}, 0), *messages)
+            pair = None
         return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
     if "token_ids" in entry:
         return Record(**common, **_read_recorded(entry))

@@ -363,7 +363,8 @@ def _cut(data: PreparedData, length: int, min_tokens: int) -> NDArray[np.int64]:
     for document, tokens in enumerate(data.lengths.tolist()):
         whole = data.tokens[data.offsets[document + 1] - 1] != UNWRITTEN  # else no prompt stands before a further piece
         for offset in range(0, tokens if whole else 1, length):
-            size, first = min(length, tokens - offset), int(data.offsets[document]) + offset
+            size = min(length, tokens - offset)
+            first = int(data.offsets[document]) + offset
             if np.count_nonzero(data.mask[first + 1 : first + size]) >= min_tokens:
                 segments.append((document, offset, size))
     return np.array(segments, np.int64).reshape(-1, 3)

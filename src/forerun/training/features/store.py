@@ -278,7 +278,9 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor
     rounding.
     """
     stored, layers = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
-    raw, width, found = torch.from_numpy(records), manifest.hidden_size * stored.itemsize, {}
+    raw = torch.from_numpy(records)
+    width = manifest.hidden_size * stored.itemsize
+    found = {}
     for index, boundary in enumerate(layers):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
         if stored == torch.float8_e4m3fn:

@@ -188,7 +188,8 @@ def _explain_failure(what: str) -> Iterator[None]:
 
 
 def _load(path: Path) -> Mapping[str, Tensor]:
-    lock, deadline = path.with_name(f"{path.name}.lock"), time.monotonic() + WRITE_TIMEOUT_S
+    lock = path.with_name(f"{path.name}.lock")
+    deadline = time.monotonic() + WRITE_TIMEOUT_S
     while lock.exists() and not _is_released(lock):
         if time.monotonic() > deadline:
             raise DataError(

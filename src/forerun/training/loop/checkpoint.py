@@ -84,7 +84,8 @@ def save(
     moments = gather_whole(kept, parallel)
     states = parallel.collect(capture_random())
     record = {"format": FORMAT, "world": parallel.world, "progress": asdict(progress), "recipe": recipe}
-    folder, tensors = output / f"checkpoint-{progress.step}", {MODEL: weights, OPTIMIZER: moments}
+    folder = output / f"checkpoint-{progress.step}"
+    tensors = {MODEL: weights, OPTIMIZER: moments}
     return parallel.on_first(lambda: _write(folder, tensors, {RANDOM: states, STATE: record}))
 
 
@@ -104,7 +105,8 @@ def save_progress(folder: Path, progress: Progress) -> None:
 
 def save_best(output: Path, module: nn.Module, parallel: Parallel, step: int, values: Mapping[str, float]) -> Path:
     """Write the weights alone to ``output/best``, with ``best.json``; all processes must call it."""
-    weights, record = weights_of(module, parallel), {"step": step, "values": dict(values)}
+    weights = weights_of(module, parallel)
+    record = {"step": step, "values": dict(values)}
     return parallel.on_first(lambda: _write(output / "best", {MODEL: weights}, {"best.json": record}))
 
 

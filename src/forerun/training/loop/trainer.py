@@ -251,7 +251,8 @@ class Training:
         factor = rate_factor(progress.step, self.total, settings)
         norm = self.move(sums, factor * progress.rate_factor, self.rates(done))
         if not math.isfinite(norm):
-            positions, ranks = range(progress.position, progress.position + settings.accumulation), self.parallel.world
+            positions = range(progress.position, progress.position + settings.accumulation)
+            ranks = self.parallel.world
             raise NumericError(self._not_finite("gradient", list(itertools.product(positions, range(ranks)))))
         self.loss = sums.loss / sums.weight if sums.weight else self.loss
         progress.step += 1
@@ -442,13 +443,16 @@ def _changes(former: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[str, 
 
 def _write_run(training: Training) -> None:
     """Write ``output/run.json``; the runs that went before in this directory move into "previous"."""
-    path, settings, parallel = training.output / "run.json", training.settings, training.parallel
+    path = training.output / "run.json"
+    settings = training.settings
+    parallel = training.parallel
     try:
         former = json.loads(path.read_text(encoding="utf-8"))
         previous = [*former.pop("previous", []), former]
     except (OSError, ValueError, AttributeError):
         previous = []
-    cuda, packages = parallel.device.type == "cuda", ("forerun", "torch", "transformers")
+    cuda = parallel.device.type == "cuda"
+    packages = ("forerun", "torch", "transformers")
     run = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "argv": sys.argv,
