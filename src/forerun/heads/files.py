@@ -140,8 +140,8 @@ class TargetFacts:
         """
         from forerun.model.names import resolve
 
-        found = resolve(name)
-        return cls.of(read_config(found, LoadOptions()), found)
+        path = resolve(name)
+        return cls.of(read_config(path, LoadOptions()), path)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,10 +227,10 @@ def check_tensors(config: HeadConfig, tensors: Mapping[str, Tensor]) -> None:
         "of the wrong shape": [f"{name} {tuple(tensors[name].shape)}, expected {expected[name]}" for name in misshapen],
         "of the wrong dtype": [f"{name} ({str(tensors[name].dtype).removeprefix('torch.')})" for name in odd],
     }
-    found = [f"{what}: {list_some(names)}" for what, names in complaints.items() if names]
-    if found:
+    sentences = [f"{what}: {list_some(names)}" for what, names in complaints.items() if names]
+    if sentences:
         raise CheckpointError(
-            f"the head's tensors are not those that its config.json announces. {'. '.join(found)}. "
+            f"the head's tensors are not those that its config.json announces. {'. '.join(sentences)}. "
             "The checkpoint is incomplete, quantised, or of another kind than its config.json says."
         )
     if "d2t" in tensors:
@@ -271,16 +271,16 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
     """Return the tensors with ``d2t`` as int64 (the identity if an unreduced head has none) and
     without ``t2d``, which must agree with it.
     """
-    found = dict(tensors)
-    t2d = found.pop("t2d", None)
-    if "d2t" not in found and draft_vocab_size == vocab_size:
-        found["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
-    d2t = found.get("d2t")
+    completed = dict(tensors)
+    t2d = completed.pop("t2d", None)
+    if "d2t" not in completed and draft_vocab_size == vocab_size:
+        completed["d2t"] = torch.zeros(vocab_size, dtype=torch.int64)
+    d2t = completed.get("d2t")
     if d2t is None or d2t.dim() != 1 or d2t.dtype not in (torch.int64, torch.int32, torch.int16):
-        return found  # check_tensors will say so
-    found["d2t"] = d2t = d2t.long()
+        return completed  # check_tensors will say so
+    completed["d2t"] = d2t = d2t.long()
     if t2d is None:
-        return found
+        return completed
     if tuple(t2d.shape) != (vocab_size,):
         raise CheckpointError(f"t2d {tuple(t2d.shape)} is of the wrong shape, expected {(vocab_size,)}")
     wrong = (t2d.bool() != target_mask(d2t, vocab_size)).nonzero().flatten()
@@ -289,7 +289,7 @@ def with_vocabulary(tensors: Mapping[str, Tensor], vocab_size: int, draft_vocab_
             f"t2d and d2t disagree about {len(wrong)} tokens, first about token {int(wrong[0])}; they are from "
             "different vocabularies: write t2d again from d2t, or export the head again"
         )
-    return found
+    return completed
 
 
 def _same(first: Tensor | None, second: Tensor | None) -> bool:
@@ -333,10 +333,10 @@ def format_for(kind: str) -> str:
     """Return the name of the format in which heads of a kind are written: the least particular,
     which most engines read.
     """
-    found = [name for name, entry in FORMATS.items() if kind in entry.kinds]
-    if not found:
+    carriers = [name for name, entry in FORMATS.items() if kind in entry.kinds]
+    if not carriers:
         raise ArgumentError(f"no checkpoint format carries heads of the kind {kind}")
-    return found[-1]
+    return carriers[-1]
 
 
 OTHERS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
@@ -412,10 +412,10 @@ def read_head(path: str | Path, *, num_layers: int | None = None) -> HeadCheckpo
     `num_layers` of the target is needed where the file does not say which layers the head reads. CheckpointError for
     what is missing, truncated, pickled, incomplete, contradictory, or no head that we know.
     """
-    found = parse(read_files(path), num_layers=num_layers)
-    if found.unknown:
-        log.warning("%s: %s", path, found.notes[-1])
-    return found
+    head = parse(read_files(path), num_layers=num_layers)
+    if head.unknown:
+        log.warning("%s: %s", path, head.notes[-1])
+    return head
 
 
 def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoint:
@@ -424,11 +424,11 @@ def parse(stored: StoredFiles, *, num_layers: int | None = None) -> HeadCheckpoi
     """
     try:
         _refuse_quantised(stored)
-        found = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
+        head = format_of(stored.config).read(stored.config, stored.tensors, num_layers=num_layers)
     except Exception as error:
         raise locate_error(stored.directory, error) from error
-    told = (UNKNOWN_NOTE.format(", ".join(found.unknown)),) if found.unknown else ()
-    return dataclasses.replace(found, notes=(*found.notes, *told), target=stored.target)
+    notes_on_keys = (UNKNOWN_NOTE.format(", ".join(head.unknown)),) if head.unknown else ()
+    return dataclasses.replace(head, notes=(*head.notes, *notes_on_keys), target=stored.target)
 
 
 def locate_error(directory: Path, error: Exception) -> CheckpointError:
@@ -448,10 +448,12 @@ def _refuse_quantised(stored: StoredFiles) -> None:
     """Raise CheckpointError for weights in eight bits or fewer: scales would be taken for tensors
     of another head.
     """
-    few = [name for name, one in stored.tensors.items() if one.dtype.itemsize == 1 and name not in ("d2t", "t2d")]
+    small = [
+        name for name, tensor in stored.tensors.items() if tensor.dtype.itemsize == 1 and name not in ("d2t", "t2d")
+    ]
     what = "config.json has a quantization_config" if stored.config.get("quantization_config") else ""
-    if few:
-        what = f"the tensor {few[0]} is stored as {str(stored.tensors[few[0]].dtype).removeprefix('torch.')}"
+    if small:
+        what = f"the tensor {small[0]} is stored as {str(stored.tensors[small[0]].dtype).removeprefix('torch.')}"
     if what:
         raise CheckpointError(f"{what}; only heads in floating point of 16 or 32 bits are supported: take that one")
 
@@ -465,10 +467,10 @@ def read_files(path: str | Path) -> StoredFiles:
         raise CheckpointError(f"{directory} holds no {CONFIG}: expected a head's directory")
     config: Config = read_object(directory / CONFIG, "expected a head's configuration", CheckpointError)
     try:
-        chosen = format_of(config)
+        file_format = format_of(config)
     except Exception as error:
         raise locate_error(directory, error) from error
-    weights = chosen.weights
+    weights = file_format.weights
     pickles = sorted(file.name for file in directory.iterdir() if file.suffix in PICKLES)
     refuse(
         (
@@ -491,9 +493,9 @@ def read_files(path: str | Path) -> StoredFiles:
             raise CheckpointError(f"{directory}: {', '.join(twice)} is stored in two shards, once in {file.name}")
         with safe_open(file, "pt") as stored:
             target = target or (stored.metadata() or {}).get(TARGET)
-            tensors |= {name: stored.get_tensor(name) for name in stored.keys() if chosen.keeps(config, name)}  # noqa: SIM118
+            tensors |= {name: stored.get_tensor(name) for name in stored.keys() if file_format.keeps(config, name)}  # noqa: SIM118
     try:
-        config, tensors = chosen.dequantise(config, tensors)
+        config, tensors = file_format.dequantise(config, tensors)
     except UnsupportedModelError as error:
         raise CheckpointError(f"{directory}: {error}") from error
     return StoredFiles(directory=directory, config=config, tensors=tensors, target=target)
@@ -514,20 +516,20 @@ def write_head(
     `texts` are further files, name -> content. ArgumentError for no such format, or if `directory` holds other things;
     CheckpointError if the format has no words for this head.
     """
-    final = Path(directory).expanduser().absolute()
-    chosen = format_named(format_name)
-    _refuse_foreign(final)
-    config, tensors = chosen.write(checkpoint, target)
-    with replace_folder(final) as folder:
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        marks = {} if checkpoint.target is None else {TARGET: checkpoint.target}
-        save_file(whole, folder / chosen.weights, {"format": "pt", **marks})
+    destination = Path(directory).expanduser().absolute()
+    file_format = format_named(format_name)
+    _refuse_foreign(destination)
+    config, tensors = file_format.write(checkpoint, target)
+    with replace_folder(destination) as folder:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        metadata = {} if checkpoint.target is None else {TARGET: checkpoint.target}
+        save_file(contiguous, folder / file_format.weights, {"format": "pt", **metadata})
         written = {CONFIG: json.dumps({**config, **(overrides or {})}, indent=2) + "\n", **(texts or {})}
         for name, text in written.items():
             (folder / name).write_text(text, encoding="utf-8")
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors writes files that only their owner may read
-    return final
+    return destination
 
 
 def folder_of(path: str | Path) -> Path:
