@@ -20,7 +20,7 @@ from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_recipe
 from forerun.training.run import open_frozen_target
-from forerun.training.trained import TrainedHead, head_shapes, metric_names
+from forerun.training.trained import TRAINED, Trained, TrainedHead, head_shapes, metric_names
 from forerun.types import SpeculationStats
 from forerun.writing import TokenizerIdentity, alone
 from llamas import tiny_llama
@@ -95,7 +95,7 @@ def test_evaluation_drafts_at_every_step(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(measured) == 4
     assert 0 <= found["chain_t0_interval"] < 3, "of two prompts"
     for each, of in zip(measured, ("", "tree_t0_", "chain_t1_", "tree_t1_"), strict=True):
-        one = run.pool(each)
+        one = SpeculationStats.sum(each)
         assert [found[f"acceptance_{of}{depth}"] for depth in range(3)] == one.acceptance_per_depth
         assert one.num_plain_steps <= len(prompts), "an answer's last token needs no draft"
         assert one.num_spec_steps > 20 and one.drafted_per_depth[0] == one.num_spec_steps
@@ -338,3 +338,12 @@ def test_two_processes_go_on_with_half_the_rows_of_one(trained: Path) -> None:
 def test_a_target_whose_heads_cannot_be_split_is_refused(target: Path) -> None:
     with pytest.raises(ArgumentError, match="3 processes as many key-value heads, but the target has 2"):
         open_frozen_target(str(target), "float32", "tp", Parallel(world=3))
+
+
+@pytest.mark.parametrize("trained", TRAINED.values())
+def test_a_new_run_replaces_no_folder_that_no_run_has_written(trained: type[Trained], tmp_path: Path) -> None:
+    trained.check_output(tmp_path)
+    (tmp_path / trained.folder).mkdir()
+    (tmp_path / trained.folder / "weights.bin").write_text("somebody's")
+    with pytest.raises(ArgumentError, match=r"would be (replaced|deleted)"):
+        trained.check_output(tmp_path)

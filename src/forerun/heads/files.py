@@ -518,7 +518,7 @@ def write_head(
     """
     destination = Path(directory).expanduser().absolute()
     file_format = format_named(format_name)
-    _refuse_foreign(destination)
+    refuse_foreign(destination)
     config, tensors = file_format.write(checkpoint, target)
     with replace_folder(destination) as folder:
         contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
@@ -551,7 +551,7 @@ def folder_of(path: str | Path) -> Path:
         raise explain_load_error(path, error) from error
 
 
-def _refuse_foreign(directory: Path) -> None:
+def refuse_foreign(directory: Path) -> None:
     """Raise ArgumentError if replacing `directory` would delete anything that is not a head's."""
     if not directory.exists():
         return

@@ -113,6 +113,7 @@ class TrainingRun:
             for sentence in about_answers(self.data):
                 log.warning("%s: %s", recipe.data, sentence)
         if parallel.on_first(lambda: checkpoint.latest(output) is None):
+            parallel.on_first(lambda: self.trained.check_output(output))
             self.fit()
         training = Training(
             self.objective,

@@ -32,7 +32,7 @@ from forerun.errors import (
     refuse_unknown,
 )
 from forerun.heads.base import Head, check_fits
-from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, refuse_foreign, write_head
 from forerun.heads.start import fit
 from forerun.losses.objective import FeatureBatch
 from forerun.model.fingerprint import fingerprint
@@ -234,6 +234,18 @@ class Trained(ABC):
             raise ArgumentError(
                 f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, known)}"
             )
+
+    @classmethod
+    def check_output(cls, output: Path) -> None:
+        """Raise ArgumentError if a new run would replace a folder in `output` that no run has written."""
+        for folder in (output / cls.folder, *(output / name for name in cls.beside)):
+            if folder.name == TrainedHead.folder:
+                refuse_foreign(folder)
+            elif folder.exists():
+                raise ArgumentError(
+                    f"{folder} exists, and would be replaced by what is trained, but there is no checkpoint of a run "
+                    "beside it: name another output"
+                )
 
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
