@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from forerun.model.load import LoadOptions, read_config, stored_bytes
 from forerun.model.names import load_tokenizer, resolve
 from forerun.training.data.store import PackedWindows, PreparedData, about_answers, draft_coverage
 from forerun.training.loop.distributed import Parallel
-from forerun.training.recipe import TrainRecipe, to_plain
+from forerun.training.recipe import EvaluationRecipe, TrainRecipe, WindowSettings, to_plain
 from forerun.training.run import TrainingRun, bytes_of_training, check_memory
 from forerun.training.trained import trained_class
 from forerun.types import LAST_HIDDEN
@@ -57,19 +57,17 @@ def plan(recipe: TrainRecipe[Any], parallel: Parallel) -> dict[str, Any]:
     epoch = packed.steps_per_epoch(parallel.world)
     seconds = size.pop("seconds_per_step")
     steps = settings.total_steps(epoch, 1, seconds)
-    shape = RunShape(
-        recipe=recipe, data=data, head=head, steps=steps, seconds=seconds, passes=steps * settings.accumulation / epoch
-    )
+    passes = steps * settings.accumulation / epoch
     return {
         **size,
         "documents": len(data),
         "tokens": data.num_tokens,
         "steps": steps,
         "tokens_per_step": windows.rows * windows.length * settings.accumulation * parallel.world,
-        "passes": shape.passes,
+        "passes": passes,
         "seconds_per_step": seconds,
         "hours": steps * seconds / 3600,
-        "advice": list(shape.advise()),
+        "advice": list(advise(recipe, data, head, steps=steps, seconds=seconds, passes=passes)),
         "recipe": to_plain(recipe),
     }
 
@@ -147,102 +145,101 @@ class Sketch:
         return (time.perf_counter() - began) * 4 * text.num_hidden_layers
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunShape:
-    """The figures of a planned run, with advice on it."""
+def advise(
+    recipe: TrainRecipe[Any], data: PreparedData, head: Head | None, *, steps: int, seconds: float, passes: float
+) -> Iterator[str]:
+    """Yield sentences for the user about a run of so many steps, of so many `seconds` each, and passes over the data.
+    `head` is None unless a new head is trained.
+    """
+    yield from _about_length(data.num_tokens, steps, seconds, passes)
+    if head is not None:
+        yield from _about_vocabulary(head, data)
+    yield from _about_windows(recipe.windows, data)
+    yield from _about_unrolling(recipe)
+    yield from _about_evaluation(recipe.evaluation)
+    yield from about_answers(data)
 
-    recipe: TrainRecipe[Any]
-    data: PreparedData
-    head: Head | None  # None unless a new head is trained
-    steps: int
-    seconds: float  # Of a step
-    passes: float
 
-    def advise(self) -> Iterator[str]:
-        """Yield sentences for the user."""
-        yield from self._length()
-        if self.head is not None:
-            yield from self._vocabulary(self.head)
-        yield from self._windows()
-        yield from self._unrolling()
-        yield from self._evaluation()
-        yield from about_answers(self.data)
+def _about_length(tokens: int, steps: int, seconds: float, passes: float) -> Iterator[str]:
+    yield (
+        f"{steps:,} steps are {passes:,.3g} passes over the data's {tokens:,} tokens, about "
+        f"{say_time(steps * seconds)}."
+    )
+    if passes > MANY_PASSES:
+        fewer = max(1, round(steps * MANY_PASSES / passes))
+        yield (
+            f"A head that reads the same text so often overfits. training.epochs={MANY_PASSES} is "
+            f"{fewer:,} steps and about {say_time(fewer * seconds)}; what helps is more text: let the target "
+            "answer further prompts (forerun data regenerate)."
+        )
+    elif passes < 1:
+        yield f"{1 - passes:.0%} of the data are never read."
+    if steps < FEW_STEPS:
+        yield (
+            f"A fresh head needs some {FEW_STEPS} steps to get from guessing to what helps, and these are "
+            f"{steps:,}: give it more time, shorter windows or a smaller draft vocabulary."
+        )
 
-    def _length(self) -> Iterator[str]:
-        took, tokens = say_time(self.steps * self.seconds), self.data.num_tokens
-        yield f"{self.steps:,} steps are {self.passes:,.3g} passes over the data's {tokens:,} tokens, about {took}."
-        if self.passes > MANY_PASSES:
-            fewer = max(1, round(self.steps * MANY_PASSES / self.passes))
-            yield (
-                f"A head that reads the same text so often overfits. training.epochs={MANY_PASSES} is "
-                f"{fewer:,} steps and about {say_time(fewer * self.seconds)}; what helps is more text: let the target "
-                "answer further prompts (forerun data regenerate)."
-            )
-        elif self.passes < 1:
-            yield f"{1 - self.passes:.0%} of the data are never read."
-        if self.steps < FEW_STEPS:
-            yield (
-                f"A fresh head needs some {FEW_STEPS} steps to get from guessing to what helps, and these are "
-                f"{self.steps:,}: give it more time, shorter windows or a smaller draft vocabulary."
-            )
 
-    def _vocabulary(self, head: Head) -> Iterator[str]:
-        config = head.config
-        if not isinstance(config, DecoderConfig) or not config.own_lm_head:
-            return
-        whole, chosen = config.vocab_size, config.draft_vocab_size
-        smaller = [size for size in (2**power for power in range(11, 18)) if size < whole]
-        now, *others = draft_coverage(self.data, whole, [chosen, *smaller])
-        enough = next((one for one in others if (one.held_out_coverage or 0.0) >= COVERED), None)
-        better = f"draft.vocab_size={enough.size} covers {enough.held_out_coverage:.1%}" if enough else ""
-        if config.reduced_vocabulary and now.held_out_coverage is not None:
-            more = f" {better}." if enough and chosen < enough.size else ""
-            yield (
-                f"The draft vocabulary of {chosen:,} tokens covers {now.held_out_coverage:.1%} of documents that it "
-                f"was not chosen from; the rest is never drafted.{more}"
-            )
-        elif enough:
-            share = config.hidden_size * whole / sum(weight.numel() for weight in head.parameters())
-            yield (
-                f"The head's output layer names all {whole:,} tokens and has {share:.0%} of its parameters. {better} "
-                "of documents that it was not chosen from, and trains and drafts faster."
-            )
+def _about_vocabulary(head: Head, data: PreparedData) -> Iterator[str]:
+    config = head.config
+    if not isinstance(config, DecoderConfig) or not config.own_lm_head:
+        return
+    whole, chosen = config.vocab_size, config.draft_vocab_size
+    smaller = [size for size in (2**power for power in range(11, 18)) if size < whole]
+    now, *others = draft_coverage(data, whole, [chosen, *smaller])
+    enough = next((coverage for coverage in others if (coverage.held_out_coverage or 0.0) >= COVERED), None)
+    better = f"draft.vocab_size={enough.size} covers {enough.held_out_coverage:.1%}" if enough else ""
+    if config.reduced_vocabulary and now.held_out_coverage is not None:
+        more = f" {better}." if enough and chosen < enough.size else ""
+        yield (
+            f"The draft vocabulary of {chosen:,} tokens covers {now.held_out_coverage:.1%} of documents that it "
+            f"was not chosen from; the rest is never drafted.{more}"
+        )
+    elif enough:
+        share = config.hidden_size * whole / sum(weight.numel() for weight in head.parameters())
+        yield (
+            f"The head's output layer names all {whole:,} tokens and has {share:.0%} of its parameters. {better} "
+            "of documents that it was not chosen from, and trains and drafts faster."
+        )
 
-    def _windows(self) -> Iterator[str]:
-        windows, lengths = self.recipe.windows, self.data.lengths
-        longer, longest = int((lengths > windows.length).sum()), int(lengths.max())
-        if longer:
-            yield (
-                f"windows.length={windows.length} splits {longer:,} of {len(lengths):,} documents; the longest has "
-                f"{longest:,} tokens."
-            )
-        elif windows.length >= 2 * longest:
-            yield (
-                f"No document has more than {longest:,} tokens: windows.length={windows.length // 2} with "
-                f"windows.rows={windows.rows * 2} reads as much in a step and takes less memory."
-            )
 
-    def _unrolling(self) -> Iterator[str]:
-        steps = getattr(self.recipe.objective, "steps", None)
-        drafted = self.recipe.evaluation.settings.num_speculative_tokens
-        if steps is not None and steps > drafted:
-            yield (
-                f"objective.steps={steps} unrolls the head beyond the {drafted} tokens that evaluation drafts, and "
-                f"each costs as much as the first: objective.steps={drafted} is {steps / drafted:.1f} times as fast."
-            )
+def _about_windows(windows: WindowSettings, data: PreparedData) -> Iterator[str]:
+    lengths = data.lengths
+    longer, longest = int((lengths > windows.length).sum()), int(lengths.max())
+    if longer:
+        yield (
+            f"windows.length={windows.length} splits {longer:,} of {len(lengths):,} documents; the longest has "
+            f"{longest:,} tokens."
+        )
+    elif windows.length >= 2 * longest:
+        yield (
+            f"No document has more than {longest:,} tokens: windows.length={windows.length // 2} with "
+            f"windows.rows={windows.rows * 2} reads as much in a step and takes less memory."
+        )
 
-    def _evaluation(self) -> Iterator[str]:
-        wanted = self.recipe.evaluation
-        if wanted.prompts is None:
-            yield (
-                "Nothing is held out, so acceptance will not be measured: prepare some prompts separately and name "
-                "them in evaluation.prompts."
-            )
-        elif wanted.count < FEW_PROMPTS:
-            yield (
-                f"With evaluation.count={wanted.count} prompts only large differences mean something; the console "
-                f"prints the interval of each figure. {FEW_PROMPTS} and more are better."
-            )
+
+def _about_unrolling(recipe: TrainRecipe[Any]) -> Iterator[str]:
+    steps = getattr(recipe.objective, "steps", None)
+    drafted = recipe.evaluation.settings.num_speculative_tokens
+    if steps is not None and steps > drafted:
+        yield (
+            f"objective.steps={steps} unrolls the head beyond the {drafted} tokens that evaluation drafts, and "
+            f"each costs as much as the first: objective.steps={drafted} is {steps / drafted:.1f} times as fast."
+        )
+
+
+def _about_evaluation(evaluation: EvaluationRecipe) -> Iterator[str]:
+    if evaluation.prompts is None:
+        yield (
+            "Nothing is held out, so acceptance will not be measured: prepare some prompts separately and name "
+            "them in evaluation.prompts."
+        )
+    elif evaluation.count < FEW_PROMPTS:
+        yield (
+            f"With evaluation.count={evaluation.count} prompts only large differences mean something; the console "
+            f"prints the interval of each figure. {FEW_PROMPTS} and more are better."
+        )
 
 
 def say_time(seconds: float) -> str:
