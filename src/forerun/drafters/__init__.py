@@ -150,13 +150,13 @@ def _from_outside(path: str) -> DrafterEntry:
     from forerun.decode.drafter import Drafter
 
     try:
-        found = import_named(path)
+        imported = import_named(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
             f"drafter {path!r} cannot be imported ({error}); expected module:Class, the module's folder in PYTHONPATH"
         ) from error
-    is_drafter = isinstance(found, type) and issubclass(found, Drafter)
-    if not is_drafter or not dataclasses.is_dataclass(getattr(found, "Config", None)):
+    is_drafter = isinstance(imported, type) and issubclass(imported, Drafter)
+    if not is_drafter or not dataclasses.is_dataclass(getattr(imported, "Config", None)):
         raise ArgumentError(
             f"{path!r} is no drafter; expected a subclass of forerun.decode.drafter.Drafter with a dataclass Config"
         )
@@ -174,8 +174,8 @@ def default_length(name: str) -> int | None:
     """Return a method's default `num_speculative_tokens`, or None if it has no such option."""
     if name in CHOOSERS:
         return None
-    found = {field.name: field.default for field in dataclasses.fields(drafter_class(name).Config)}
-    length = found.get("num_speculative_tokens")
+    defaults = {field.name: field.default for field in dataclasses.fields(drafter_class(name).Config)}
+    length = defaults.get("num_speculative_tokens")
     return length if isinstance(length, int) else None
 
 
@@ -227,11 +227,11 @@ def _config_of(module: str, cls: str) -> tuple[str, str]:
 
 def _list_options(module: str, cls: str) -> dict[str, bool]:
     body, bases = _class_in(module, cls)
-    found = {name: needed for base in bases for name, needed in _list_options(*base).items()}
+    inherited = {name: needed for base in bases for name, needed in _list_options(*base).items()}
     fields = [
         line for line in body if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
     ]
-    return found | {line.target.id: line.value is None for line in fields if isinstance(line.target, ast.Name)}
+    return inherited | {line.target.id: line.value is None for line in fields if isinstance(line.target, ast.Name)}
 
 
 def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:

@@ -123,11 +123,11 @@ class Shape:
 
     def path(self, node: int) -> list[int]:
         """Return the nodes from the root's child down to `node`; empty for the root."""
-        found = list[int]()
+        nodes = list[int]()
         while node:
-            found.append(node)
+            nodes.append(node)
             node = self.parents[node]
-        return found[::-1]
+        return nodes[::-1]
 
     def chosen(self, depth: int) -> list[int] | None:
         """Return which of the ``widths[depth]`` children of every node at `depth` exist; None if all do."""
@@ -303,7 +303,7 @@ class HostDraws:
             logits = vocabulary.to_target_vocab(logits)
         blank = logits.new_zeros(1, 1, logits.shape[-1], dtype=torch.promote_types(logits.dtype, torch.float32))
         none = _pack_children([_top(blank, self.shape.widths[depth])], None)
-        found = [
+        drawn_nodes = [
             [
                 attempt(none, self._of_node, logits[row, index], grower, node, ids[row])
                 for index, node in enumerate(self.shape.levels[depth])
@@ -312,7 +312,7 @@ class HostDraws:
         ]
 
         def joined(values: Callable[[Children], Tensor]) -> Tensor:
-            return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in found])
+            return torch.cat([torch.cat([values(node) for node in nodes], dim=1) for nodes in drawn_nodes])
 
         sampled = any(grower.draw is not Draw.DETERMINISTIC for grower in self.growers)
         probs = joined(lambda node: blank if node.probs is None else node.probs) if sampled else None
@@ -468,8 +468,8 @@ class Draws:
         else:  # A node without finite numbers or without allowed tokens has no distribution
             rows = zip(logits.float(), self.one_by_one, strict=True)
             nan = torch.full_like(logits[0, 0], torch.nan, dtype=torch.float32)
-            found = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
-            probs = torch.stack([torch.stack(row) for row in found])
+            distributions = [[attempt(nan, distribution_of, node, params) for node in row] for row, params in rows]
+            probs = torch.stack([torch.stack(row) for row in distributions])
         before = sum(len(self.shape.levels[above]) * self.shape.widths[above] for above in range(depth))
         uniforms = self.numbers[0][:, before : before + probs.shape[1] * count].view(-1, probs.shape[1], count)
 

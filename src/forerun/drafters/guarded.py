@@ -96,15 +96,15 @@ class Guarded(Drafter):
         nodes, depths = (tuple([values[place] for place in places]) for values in (budget.nodes, budget.depth))
         part = replace(self._narrow(context, places), failures={})  # Guards of inner drafters report theirs separately
         with self._guarding(part.rows, "to propose"):
-            found = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
-            if not isinstance(found, list | tuple) or len(found) != len(places):
-                got = f"{len(found)}" if isinstance(found, list | tuple) else type(found).__name__
+            proposed = self.drafter.propose(part, Budget(nodes=nodes, depth=depths))
+            if not isinstance(proposed, list | tuple) or len(proposed) != len(places):
+                got = f"{len(proposed)}" if isinstance(proposed, list | tuple) else type(proposed).__name__
                 raise InvalidDraftError(
                     f"a drafter proposes a list of {len(places)} TokenTrees, one for each row; got {got}"
                 )
             for row, error in part.failures.items():
                 self._fail([row], "to propose", error)
-            for place, tree, most, deepest in zip(places, found, nodes, depths, strict=True):
+            for place, tree, most, deepest in zip(places, proposed, nodes, depths, strict=True):
                 checked = check(tree, context.tokens[place][-1], most, deepest, self._target)
                 trees[place] = checked.tree
                 if checked.error is not None:
@@ -458,15 +458,15 @@ def _check_nodes(tree: TokenTree, vocabulary: int) -> None:
 
 def _probs(tree: TokenTree, parent: int, vocabulary: int) -> Tensor:
     """Return the distribution that the sampled children of a node were drawn from, over the target's vocabulary."""
-    found = tree.draft_probs.get(parent)
-    if found is None:
+    probs = tree.draft_probs.get(parent)
+    if probs is None:
         raise InvalidDraftError(f"node {parent} has sampled children, but the draft records no probs; see `set_probs`")
-    if not isinstance(found, Tensor) or not found.is_floating_point() or found.ndim != 1 or len(found) > vocabulary:
-        got = f"{found.dtype} of the shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    if not isinstance(probs, Tensor) or not probs.is_floating_point() or probs.ndim != 1 or len(probs) > vocabulary:
+        got = f"{probs.dtype} of the shape {tuple(probs.shape)}" if isinstance(probs, Tensor) else type(probs).__name__
         raise InvalidDraftError(
             f"the draft probs of node {parent} are {got}, expected floats of the shape (V,), V at most {vocabulary}"
         )
-    return pad(found, (0, vocabulary - len(found))) if len(found) < vocabulary else found
+    return pad(probs, (0, vocabulary - len(probs))) if len(probs) < vocabulary else probs
 
 
 def _check_resume(resume: Resume, tree: TokenTree, target: Target) -> None:

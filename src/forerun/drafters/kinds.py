@@ -272,10 +272,10 @@ def objective_for(kind: HeadKind) -> Any:
     """Return the class of a kind's objective, ``(head, target, settings)``. Its ``Settings`` are the recipe's section
     ``objective``. Raises ArgumentError for kinds that cannot be trained.
     """
-    found = kind.objective or KINDS.get(kind.stored_as, kind).objective
-    if found is None:
+    path = kind.objective or KINDS.get(kind.stored_as, kind).objective
+    if path is None:
         raise ArgumentError(
             f"heads of the kind {kind.name} cannot be trained here; "
             f"{', '.join(one.name for one in KINDS.values() if one.objective)} can"
         )
-    return import_named(found)
+    return import_named(path)

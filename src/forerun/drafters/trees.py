@@ -218,10 +218,10 @@ class DynamicTree:
     ) -> tuple[TokenTree, Drafted]:
         """Return one row's tree, in the isolation domain `salt`: its likeliest candidates within its budget."""
         drafted, ids = Drafted(TokenTree(root), self.estimates.of(salt)), {0: 0}
-        for found in sorted([found for found in grown if found.depth <= depth][:nodes]):
-            if found.parent in ids:  # Else rounding made its score equal to its parent's, which was cut
-                evidence = by_draft_prob(Drawn.DETERMINISTIC, found.rank, found.probability)
-                ids[found.entry + 1] = drafted.add(found.token, ids[found.parent], evidence)
+        for candidate in sorted([candidate for candidate in grown if candidate.depth <= depth][:nodes]):
+            if candidate.parent in ids:  # Else rounding made its score equal to its parent's, which was cut
+                evidence = by_draft_prob(Drawn.DETERMINISTIC, candidate.rank, candidate.probability)
+                ids[candidate.entry + 1] = drafted.add(candidate.token, ids[candidate.parent], evidence)
         return drafted.tree, drafted
 
 
@@ -397,9 +397,9 @@ class _Pool:
         """Add the children of the nodes with logits (B, F, V') or (B, 1, V'), scores and ids (B, F), and return the
         children's tokens and scores, (B, F * width).
         """
-        found = logits.float().log_softmax(-1).topk(self.width, dim=-1)
+        best = logits.float().log_softmax(-1).topk(self.width, dim=-1)
         shape = (*scores.shape, self.width)
-        tokens, logs = found.indices.expand(shape).flatten(1), found.values.expand(shape)
+        tokens, logs = best.indices.expand(shape).flatten(1), best.values.expand(shape)
         sums, parents = (scores.unsqueeze(-1) + logs).flatten(1), ids.unsqueeze(-1).expand(shape).flatten(1)
         self._levels.append((tokens, sums, parents, logs.flatten(1), torch.full_like(tokens, depth)))
         self.size += tokens.shape[1]

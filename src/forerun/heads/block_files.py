@@ -201,11 +201,11 @@ def _is_shifted(keys: Keys, made: type[DFlashConfig]) -> bool:
 
 def _from_modelopt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return DSpark's tensors under our names."""
-    found = {}
+    renamed = {}
     for name, tensor in tensors.items():
         begin = next((begin for begin in MODELOPT if name.startswith(begin)), "")
-        found[MODELOPT.get(begin, "") + name.removeprefix(begin)] = tensor
-    return found
+        renamed[MODELOPT.get(begin, "") + name.removeprefix(begin)] = tensor
+    return renamed
 
 
 def _boundaries(keys: Keys, layers: int, target_layers: int | None) -> tuple[int, ...]:

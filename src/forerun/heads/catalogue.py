@@ -70,8 +70,8 @@ def suggest(target_name: str) -> list[KnownHead]:
         return [SHIPPED]
     wanted = _short(target_name)
     loose = wanted.removesuffix("-instruct")
-    found = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
-    return sorted(found, key=lambda head: _short(head.target) != wanted)
+    matching = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
+    return sorted(matching, key=lambda head: _short(head.target) != wanted)
 
 
 def check_head_named(kind: HeadKind, head: Any, target_name: str) -> None:
@@ -79,7 +79,9 @@ def check_head_named(kind: HeadKind, head: Any, target_name: str) -> None:
     if head is not None or kind.in_target is not None:
         return
     known = ", ".join(
-        found.model for found in suggest(target_name) if found.loadable and found.drafter == kind.stored_as
+        suggested.model
+        for suggested in suggest(target_name)
+        if suggested.loadable and suggested.drafter == kind.stored_as
     )
     raise ArgumentError(
         f"{kind.name} needs a head: name its directory or hub id with --drafter-model (in Python: model). Known for "

@@ -41,31 +41,31 @@ def to_canonical(tensors: Mapping[str, Tensor], *, regular: bool = True) -> dict
     `regular` layers above the first have one norm that vLLM calls ``input_layernorm`` and SGLang ``hidden_norm``;
     either name is taken, both if they are equal. CheckpointError if they differ, or a tensor is there twice.
     """
-    found = canonical_names(tensors)
+    canonical = canonical_names(tensors)
     if not regular:
-        return found
-    for hidden_norm in [name for name in found if UPPER_HIDDEN_NORM.fullmatch(name)]:
-        ours, tensor = hidden_norm.replace("hidden_norm", "input_layernorm"), found.pop(hidden_norm)
-        if ours in found and not torch.equal(found[ours], tensor):
+        return canonical
+    for hidden_norm in [name for name in canonical if UPPER_HIDDEN_NORM.fullmatch(name)]:
+        ours, tensor = hidden_norm.replace("hidden_norm", "input_layernorm"), canonical.pop(hidden_norm)
+        if ours in canonical and not torch.equal(canonical[ours], tensor):
             raise CheckpointError(
                 f"{ours} and {hidden_norm} differ: vLLM reads the first, SGLang and TensorRT-LLM the second, and "
                 "nothing says which one the head was trained with; remove the other"
             )
-        found.setdefault(ours, tensor)
-    return found
+        canonical.setdefault(ours, tensor)
+    return canonical
 
 
 def canonical_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors as `to_canonical` does, but keep both names of a norm above the first layer."""
-    found: dict[str, Tensor] = {}
+    canonical: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         if stored.endswith("rotary_emb.inv_freq"):
             continue
         name = re.sub(r"^midlayer\.", FIRST, ALIASES.get(stored, stored))
-        if name in found:
+        if name in canonical:
             raise CheckpointError(f"the tensor {name} is stored twice, once as {stored}; remove one of them")
-        found[name] = tensor
-    return found
+        canonical[name] = tensor
+    return canonical
 
 
 def to_file(checkpoint: HeadCheckpoint, *, first: str = FIRST, t2d: bool = True) -> dict[str, Tensor]:
@@ -140,7 +140,7 @@ def agree_boundaries(*stated: LayerIds, count: int | None, num_layers: int | Non
             "ones the head was trained on and correct the others."
         )
     if given:
-        found = given[0].boundaries
+        boundaries = given[0].boundaries
     elif num_layers is None:
         raise CheckpointError(
             f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "
@@ -148,12 +148,14 @@ def agree_boundaries(*stated: LayerIds, count: int | None, num_layers: int | Non
         )
     else:
         try:
-            found = default_boundaries(num_layers)
+            boundaries = default_boundaries(num_layers)
         except ArgumentError as error:
             raise CheckpointError(str(error)) from error
-    if count is not None and count != len(found):
-        raise CheckpointError(f"num_aux_hidden_states is {count}, but {IDS} means {len(found)} boundaries {found}")
-    return found
+    if count is not None and count != len(boundaries):
+        raise CheckpointError(
+            f"num_aux_hidden_states is {count}, but {IDS} means {len(boundaries)} boundaries {boundaries}"
+        )
+    return boundaries
 
 
 def dtype_name(checkpoint: HeadCheckpoint) -> str:
@@ -256,13 +258,15 @@ def make_head(
     """Build the head from a file's canonical tensors and the `fields` of its configuration, with
     the notes that apply. Raises CheckpointError if they contradict each other or are unknown.
     """
-    found = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
+    completed = with_vocabulary(tensors, fields["vocab_size"], fields["draft_vocab_size"])
     if fields["hidden_act"] not in ACT2FN:
         raise CheckpointError(f"hidden_act of config.json is {fields['hidden_act']!r}; expected {', '.join(ACT2FN)}")
-    fields |= {"own_embedding": "embed_tokens.weight" in found, "own_lm_head": "lm_head.weight" in found}
-    config = make_config(made, qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in found, **fields)
+    fields |= {"own_embedding": "embed_tokens.weight" in completed, "own_lm_head": "lm_head.weight" in completed}
+    config = make_config(made, qk_norm=qk_norm or "layers.0.self_attn.q_norm.weight" in completed, **fields)
     every = {**(notes or {}), WINDOW_NOTE: fields["sliding_window"] is not None and "full_layers" not in fields}
-    return HeadCheckpoint(config=config, tensors=found, notes=tuple(note for note, applies in every.items() if applies))
+    return HeadCheckpoint(
+        config=config, tensors=completed, notes=tuple(note for note, applies in every.items() if applies)
+    )
 
 
 def _read_window(keys: Keys, layers: int) -> dict[str, Any]:

@@ -88,11 +88,11 @@ class DFlashConfig(DecoderConfig):
         """Return the fields, see `HeadConfig.fields_for`. Without a mask token it is the padding
         token, or the last one.
         """
-        found = cls.layer_fields(config) | dict(options)
-        layers = found.setdefault("num_hidden_layers", min(5, config.num_hidden_layers))
-        found.setdefault("boundaries", spread_boundaries(config.num_hidden_layers, layers))
-        found.setdefault("mask_token_id", spare_token(config))
-        return found | {name: tuple(found[name]) for name in ("boundaries", "full_layers") if name in found}
+        fields = cls.layer_fields(config) | dict(options)
+        layers = fields.setdefault("num_hidden_layers", min(5, config.num_hidden_layers))
+        fields.setdefault("boundaries", spread_boundaries(config.num_hidden_layers, layers))
+        fields.setdefault("mask_token_id", spare_token(config))
+        return fields | {name: tuple(fields[name]) for name in ("boundaries", "full_layers") if name in fields}
 
 
 def spread_boundaries(num_layers: int, count: int) -> tuple[int, ...]:
@@ -213,11 +213,13 @@ class DFlashObjective(DecoderObjective):
         depths = blocks.counted.shape[-1]
         gamma = math.inf if self.settings.gamma is None else self.settings.gamma
         weights = torch.tensor([math.exp(-depth / gamma) for depth in range(depths)], device=blocks.output.device)
-        found = self._loss(blocks, blocks.counted * weights, batch)
-        agrees, overlap = (part.view(blocks.counted.shape).movedim(-1, 0) for part in (found.agrees, found.overlap))
+        vocabulary_loss = self._loss(blocks, blocks.counted * weights, batch)
+        agrees, overlap = (
+            part.view(blocks.counted.shape).movedim(-1, 0) for part in (vocabulary_loss.agrees, vocabulary_loss.overlap)
+        )
         return LossReport(
-            loss=found.loss,
-            weight=found.weights.sum(),
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
             metrics=chain_metrics(blocks.counted.movedim(-1, 0), agrees, overlap),
         )
 

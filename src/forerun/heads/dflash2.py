@@ -190,11 +190,11 @@ class DFlash2Objective(DFlashObjective):
     settings: DFlash2Settings
 
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        found = super()._loss(blocks, weights, batch)
-        losses, agrees, overlap = self._rate(blocks, found.weights, batch)
+        vocabulary_loss = super()._loss(blocks, weights, batch)
+        losses, agrees, overlap = self._rate(blocks, vocabulary_loss.weights, batch)
         return dataclasses.replace(
-            found,
-            loss=found.loss + self.settings.selector_weight * (losses * found.weights).sum(),
+            vocabulary_loss,
+            loss=vocabulary_loss.loss + self.settings.selector_weight * (losses * vocabulary_loss.weights).sum(),
             agrees=agrees,
             overlap=overlap,
         )

@@ -132,15 +132,15 @@ class DominoObjective(FollowingObjective):
 
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         last = batch.features[LAST_HIDDEN]
-        found = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, last)
+        vocabulary_loss = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, last)
         share = self.share(batch.done) if self.head.training else 0.0
         if not share:
-            return found
+            return vocabulary_loss
         base = self._of_blocks(blocks.output, self.output_head(), weights, blocks, last)
         return dataclasses.replace(
-            found,
-            loss=(1 - share) * found.loss + share * base.loss,
-            weights=(1 - share) * found.weights + share * base.weights,
+            vocabulary_loss,
+            loss=(1 - share) * vocabulary_loss.loss + share * base.loss,
+            weights=(1 - share) * vocabulary_loss.weights + share * base.weights,
         )
 
     def share(self, done: float) -> float:

@@ -217,11 +217,12 @@ class DSparkObjective(FollowingObjective):
     settings: DSparkSettings
 
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
-        found = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, batch.features[LAST_HIDDEN])
+        vocabulary_loss = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, batch.features[LAST_HIDDEN])
         said = self.head.confidence(blocks.output.flatten(0, 1), self.above(blocks, batch))
         if said is None:
-            return found
-        errors = binary_cross_entropy_with_logits(said.float().flatten(), found.overlap, reduction="none")
+            return vocabulary_loss
+        errors = binary_cross_entropy_with_logits(said.float().flatten(), vocabulary_loss.overlap, reduction="none")
         return dataclasses.replace(
-            found, loss=found.loss + self.settings.confidence_weight * (errors * found.weights).sum()
+            vocabulary_loss,
+            loss=vocabulary_loss.loss + self.settings.confidence_weight * (errors * vocabulary_loss.weights).sum(),
         )

@@ -134,25 +134,25 @@ class EagleConfig(DecoderConfig):
         """Return the fields, see `HeadConfig.fields_for`; an EAGLE-1 head uses the target's output
         head unless it gets one.
         """
-        found = cls.layer_fields(config)
+        fields = cls.layer_fields(config)
         norms = [name for name in FEATURE_NORMS if options.get(name)]
         if kind != "eagle3" and norms:
             raise ArgumentError(f"an EAGLE-1 head has no norms around its features; leave {', '.join(norms)} away")
         if kind != "eagle3":
-            found |= {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False}
+            fields |= {"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False}
         elif options.get("use_aux_hidden_state") is False:
-            found["boundaries"] = (LAST_HIDDEN,)
+            fields["boundaries"] = (LAST_HIDDEN,)
         elif "boundaries" not in options:
-            found["boundaries"] = default_boundaries(config.num_hidden_layers)
+            fields["boundaries"] = default_boundaries(config.num_hidden_layers)
         given: dict[str, Any] = {
             name: tuple(options[name]) for name in ("boundaries", "full_layers") if name in options
         }
         if options.get("latent"):
             latent = LatentConfig.of(options["latent"])
-            heads = options.get("num_attention_heads", found["num_attention_heads"])
+            heads = options.get("num_attention_heads", fields["num_attention_heads"])
             given |= {"latent": latent, "num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
         made = ("boundaries", "full_layers", "latent")
-        return found | {name: value for name, value in options.items() if name not in made} | given
+        return fields | {name: value for name, value in options.items() if name not in made} | given
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
@@ -347,9 +347,11 @@ class Eagle3Objective(DecoderObjective):
         steps = list(self.unroll(batch))
         shares = self.shares(last.device)
         counts = torch.stack([step.counted for step in steps])
-        found = self._loss(steps, counts * shares, last)
+        vocabulary_loss = self._loss(steps, counts * shares, last)
         return LossReport(
-            loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees, found.overlap)
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
+            metrics=chain_metrics(counts, vocabulary_loss.agrees, vocabulary_loss.overlap),
         )
 
     def shares(self, device: torch.device) -> Tensor:
@@ -412,12 +414,17 @@ class Eagle3Objective(DecoderObjective):
         """
         outputs = torch.stack([shift_right(step.output, step.step + 1) for step in steps], 2)
         shares = torch.stack([shift_right(weights[step.step], step.step + 1) for step in steps], 2)
-        found = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
+        vocabulary_loss = self.divergence(outputs.flatten(0, 2), self.output_head(), shares.flatten(), last)
         entered, agrees, overlap, losses = (
             torch.stack([shift_left(part, step + 1, 0.0) for step, part in enumerate(values.view_as(shares).unbind(2))])
-            for values in (found.weights, found.agrees, found.overlap, found.losses)
+            for values in (
+                vocabulary_loss.weights,
+                vocabulary_loss.agrees,
+                vocabulary_loss.overlap,
+                vocabulary_loss.losses,
+            )
         )
-        return VocabularyLoss(loss=found.loss, weights=entered, agrees=agrees, overlap=overlap, losses=losses)
+        return VocabularyLoss(loss=vocabulary_loss.loss, weights=entered, agrees=agrees, overlap=overlap, losses=losses)
 
 
 # What EAGLE-1 and EAGLE-2 learn
@@ -450,11 +457,11 @@ class EagleObjective(Eagle3Objective):
     settings: EagleSettings
 
     def _loss(self, steps: Sequence[UnrolledStep], weights: Tensor, last: Tensor) -> VocabularyLoss:
-        found = super()._loss(steps, weights, last)
-        loss = self.settings.token_weight * found.loss
-        for step, weight in zip(steps, found.weights, strict=True):
+        vocabulary_loss = super()._loss(steps, weights, last)
+        loss = self.settings.token_weight * vocabulary_loss.loss
+        for step, weight in zip(steps, vocabulary_loss.weights, strict=True):
             # What comes around at the end of a row is not counted.
             wanted = torch.roll(last, -(step.step + 1), dims=1)
             distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
             loss = loss + self.settings.regression_weight * (distance * weight).sum()
-        return dataclasses.replace(found, loss=loss)
+        return dataclasses.replace(vocabulary_loss, loss=loss)

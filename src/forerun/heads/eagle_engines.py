@@ -216,8 +216,8 @@ def _fuse_states(config: EagleConfig, keys: Mapping[str, Any]) -> dict[str, Any]
     nested = (keys.get(NESTED) or {}).get(IDS)
     count = keys.get("num_aux_hidden_states") or (len(nested) if nested else 3)
     always = config.latent is not None
-    found = not (config.use_aux_hidden_state or always) or count == len(config.boundaries)
-    read = {"boundaries": config.boundaries if found else tuple(range(count)), "next_layer_regular": True}
+    all_fit = not (config.use_aux_hidden_state or always) or count == len(config.boundaries)
+    read = {"boundaries": config.boundaries if all_fit else tuple(range(count)), "next_layer_regular": True}
     return {**read, **({"use_aux_hidden_state": True, "norm_before_fc": False} if always else {})}
 
 

@@ -100,13 +100,15 @@ def read_flat(
         raise CheckpointError(f"a head of the architecture {names} is no EAGLE head of dense layers; expected {LLAMA}")
     nested, fields = keys.nested(NESTED), decoders.read_layers(keys)
     regular = _regular(nested, tensors, fields["hidden_size"])
-    found = decoders.to_canonical(tensors, regular=regular)
-    if "layers.0.input_layernorm.weight" in found and not any(".mlp." in name or "fc." in name for name in found):
+    canonical = decoders.to_canonical(tensors, regular=regular)
+    if "layers.0.input_layernorm.weight" in canonical and not any(
+        ".mlp." in name or "fc." in name for name in canonical
+    ):
         raise CheckpointError(
             "the tensors are those of a Kangaroo adapter, whose file does not say after how many layers of the target "
             'it stands: write it into config.json, as "exit_layer": 2'
         )
-    generation = _generation(keys, found)
+    generation = _generation(keys, canonical)
     fields |= {"next_layer_regular": regular, **_read_features(keys, nested, fields["hidden_size"])}
     ids, layers = _layer_ids(keys, nested, num_layers), _target_layers(keys, num_layers)
     if generation == 3 and fields["use_aux_hidden_state"]:
@@ -128,13 +130,13 @@ def read_flat(
     }
     return decoders.make_head(
         made,
-        found,
+        canonical,
         notes,
         **fields,
         **own,
         generation=generation,
         draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
-        fc_bias="fc.bias" in found if declared_bias is None else bool(declared_bias),
+        fc_bias="fc.bias" in canonical if declared_bias is None else bool(declared_bias),
         qk_norm=QWEN3 in (keys.get("architectures") or []),
         extra=keys.rest() | ({NESTED: rest} if rest else {}),
     )

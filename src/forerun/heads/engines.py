@@ -187,10 +187,10 @@ def refuse_misread(path: str, remedy: str) -> None:
     """Raise ArgumentError if vLLM (``SpeculativeConfig``) would infer another method from the path than the configured
     one, as it does for all but EAGLE, DFlash and DSpark heads.
     """
-    found = [word for word in NAMES_METHOD if word in path.lower()]
-    if found:
+    words = [word for word in NAMES_METHOD if word in path.lower()]
+    if words:
         raise ArgumentError(
-            f"vLLM takes a path with {found[0]!r} in it for a head of that kind, whatever it is told; {remedy}"
+            f"vLLM takes a path with {words[0]!r} in it for a head of that kind, whatever it is told; {remedy}"
         )
 
 

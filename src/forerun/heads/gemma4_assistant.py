@@ -146,11 +146,11 @@ class Gemma4AssistantFormat(Format):
             centroid_intermediate_top_k=config.get("centroid_intermediate_top_k", 32),
             extra={name: value for name, value in config.items() if name not in known},
         )
-        found = {name.removeprefix("masked_embedding."): tensor for name, tensor in tensors.items()}
-        if STORED in found:
-            embedding = found.pop(STORED)
-            found.setdefault(OURS, embedding)
-        return HeadCheckpoint(config=head, tensors=found)
+        renamed = {name.removeprefix("masked_embedding."): tensor for name, tensor in tensors.items()}
+        if STORED in renamed:
+            embedding = renamed.pop(STORED)
+            renamed.setdefault(OURS, embedding)
+        return HeadCheckpoint(config=head, tensors=renamed)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config

@@ -78,7 +78,7 @@ class RecurrentObjective(HeadObjective):
             if bias is not None:  # as one more entry of every state, which is 1
                 output = torch.cat([states, torch.ones_like(states[..., :1])], -1)
                 weight = torch.cat([weight, bias.unsqueeze(1)], 1)
-            found = soft_loss(
+            vocabulary_loss = soft_loss(
                 output.flatten(0, 1),
                 weight,
                 seen.flatten().float(),
@@ -87,11 +87,11 @@ class RecurrentObjective(HeadObjective):
                 self.settings.lk_decay,
                 mix=self.settings.mix,
             )
-            losses.append(found.loss)
-            weights.append(found.weights.sum())
+            losses.append(vocabulary_loss.loss)
+            weights.append(vocabulary_loss.weights.sum())
             counts.append(seen)
-            agrees.append(found.agrees.view_as(seen))
-            overlap.append(found.overlap.view_as(seen))
+            agrees.append(vocabulary_loss.agrees.view_as(seen))
+            overlap.append(vocabulary_loss.overlap.view_as(seen))
         return LossReport(
             loss=torch.stack(losses).sum(),
             weight=torch.stack(weights).sum(),
@@ -108,13 +108,13 @@ class RecurrentObjective(HeadObjective):
 
         def run(features: Tensor) -> tuple[Tensor, ...]:
             memory = self.head.prefix(features, tokens.positions, attend)
-            found = list[Tensor]()
+            depth_outputs = list[Tensor]()
             for depth in range(depths):
                 embeds = self.embed(shift_left(tokens.tokens, depth + 1, 0), depth).to(features.dtype)
                 stepped = self.head.step(depth, embeds, memory)
                 memory = stepped.memory
-                found.append(stepped.output)
-            return tuple(found)
+                depth_outputs.append(stepped.output)
+            return tuple(depth_outputs)
 
         return run_or_checkpoint(run, self.fused(batch), again=self.settings.gradient_checkpointing)
 
@@ -315,8 +315,8 @@ class HydraFormat(Format):
             ),
             error=CheckpointError,
         )
-        found = _canonical(tensors, kind)
-        output, gate = found.get("lm_heads.0.weight"), found.get("layers.0.mlp.gate_proj.weight")
+        canonical = _canonical(tensors, kind)
+        output, gate = canonical.get("lm_heads.0.weight"), canonical.get("layers.0.mlp.gate_proj.weight")
         if output is None or output.dim() != 2:
             raise CheckpointError(f"there is no output head hydra_lm_head.0 of a head of the kind {kind}")
         sizes = {
@@ -333,7 +333,7 @@ class HydraFormat(Format):
         fields = decoders.read_layers(shape)
         return decoders.make_head(
             HydraConfig,
-            found,
+            canonical,
             **fields,
             qk_norm=False,
             num_heads=heads,
@@ -364,7 +364,7 @@ def _canonical(tensors: Tensors, kind: str) -> dict[str, Tensor]:
     """Return a file's tensors under our names. Raises CheckpointError for others, or if copies of
     one block differ.
     """
-    found: dict[str, Tensor] = {}
+    canonical: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         if UNREAD.fullmatch(stored):
             continue
@@ -378,12 +378,12 @@ def _canonical(tensors: Tensors, kind: str) -> dict[str, Tensor]:
             raise CheckpointError(
                 f"the tensor {stored} is none of a Hydra head; expected hydra_mlp.DEPTH.* and the like"
             )
-        if not torch.equal(found.setdefault(name, tensor), tensor):
+        if not torch.equal(canonical.setdefault(name, tensor), tensor):
             raise CheckpointError(
                 f"{stored} is not what another block of its depth is: Hydra's code has one block behind the first and "
                 "applies it again and again, so that its loader would keep the last alone"
             )
-    return found
+    return canonical
 
 
 def _to_file(checkpoint: HeadCheckpoint, kind: str) -> Iterator[tuple[str, Tensor]]:

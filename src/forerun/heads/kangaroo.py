@@ -233,14 +233,17 @@ class KangarooObjective(HeadObjective):
         hidden, weight = self.target.linear(self.outputs(batch))
         teacher = self.target.teacher(batch.features[LAST_HIDDEN], None)
         shares = counts.flatten().float()
-        found = soft_loss(
+        vocabulary_loss = soft_loss(
             hidden, weight.detach(), shares, teacher, settings.divergence, settings.lk_decay, mix=settings.mix
         )
         seen = counts.sum().float()
         return LossReport(
-            loss=found.loss,
-            weight=found.weights.sum(),
-            metrics={"acceptance_0": (found.agrees.sum(), seen), "overlap_0": (found.overlap.sum(), seen)},
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
+            metrics={
+                "acceptance_0": (vocabulary_loss.agrees.sum(), seen),
+                "overlap_0": (vocabulary_loss.overlap.sum(), seen),
+            },
         )
 
 

@@ -165,13 +165,13 @@ def unknown_keys(extra: Mapping[str, Any], known: Container[str] = MEANINGLESS) 
     """Return the names of the keys in `extra` that are unknown, with a dot for those inside the
     objects of `OBJECTS`.
     """
-    found = list[str]()
+    unknown = list[str]()
     for name, value in extra.items():
         if name in OBJECTS and isinstance(value, Mapping):
-            found += [f"{name}.{inner}" for inner in unknown_keys(value, OBJECTS[name])]
+            unknown += [f"{name}.{inner}" for inner in unknown_keys(value, OBJECTS[name])]
         elif value is not None and name not in known and value not in NEUTRAL.get(name, ()):
-            found.append(name)
-    return found
+            unknown.append(name)
+    return unknown
 
 
 LAYERS, WHOLE, KIND = "transformer_layer_config", "speculators_config", "speculators_model_type"

@@ -203,16 +203,16 @@ class MedusaObjective(HeadObjective):
             shares = counts[-1] * self.settings.decay**depth
             wanted = shift_left(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
-            found = hard_loss(
+            vocabulary_loss = hard_loss(
                 states.flatten(0, 1),
                 output,
                 shares.flatten(),
                 wanted.flatten(),
                 temperature=self.target.temperature,
             )
-            losses.append(found.loss)
-            weights.append(found.weights.sum())
-            agrees.append(found.agrees.view_as(shares))
+            losses.append(vocabulary_loss.loss)
+            weights.append(vocabulary_loss.weights.sum())
+            agrees.append(vocabulary_loss.agrees.view_as(shares))
         return LossReport(
             loss=torch.stack(losses).sum(),
             weight=torch.stack(weights).sum(),
@@ -240,13 +240,13 @@ class MedusaFormat(Format):
         keys = Keys(config)
         heads, layers = keys.integer(HEADS), keys.integer(LAYERS, 1)
         keys.pass_over(TARGET, "hidden_size", "vocab_size", *ENGINE)
-        found = {}
+        canonical = {}
         for stored, tensor in tensors.items():
             name = NAME.fullmatch(stored)
             if name is None:
                 raise CheckpointError(f"the tensor {stored} is none of a Medusa head; expected DEPTH.LAYER.weight")
-            found[f"heads.{name[1]}"] = tensor
-        output = found.get(f"heads.0.{layers}.weight")
+            canonical[f"heads.{name[1]}"] = tensor
+        output = canonical.get(f"heads.0.{layers}.weight")
         if output is None or output.dim() != 2:
             raise CheckpointError(f"there is no output head 0.{layers}.weight after {layers} layers ({LAYERS})")
         vocab_size, size = output.shape
@@ -260,7 +260,7 @@ class MedusaFormat(Format):
             boundaries=(LAST_HIDDEN,),
             extra=keys.rest(),
         )
-        return HeadCheckpoint(config=head, tensors=found)
+        return HeadCheckpoint(config=head, tensors=canonical)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config

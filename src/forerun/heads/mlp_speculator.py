@@ -217,16 +217,16 @@ def _canonical(tensors: Tensors, tied: bool) -> dict[str, Tensor]:
     """Return a file's tensors under our names. Raises CheckpointError for others, or if tied ones
     differ.
     """
-    found: dict[str, Tensor] = {}
+    canonical: dict[str, Tensor] = {}
     for stored, tensor in tensors.items():
         name = NAME.fullmatch(stored)
         if name is None:
             raise CheckpointError(f"the tensor {stored} is none of an MLP speculator; expected emb, proj, ln and head")
         part, depth, end = name[1], int(name[2]), name[3]
         shared = min(depth, 1 if part == "proj" else 0) if tied else depth
-        if not torch.equal(found.setdefault(f"{part}.{shared}.{end}", tensor), tensor):
+        if not torch.equal(canonical.setdefault(f"{part}.{shared}.{end}", tensor), tensor):
             raise CheckpointError(f"tie_weights is true, but {stored} is not what another depth has")
-    return found
+    return canonical
 
 
 # What serving engines make of it

@@ -528,7 +528,7 @@ class MtpObjective(Eagle3Objective):
         counts = torch.stack([step.counted for step in steps])
         shares = counts * self.shares(tokens.device)
         outputs = torch.stack([step.output for step in steps])
-        found = hard_loss(
+        vocabulary_loss = hard_loss(
             outputs.flatten(0, 2),
             self.output_head(),
             shares.flatten(),
@@ -536,5 +536,7 @@ class MtpObjective(Eagle3Objective):
             temperature=self.target.temperature,
         )
         return LossReport(
-            loss=found.loss, weight=found.weights.sum(), metrics=chain_metrics(counts, found.agrees.view_as(shares))
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
+            metrics=chain_metrics(counts, vocabulary_loss.agrees.view_as(shares)),
         )

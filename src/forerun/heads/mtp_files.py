@@ -244,12 +244,14 @@ class MtpFormat(Format):
                 "checkpoint in bfloat16, FP8, AWQ, GPTQ or compressed-tensors"
             )
         named = {_ours(family, name, layers): tensor for name, tensor in tensors.items()}
-        found = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
+        canonical = _stack_experts({name: tensor for name, tensor in named.items() if name is not None})
         if family.state_first:
-            found |= {name: _swap_halves(tensor) for name, tensor in found.items() if name.endswith(".eh_proj.weight")}
+            canonical |= {
+                name: _swap_halves(tensor) for name, tensor in canonical.items() if name.endswith(".eh_proj.weight")
+            }
         if family.classes:
-            return _head_like_target(config, family, layers, found)
-        return _head(config, family, layers, found)
+            return _head_like_target(config, family, layers, canonical)
+        return _head(config, family, layers, canonical)
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         config = checkpoint.config
@@ -300,7 +302,7 @@ def to_target(
     """Return the tensors under the names of a target with so many layers. Experts get names of their
     own, but where the target is known to have `stored` them side by side.
     """
-    found = dict[str, Tensor]()
+    named = dict[str, Tensor]()
     first = layers if family.behind else 0
     for name, tensor in checkpoint.tensors.items():
         if name == "d2t":
@@ -310,21 +312,21 @@ def to_target(
         where = f"{family.layers}{first + int(number) + int(block or 0)}."
         module, _, kind = rest.rpartition(".")
         if where + rest in stored:
-            found[where + rest] = tensor
+            named[where + rest] = tensor
         elif kind == "gate_up_proj":
             for expert, both in enumerate(tensor):
                 for part, half in zip(("gate", "up"), both.chunk(2), strict=True):
-                    found[f"{where}{module}.{expert}.{part}_proj.weight"] = half
+                    named[f"{where}{module}.{expert}.{part}_proj.weight"] = half
         elif kind in ("up_proj", "down_proj"):
-            found |= {f"{where}{module}.{expert}.{kind}.weight": one for expert, one in enumerate(tensor)}
+            named |= {f"{where}{module}.{expert}.{kind}.weight": one for expert, one in enumerate(tensor)}
         else:
             swap = family.state_first and module == "eh_proj"
             if family.inside and module == "shared_head.norm":
                 where = f"{family.layers}{len(checkpoint.config.target_layers) - 1}."
             elif family.beside is not None and not family.inside and module in family.names:
                 where = family.beside
-            found[where + _rename(rest, family.names)] = _swap_halves(tensor) if swap else tensor
-    return found
+            named[where + _rename(rest, family.names)] = _swap_halves(tensor) if swap else tensor
+    return named
 
 
 def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> Path:
@@ -366,8 +368,8 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
 
 def _family(config: Config) -> Family:
     names = architectures(config)
-    found = next((FAMILIES[name] for name in names if name in FAMILIES), None)
-    if found is None:
+    family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
+    if family is None:
         text = text_keys(config)
         told = ", ".join(f"{key} {text[key]}" for key in COUNTS if text.get(key)) or "no number of them"
         raise CheckpointError(
@@ -375,7 +377,7 @@ def _family(config: Config) -> Family:
             f"{', '.join(FAMILIES)} can. config.json has {told}. Draft with another method, or with an engine that "
             "knows the family"
         )
-    return found
+    return family
 
 
 def _number_of_layers(config: Config, family: Family) -> int:
@@ -388,16 +390,16 @@ def _ours(family: Family, name: str, layers: int) -> str | None:
     embedding or output head.
     """
     theirs = {their: our for our, their in family.names.items()}
-    found = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
+    match = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
     if family.beside is not None:
-        module, _, kind = (found[2] if found else name.removeprefix(family.beside)).rpartition(".")
-        if module in theirs and bool(found) == family.inside and name.startswith(family.beside):
+        module, _, kind = (match[2] if match else name.removeprefix(family.beside)).rpartition(".")
+        if module in theirs and bool(match) == family.inside and name.startswith(family.beside):
             return f"layers.0.{theirs[module]}.{kind}"
-        return f"layers.0.block.{found[1]}.{found[2]}" if found else None
+        return f"layers.0.block.{match[1]}.{match[2]}" if match else None
     first = layers if family.behind else 0
-    if found is None or int(found[1]) < first or found[2].startswith(SHARED):
+    if match is None or int(match[1]) < first or match[2].startswith(SHARED):
         return None
-    number, rest = int(found[1]) - first, _rename(found[2], theirs)
+    number, rest = int(match[1]) - first, _rename(match[2], theirs)
     if rest.startswith(OUTPUT):
         return f"output_heads.{number}{rest.removeprefix(OUTPUT)}"
     return f"layers.{number}.{'block.0.' if family.classes and not rest.startswith(PARTS) else ''}{rest}"
@@ -413,11 +415,11 @@ def _rename(name: str, names: Mapping[str, str]) -> str:
 
 def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack the experts of each layer into single tensors."""
-    found, experts = dict[str, Tensor](), dict[str, dict[tuple[int, str], Tensor]]()
+    stacked, experts = dict[str, Tensor](), dict[str, dict[tuple[int, str], Tensor]]()
     for name, tensor in tensors.items():
         match = EXPERT.fullmatch(name)
         if match is None:
-            found[name] = tensor
+            stacked[name] = tensor
         else:
             experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
     for where, parts in experts.items():
@@ -425,10 +427,10 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         try:
             if any(part == "gate" for _, part in parts):
                 both = [torch.cat([parts[number, "gate"], parts[number, "up"]]) for number in range(count)]
-                found[f"{where}.gate_up_proj"] = torch.stack(both)
+                stacked[f"{where}.gate_up_proj"] = torch.stack(both)
             else:
-                found[f"{where}.up_proj"] = torch.stack([parts[number, "up"] for number in range(count)])
-            found[f"{where}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
+                stacked[f"{where}.up_proj"] = torch.stack([parts[number, "up"] for number in range(count)])
+            stacked[f"{where}.down_proj"] = torch.stack([parts[number, "down"] for number in range(count)])
         except KeyError as error:
             number, part = error.args[0]
             raise CheckpointError(
@@ -436,7 +438,7 @@ def _stack_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             ) from None
         except RuntimeError as error:
             raise CheckpointError(f"the experts of {where} differ in shape: {error}") from error
-    return found
+    return stacked
 
 
 def _swap_halves(weight: Tensor) -> Tensor:
@@ -550,12 +552,12 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
     every = keys.integer("moe_layer_freq", 1)
     count = keys.integer("n_routed_experts", 0)
     names = [one.name for one in fields(ExpertsConfig) if one.type == "int" and one.name != "n_routed_experts"]
-    found: dict[str, Any] = {name: keys.get(name) and keys.integer(name) for name in names}
-    found["norm_topk_prob"] = keys.flag("norm_topk_prob", True)
-    found["routed_scaling_factor"] = keys.number("routed_scaling_factor", 1.0)
+    sizes: dict[str, Any] = {name: keys.get(name) and keys.integer(name) for name in names}
+    sizes["norm_topk_prob"] = keys.flag("norm_topk_prob", True)
+    sizes["routed_scaling_factor"] = keys.number("routed_scaling_factor", 1.0)
     if not count or not sparse or layers % every:
         return None
-    given = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in sizes.items() if value is not None}
     try:
         return ExpertsConfig(n_routed_experts=count, **given)
     except TypeError as error:

@@ -95,8 +95,8 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
             f"{directory} holds something, which would be deleted; name a new or empty directory",
         ),
     )
-    found = [finding for finding in model.findings(target) if finding.engine == to]
-    wrong = [f"{one.what}: {to} {one.why} ({one.remedy})" for one in found if one.severity in ("degrades", "fails")]
+    findings = [finding for finding in model.findings(target) if finding.engine == to]
+    wrong = [f"{one.what}: {to} {one.why} ({one.remedy})" for one in findings if one.severity in ("degrades", "fails")]
     if wrong and not force:
         raise CheckpointError(
             f"{to} would not serve this model as it was trained. {'; '.join(wrong)}. To write it nevertheless: "
@@ -116,4 +116,6 @@ def export_pard(model: PardModel, target: TargetFacts, to: str, output: str | Pa
     lost = [file.name for file in files if not filecmp.cmp(file, directory / file.name, shallow=False)]
     if lost:
         raise CheckpointError(f"{directory} does not hold what was to be written: {', '.join(lost)}; is the disk full?")
-    return Exported(directory=directory, format_name="transformers", findings=tuple(found), command=command, notes=())
+    return Exported(
+        directory=directory, format_name="transformers", findings=tuple(findings), command=command, notes=()
+    )

@@ -169,10 +169,16 @@ class PEagleObjective(DecoderObjective):
         """Return the sum over all counted predictions, and how often a chain got to each depth."""
         masked, output = self.masked(batch)
         states = masked.following(batch.features[LAST_HIDDEN])
-        found = self.divergence(output.flatten(0, 1), self.output_head(), masked.counted.flatten().float(), states)
-        agrees, overlap = (part.view(masked.counted.shape) for part in (found.agrees, found.overlap))
+        vocabulary_loss = self.divergence(
+            output.flatten(0, 1), self.output_head(), masked.counted.flatten().float(), states
+        )
+        agrees, overlap = (
+            part.view(masked.counted.shape) for part in (vocabulary_loss.agrees, vocabulary_loss.overlap)
+        )
         return LossReport(
-            loss=found.loss, weight=found.weights.sum(), metrics=masked.metrics(agrees, overlap, self.settings)
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
+            metrics=masked.metrics(agrees, overlap, self.settings),
         )
 
     def fit(self, batches: Sequence[FeatureBatch]) -> None:

@@ -50,7 +50,7 @@ class SpeculatorsFormat(Format):
         if kind not in OWN:
             raise CheckpointError(f"{KIND} is {kind!r}; of this format {', '.join(OWN)} are supported")
         layers, whole = keys.nested(LAYERS), keys.nested(WHOLE)
-        fields, found = decoders.read_layers(layers), decoders.to_canonical(tensors)
+        fields, canonical = decoders.read_layers(layers), decoders.to_canonical(tensors)
         for one in (keys, layers):
             one.pass_over("architectures", "torch_dtype", "dtype", "tie_word_embeddings")
         fused = kind in FUSED
@@ -59,16 +59,16 @@ class SpeculatorsFormat(Format):
         if kind == "peagle":
             made = PEagleConfig
             own = own | {"mask_token_id": keys.integer("mask_token_id")}
-            found = peagle.with_mask(found)
+            canonical = peagle.with_mask(canonical)
         return decoders.make_head(
             made,
-            found,
+            canonical,
             notes,
             **fields,
             **own,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
             draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
-            **({"fc_bias": "fc.bias" in found} if fused else {}),
+            **({"fc_bias": "fc.bias" in canonical} if fused else {}),
             qk_norm=layers.get("model_type") == "qwen3",
             extra=_extra(layers, keys, whole, _usual_tokens(own)),
         )

@@ -278,14 +278,14 @@ def _become_gradients(logits: Tensor, chosen: Tensor, target: _Target) -> Tensor
     ids = target.ids.view(-1, group)[chosen] if target.ids is not None else None
     cores = torch.get_num_threads() if logits.device.type == "cpu" else size
     step = max(1, cores * BLOCK_ELEMENTS // _width(group * vocabulary, target))
-    found = []
+    gradients = []
     for start in range(0, size, step):
         block = slice(start, start + step)
         probs = target.teacher.probs(followed[block, None]) if target.teacher and followed is not None else None
         wide = logits[block].float()
-        found.append(_loss_and_gradient(wide, probs, ids[block] if ids is not None else None, target))
+        gradients.append(_loss_and_gradient(wide, probs, ids[block] if ids is not None else None, target))
         logits[block] = wide
-    return torch.cat(found, 1)
+    return torch.cat(gradients, 1)
 
 
 def _loss_and_gradient(logits: Tensor, probs: _Probs | None, ids: Tensor | None, target: _Target) -> Tensor:

@@ -254,8 +254,8 @@ class FrozenTarget:
         teacher, flat = self.teacher(states, None), ids.flatten().unsqueeze(1)
         size = max(1, chunk_elements(flat.device) // len(self.lm_head))
         rows = torch.split(torch.arange(len(flat), device=flat.device), size)
-        found = [teacher.probs(teacher.logits(some)).full.gather(1, flat[some]) for some in rows]
-        return torch.cat(found).view(ids.shape)
+        chances = [teacher.probs(teacher.logits(some)).full.gather(1, flat[some]) for some in rows]
+        return torch.cat(chances).view(ids.shape)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -117,14 +117,14 @@ class SideBySide:
         *,
         seconds: float,
         done: Sequence[AnswerTiming] = (),
-        tell: Callable[[list[AnswerTiming]], None] = lambda found: None,
+        tell: Callable[[list[AnswerTiming]], None] = lambda timings: None,
     ) -> list[AnswerTiming]:
         """Run the prompts in order, at least the fewest, until the time is spent, and return all completions.
 
         `done` are those of an earlier call, which are not run again. `tell` is called after each prompt.
         """
-        found = list(done)
-        known = {one.digest for one in found}
+        timings = list(done)
+        known = {one.digest for one in timings}
         waiting = [prompt for prompt in prompts if prompt.digest not in known]
         deadline = time.monotonic() + seconds
         if waiting:
@@ -137,15 +137,15 @@ class SideBySide:
                 with Standstill() as still:
                     answers = self._ask(prompt, number)
                 if still.longest_s < STANDSTILL_S:
-                    found += answers
+                    timings += answers
                     break
                 deadline += still.longest_s
-            tell(found)
-        return found
+            tell(timings)
+        return timings
 
     def _ask(self, prompt: AskedPrompt, number: int) -> list[AnswerTiming]:
         """Answer one prompt with every arm at every temperature; who goes first changes from prompt to prompt."""
-        found = list[AnswerTiming]()
+        timings = list[AnswerTiming]()
         turn = number % len(self.arms)
         for temperature in TEMPERATURES:
             outputs = {
@@ -153,8 +153,8 @@ class SideBySide:
                 for arm in (*self.arms[turn:], *self.arms[:turn])
             }
             plain = outputs[self.arms[0].name]
-            found += [self._timing(prompt, temperature, name, output, plain) for name, output in outputs.items()]
-        return found
+            timings += [self._timing(prompt, temperature, name, output, plain) for name, output in outputs.items()]
+        return timings
 
     def _answer(self, arm: SpeedupArm, prompt: AskedPrompt, temperature: float, tokens: int) -> RequestOutput:
         params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=7)

@@ -127,13 +127,13 @@ def serving_lines(
     if config is not None:
         here += ["--drafter", config["method"]]
         here += ["--drafter-model", config["model"]] if "model" in config else []
-    found: dict[str, dict[str, Any]] = {"forerun": {"lines": [shlex.join(here)], "notes": []}}
+    lines: dict[str, dict[str, Any]] = {"forerun": {"lines": [shlex.join(here)], "notes": []}}
     for engine in ELSEWHERE:
         try:
-            found[engine] = _elsewhere(engine, model, folder, config, forecasts)
+            lines[engine] = _elsewhere(engine, model, folder, config, forecasts)
         except ForerunError as error:
-            found[engine] = {"lines": [], "notes": [first_line(error)]}
-    return found
+            lines[engine] = {"lines": [], "notes": [first_line(error)]}
+    return lines
 
 
 def _elsewhere(
@@ -239,10 +239,10 @@ def _rows(found: Mapping[str, Any]) -> Iterable[dict[str, Any]]:
 
 def _best_evaluation(training: Mapping[str, Any]) -> Mapping[str, float] | None:
     """Return the evaluation of the weights that were kept; None where a kind of head is evaluated otherwise, or not."""
-    found = [
+    evaluations = [
         one for one in training.get("evaluations", []) if {"chain_t0", "tree_t0", "chain_t1", "tree_t1"} <= set(one)
     ]
-    return max(found, key=lambda one: one["chain_t0"], default=None)
+    return max(evaluations, key=lambda one: one["chain_t0"], default=None)
 
 
 def _categories(figures: Mapping[str, Any]) -> Iterable[dict[str, Any]]:

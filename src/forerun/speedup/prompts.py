@@ -88,7 +88,7 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
 
     Without a chat `template` the model goes on with the text of each question. DataError: nothing is usable.
     """
-    bad, found = BadRecords(skip=True), dict[str, SpeedupPrompt]()
+    bad, by_digest = BadRecords(skip=True), dict[str, SpeedupPrompt]()
     for path in files:
         for record in read_records(path, bad):
             entry = _entry(record, template=template)
@@ -97,11 +97,11 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
                 continue
             said = entry.get("messages") or entry.get("text") or entry.get("prompt_token_ids")
             digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-            found.setdefault(digest, SpeedupPrompt(digest=digest, category=record.category or "all", entry=entry))
-    if not found:
+            by_digest.setdefault(digest, SpeedupPrompt(digest=digest, category=record.category or "all", entry=entry))
+    if not by_digest:
         reason = f": {bad.examples[0]}" if bad.examples else ""
         raise DataError(f"{', '.join(map(str, files))}: no entry could be used as a prompt{reason}")
-    return _with_few_categories(list(found.values())), bad.count
+    return _with_few_categories(list(by_digest.values())), bad.count
 
 
 def _entry(record: Record, *, template: bool) -> dict[str, Any] | None:
@@ -249,7 +249,7 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jsonl"))]
     lines = [json.loads(line) for text in texts for line in text.splitlines()]
     empty = sum("messages" in line and not str(line["messages"][-1]["content"]).strip() for line in lines)
-    total, circles, found = len(lines), 0, dict[str, Any](tokens=0, reason="")
+    total, circles, counts = len(lines), 0, dict[str, Any](tokens=0, reason="")
     try:
         for part in ("train", "trial"):
             files = [path for path in sorted(folder.glob(f"{part}-*.jsonl")) if path.stat().st_size]
@@ -258,13 +258,13 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
             documents = [data.document(index) for index in range(len(data))]
             circles += sum(runs_in_circles(tokens[mask != 0]) for tokens, mask in documents)
             if part == "train":
-                found["tokens"] = data.manifest["counts"]["counted_tokens"]
+                counts["tokens"] = data.manifest["counts"]["counted_tokens"]
     except DataError as error:
-        found["reason"] = f"there is nothing that a head could learn: {first_line(error)}"
+        counts["reason"] = f"there is nothing that a head could learn: {first_line(error)}"
     if total and max(empty, circles) > MOST * total:
         what = "are empty" if empty > circles else "go in circles"
-        found["reason"] = f"{max(empty, circles) / total:.0%} of the completions {what}: no head is trained on them"
-    return {**found, "empty": empty, "circles": circles, "notes": _notes(empty, circles, total)}
+        counts["reason"] = f"{max(empty, circles) / total:.0%} of the completions {what}: no head is trained on them"
+    return {**counts, "empty": empty, "circles": circles, "notes": _notes(empty, circles, total)}
 
 
 def _notes(empty: int, circles: int, total: int) -> list[str]:

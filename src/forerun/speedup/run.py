@@ -137,7 +137,7 @@ class SpeedupRun:
 
     def plan(self) -> list[dict[str, Any]]:
         """Return the stages with the minutes that each is expected to take, or took."""
-        budget, found = self.request.budget_s, list[dict[str, Any]]()
+        budget, stages = self.request.budget_s, list[dict[str, Any]]()
         spent = sum(self.read(one.name)["seconds"] for one in STAGES if self.done(one.name) and one.name != "training")
         shares = {stage.name: 0.0 if self.done(stage.name) else self._share(stage) for stage in STAGES}
         left = budget - spent - sum(shares.values()) * budget
@@ -147,8 +147,8 @@ class SpeedupRun:
                 seconds = self._training_seconds(max(0.0, left))
             done = self.done(stage.name)
             minutes = round((self.read(stage.name)["seconds"] if done else seconds) / 60, 2)
-            found.append({"stage": stage.name, "what": stage.words, "minutes": minutes, "done": done})
-        return found
+            stages.append({"stage": stage.name, "what": stage.words, "minutes": minutes, "done": done})
+        return stages
 
     def _share(self, stage: SpeedupStage) -> float:
         """Return the share of the budget that a stage may take; 0: as long as it takes."""
@@ -335,13 +335,13 @@ class SpeedupRun:
         parts = {"trial": self.part("trial"), "train": self.part("train")}
         folder = self.folder / "answers"
         with self.console.busy("answering") as tell:
-            found = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, tell=tell)
-        found |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.request.model)
-        tokens = found["tokens"]
-        self.console.say(f"  {found['answered']:,} completions, {tokens:,} tokens to learn")
-        for note in found["notes"]:
+            counts = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, tell=tell)
+        counts |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.request.model)
+        tokens = counts["tokens"]
+        self.console.say(f"  {counts['answered']:,} completions, {tokens:,} tokens to learn")
+        for note in counts["notes"]:
             self.console.say(f"  {note}")
-        return found
+        return counts
 
     def _free(self) -> dict[str, Any]:
         seconds = SETTINGS.free_share * self.request.budget_s
@@ -387,22 +387,22 @@ class SpeedupRun:
         most = max(1, min(SETTINGS.forecast_prompts, int(SETTINGS.forecast_share * seconds / each_s)))
         answers = EncodedPrompts.of(self.llm, chosen, limit=most, **how)
         try:
-            found = measure_drafter(self.llm, config, answers, tell)
+            measured = measure_drafter(self.llm, config, answers, tell)
         except ForerunError as error:
             return {"reason": first_line(error)}
-        best = make_plan(found.load(cost, rows=1)).best
+        best = make_plan(measured.load(cost, rows=1)).best
         return {
             "speedup": round(best.speedup, 4),
             "draft_length": best.k,
             "tokens_per_pass": round(best.tokens_per_pass, 4),
-            "acceptance": [round(rate, 4) for rate in found.trial.survival[:8]],
-            "fixed_ms": round(found.draft.fixed_ms, 4),
-            "level_ms": round(found.draft.level_ms, 4),
+            "acceptance": [round(rate, 4) for rate in measured.trial.survival[:8]],
+            "fixed_ms": round(measured.draft.fixed_ms, 4),
+            "level_ms": round(measured.draft.level_ms, 4),
         }
 
     def asked_prompts(self, name: str) -> list[AskedPrompt]:
         """Return the prompts of a part as the engine takes them; those that are too long are left out."""
-        found = list[AskedPrompt]()
+        asked = list[AskedPrompt]()
         room = self.llm.max_model_len - self.request.compared_tokens
         for prompt in take_turns(self.part(name)):
             try:
@@ -411,10 +411,10 @@ class SpeedupRun:
                 continue
             if 0 < len(ids) <= room:
                 taken = {"prompt_token_ids": ids}
-                found.append(AskedPrompt(digest=prompt.digest, category=prompt.category, prompt=taken))
-        if not found:
+                asked.append(AskedPrompt(digest=prompt.digest, category=prompt.category, prompt=taken))
+        if not asked:
             raise DataError(f"none of the {name.replace('_', ' ')} prompts fits {room} tokens; give shorter ones")
-        return found
+        return asked
 
     def _ids(self, prompt: SpeedupPrompt) -> list[int]:
         if prompt.answered:
@@ -428,12 +428,12 @@ class SpeedupRun:
         left = self.request.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
         left *= SETTINGS.steps_share
         if answers["reason"]:
-            found = HeadChoice(best=None, train=False, reason=answers["reason"])
+            choice = HeadChoice(best=None, train=False, reason=answers["reason"])
             considered = list[dict[str, Any]]()
         else:
             speeds = free_speeds(free)
             with self.console.busy("measuring an untrained head") as tell:
-                found, considered = choose_for(
+                choice, considered = choose_for(
                     self.llm,
                     self.request,
                     self.cost(),
@@ -444,8 +444,8 @@ class SpeedupRun:
                     tell=tell,
                 )
                 self.release()
-        self.console.say(f"  {'train' if found.train else 'train nothing'}: {found.reason}")
-        return {**found.record(), "training_seconds": round(left, 1), "considered": considered}
+        self.console.say(f"  {'train' if choice.train else 'train nothing'}: {choice.reason}")
+        return {**choice.record(), "training_seconds": round(left, 1), "considered": considered}
 
     def _training(self) -> dict[str, Any]:
         choice = self.read("choice")
@@ -495,9 +495,9 @@ class SpeedupRun:
         }
 
     def _result(self) -> dict[str, Any]:
-        found = {stage.name: self.read(stage.name) for stage in STAGES if stage.name != RESULT}
-        verdict = verdict_of(found)
-        lines = serving_lines(self.request.model, self.folder.resolve(), verdict, found["comparison"]["forecasts"])
+        outcomes = {stage.name: self.read(stage.name) for stage in STAGES if stage.name != RESULT}
+        verdict = verdict_of(outcomes)
+        lines = serving_lines(self.request.model, self.folder.resolve(), verdict, outcomes["comparison"]["forecasts"])
         result = {
             "model": self.request.model,
             "output": str(self.folder),
@@ -507,7 +507,7 @@ class SpeedupRun:
             "serve": lines,
             "page": str(self.folder / "page.html"),
         }
-        write_page(self.folder, result, found)
+        write_page(self.folder, result, outcomes)
         return result
 
 
@@ -577,11 +577,11 @@ def count_weights(directory: Path) -> int:
 
 def free_speeds(free: Mapping[str, Any]) -> dict[str, FreeSpeed]:
     """Return how fast each category is with the best free drafter at T = 0, and its share of plain decoding's time."""
-    found = dict[str, FreeSpeed]()
+    speeds = dict[str, FreeSpeed]()
     for category, figures in free["figures"][free["best"]]["0"]["categories"].items():
         share = figures["prompts"] / figures["plain_tokens_per_second"]
-        found[category] = FreeSpeed(speedup=max(1.0, figures["speedup"]), share=share)
-    return found
+        speeds[category] = FreeSpeed(speedup=max(1.0, figures["speedup"]), share=share)
+    return speeds
 
 
 def _count(timings: list[AnswerTiming], arms: list[SpeedupArm] | tuple[SpeedupArm, ...]) -> str:
@@ -592,5 +592,5 @@ def _kept(path: Path, arms: list[SpeedupArm]) -> list[AnswerTiming]:
     """Return the completions that an interrupted measurement left, unless they are of other arms."""
     if not path.is_file():
         return []
-    found = [AnswerTiming(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
-    return found if {one.arm for one in found} == {arm.name for arm in arms} else []
+    timings = [AnswerTiming(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    return timings if {one.arm for one in timings} == {arm.name for arm in arms} else []

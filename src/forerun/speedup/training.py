@@ -148,10 +148,10 @@ class HeadChoice:
     def record(self) -> dict[str, Any]:
         """Return the choice as a JSON object."""
         best = self.best
-        found: dict[str, Any] = {"train": self.train, "reason": self.reason}
+        fields: dict[str, Any] = {"train": self.train, "reason": self.reason}
         if best is None:
-            return found
-        return found | {
+            return fields
+        return fields | {
             "kind": best.shape.kind,
             "draft_vocab_size": best.shape.vocab_size,
             "coverage": round(best.shape.coverage, 4),
@@ -358,8 +358,8 @@ class HeadTraining:
         lines = (Path(self.recipe.output) / "log.jsonl").read_text(encoding="utf-8").splitlines()
         entries = [json.loads(line) for line in lines]
         losses = [[one["step"], one["loss"]] for one in entries if one.get("loss") is not None]
-        found = [
+        evaluations = [
             {"step": one["step"], **{name[5:]: value for name, value in one.items() if name.startswith("eval/")}}
             for one in entries
         ]
-        return {"losses": losses, "evaluations": [one for one in found if len(one) > 1]}
+        return {"losses": losses, "evaluations": [one for one in evaluations if len(one) > 1]}

@@ -183,12 +183,12 @@ class DistillObjective(DraftModelObjective):
             shares = most_to_gain(
                 figures.losses.view_as(counts), learnt.losses.view_as(counts), counts, self.settings.keep
             )
-        found = self.distance(self.draft, states, shares, last)
-        figures = figures or found
+        vocabulary_loss = self.distance(self.draft, states, shares, last)
+        figures = figures or vocabulary_loss
         seen = counts.sum().float()
         return LossReport(
-            loss=found.loss,
-            weight=found.weights.sum(),
+            loss=vocabulary_loss.loss,
+            weight=vocabulary_loss.weights.sum(),
             metrics={"acceptance_0": (figures.agrees.sum(), seen), "overlap_0": (figures.overlap.sum(), seen)},
         )
 

@@ -84,13 +84,13 @@ class LayerSkipObjective(Objective):
             final = self.reader.states(batch.batch)
         weights = exit_weights(exits, last, self.settings.exit_scale)
         counts = mark_counted(batch.batch, -1)
-        found = {place: self._loss(self._norm(states[place]), counts, batch) for place in exits}
-        found[last] = self._loss(final, counts, batch)
-        total = torch.stack([weights[place] * one.loss for place, one in found.items()]).sum()
+        by_exit = {place: self._loss(self._norm(states[place]), counts, batch) for place in exits}
+        by_exit[last] = self._loss(final, counts, batch)
+        total = torch.stack([weights[place] * one.loss for place, one in by_exit.items()]).sum()
         seen, nothing = counts.sum().float(), total.new_zeros(())
-        metrics = {"last_layer_loss": (found[last].loss.detach(), seen)}
+        metrics = {"last_layer_loss": (by_exit[last].loss.detach(), seen)}
         for place in range(1, last + 1):
-            one = found.get(place)
+            one = by_exit.get(place)
             for name in ("agrees", "overlap"):
                 value = (nothing, nothing) if one is None else (getattr(one, name).sum(), seen)
                 metrics[f"{name}_{place}"] = value

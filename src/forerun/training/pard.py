@@ -92,13 +92,13 @@ class PardObjective(DraftModelObjective):
         settings, (masked, states) = self.settings, self.masked(batch)
         weights = self._weights(masked, batch)
         following = masked.following(batch.features[LAST_HIDDEN])
-        found = self.distance(self.draft, states, weights, following, frozen=not settings.target_weight)
-        loss = settings.target_weight * found.loss
+        vocabulary_loss = self.distance(self.draft, states, weights, following, frozen=not settings.target_weight)
+        loss = settings.target_weight * vocabulary_loss.loss
         if settings.data_weight:
             hidden, weight = self.draft.linear(states, len(self.target.lm_head))
             wanted = masked.following(shift_left(batch.batch.tokens, 1, 0))
             loss = loss + settings.data_weight * hard_loss(hidden, weight, weights.flatten(), wanted.flatten()).loss
-        agrees, overlap = (part.view(weights.shape) for part in (found.agrees, found.overlap))
+        agrees, overlap = (part.view(weights.shape) for part in (vocabulary_loss.agrees, vocabulary_loss.overlap))
         return LossReport(loss=loss, weight=weights.sum(), metrics=masked.metrics(agrees, overlap, settings))
 
     def masked(self, batch: FeatureBatch) -> tuple[Masked, Tensor]:

@@ -252,7 +252,7 @@ def make_recipe(kind: str, values: Mapping[str, Any]) -> TrainRecipe[Any]:
     try:
         return TypeAdapter(recipe_of[settings]).validate_json(plain)
     except ValidationError as error:
-        raise ArgumentError("; ".join(_complaint(found, settings) for found in error.errors())) from None
+        raise ArgumentError("; ".join(_complaint(problem, settings) for problem in error.errors())) from None
 
 
 def to_plain(recipe: TrainRecipe[Any]) -> dict[str, Any]:
@@ -267,11 +267,11 @@ MAY_CHANGE = ("output", "trackers", "target_parallel", "evaluation.settings.rows
 
 def flatten(recipe: Any, where: str = "") -> dict[str, Any]:
     """Return all values of a recipe by their full keys, such as ``objective.steps``."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for item in dataclasses.fields(recipe):
         value, key = getattr(recipe, item.name), where + item.name
-        found |= flatten(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
-    return found
+        values |= flatten(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: value}
+    return values
 
 
 def _complaint(found: Mapping[str, Any], settings: type) -> str:
@@ -307,12 +307,12 @@ def _type_at(path: Sequence[str], settings: type) -> Any:
 
 def _keys(made: type, settings: type, where: str = "") -> list[str]:
     """Return the whole keys of a recipe, such as ``training.steps``, for an objective with these `settings`."""
-    hints, found = typing.get_type_hints(made), list[str]()
+    hints, names = typing.get_type_hints(made), list[str]()
     for item in dataclasses.fields(made):
         hint = settings if item.name == "objective" else hints[item.name]
         key = where + item.name
-        found += _keys(hint, settings, f"{key}.") if dataclasses.is_dataclass(hint) else [key]
-    return found
+        names += _keys(hint, settings, f"{key}.") if dataclasses.is_dataclass(hint) else [key]
+    return names
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]

@@ -182,7 +182,7 @@ class TrainingRun:
         represented by hashes of their content.
         """
         values = flatten(self.recipe).items()
-        found = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
+        fixed = {key: value for key, value in values if key not in MAY_CHANGE and not key.startswith("training.")}
         contents = {
             **hash_checkpoints({"target": self.recipe.target}),
             "data": self.data.hash,
@@ -190,13 +190,13 @@ class TrainingRun:
         }
         if self.held_out is not None:
             contents["evaluation.prompts"] = self.held_out.hash
-        found |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
+        fixed |= {key: f"sha256 {digest[:16]}" for key, digest in contents.items()}
         if isinstance(self.batches.source, FeatureStore):
             stored = self.batches.source.manifest
-            found["features"] = f"{stored.dtype} by {stored.source}"
+            fixed["features"] = f"{stored.dtype} by {stored.source}"
         # Twice as many processes with half the rows each have the same batches.
-        found["windows.rows x processes"] = found.pop("windows.rows") * self.parallel.world
-        return found
+        fixed["windows.rows x processes"] = fixed.pop("windows.rows") * self.parallel.world
+        return fixed
 
     def export(self, weights: Path) -> tuple[str, ...]:
         """Write the weights of a checkpoint as drafters, in a format that most engines load, and return the names of
@@ -253,9 +253,9 @@ class RunBatches(Batches):
             windows = partial(self._windows, member, world)
             first_row = member * self.windows.rows
             tokens = windows(step) if self.writer is None else self.writer.batch(windows, step, first_row)
-            found = self.source.features(tokens)
+            features = self.source.features(tokens)
             if member == rank:
-                mine = found
+                mine = features
         return dataclasses.replace(mine, number=step)
 
     def close(self) -> None:
@@ -351,29 +351,29 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
     A prompt is the text before the first counted token. If a document counts from its first token on, it is the first
     `wanted.prompt_tokens` tokens.
     """
-    found, shortest = list[list[int]](), 0
+    prompts, shortest = list[list[int]](), 0
     for index in range(len(data)):
         tokens, mask = data.document(index)
         # A conversation is not truncated: the target is never served one that is cut in the middle.
         length = int(mask.argmax()) or min(wanted.prompt_tokens, len(tokens))
         if length <= wanted.prompt_tokens:
-            found.append(tokens[:length].tolist())
+            prompts.append(tokens[:length].tolist())
         shortest = min(shortest or length, length)
-        if len(found) == wanted.count:
+        if len(prompts) == wanted.count:
             break
-    if not found:
+    if not prompts:
         raise DataError(
             f"evaluation.prompts={data.folder}: the prompts of all {len(data):,} documents are longer than "
             f"evaluation.prompt_tokens={wanted.prompt_tokens}; the shortest has {shortest:,} tokens: raise it, or give "
             "data with shorter prompts"
         )
-    if len(found) < min(wanted.count, len(data)):
+    if len(prompts) < min(wanted.count, len(data)):
         log.warning(
             "evaluation.prompts: %d of %d documents give a prompt of at most evaluation.prompt_tokens=%d tokens, fewer "
             "than evaluation.count=%d",
-            *(len(found), len(data), wanted.prompt_tokens, wanted.count),
+            *(len(prompts), len(data), wanted.prompt_tokens, wanted.count),
         )
-    return found
+    return prompts
 
 
 def evaluate(
@@ -398,17 +398,17 @@ def evaluate(
         "max_tokens": settings.max_tokens,
         "seed": settings.seed,
     }
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for temperature in (0, 1):
         params = SamplingParams(temperature=temperature, **plain)
         for name, config in shapes.items():
             each = _stats(llm, prompts, params, {**config, "adaptive": False})
             stats = SpeculationStats.sum(each)
-            found[f"{name}_t{temperature}"] = stats.mean_acceptance_length
+            figures[f"{name}_t{temperature}"] = stats.mean_acceptance_length
             if len(each) > 1:
-                found[f"{name}_t{temperature}{INTERVAL}"] = half_interval(each)
-            found |= {rate_name(name, temperature, d): rate for d, rate in enumerate(stats.acceptance_per_depth)}
-    return found
+                figures[f"{name}_t{temperature}{INTERVAL}"] = half_interval(each)
+            figures |= {rate_name(name, temperature, d): rate for d, rate in enumerate(stats.acceptance_per_depth)}
+    return figures
 
 
 def _stats(

@@ -129,14 +129,14 @@ State = dict[str, Tensor]
 
 def _of_layers(state: State, layers: Sequence[int]) -> State:
     """Return the weights of some layers, numbered anew, and all that belong to none."""
-    prefix, found = "model.layers.", State()
+    prefix, selected = "model.layers.", State()
     for name, value in state.items():
         number, _, rest = name.removeprefix(prefix).partition(".")
         if not name.startswith(prefix):
-            found[name] = value
+            selected[name] = value
         elif int(number) in layers:
-            found[f"{prefix}{layers.index(int(number))}.{rest}"] = value
-    return found
+            selected[f"{prefix}{layers.index(int(number))}.{rest}"] = value
+    return selected
 
 
 def _strongest(scores: Tensor, count: int) -> Tensor:
@@ -328,17 +328,17 @@ class TrainedHead(Trained):
                 what = "draft.start" if draft.start is not None else "the target"
                 raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
             if draft.start is None:
-                found = import_named(kind.in_target or "")(self.recipe.target)
+                checkpoint = import_named(kind.in_target or "")(self.recipe.target)
             else:
-                found = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
-            own = found.config.kind
+                checkpoint = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
+            own = checkpoint.config.kind
             if own != kind.stored_as:
                 raise ArgumentError(
                     f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
                 )
             if draft.start is not None:
-                check_fits(found.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
-            return found.build(torch.float32)
+                check_fits(checkpoint.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")
+            return checkpoint.build(torch.float32)
         config = kind.head.Config.for_target(kind.name, model, draft.vocab_size, draft.options)
         counts = token_counts(data, config.vocab_size) if config.reduced_vocabulary else None
         ids = None if counts is None else draft_vocabulary(counts, config.draft_vocab_size)

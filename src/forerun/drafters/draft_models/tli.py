@@ -114,9 +114,9 @@ def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes)
     needed = max(1, round(least * min(len(target), len(draft)) if least < 1 else least))
     if len(shared) >= needed:
         return
-    found = f"{len(shared)} common tokens, fewer than {needed}" if len(shared) else "no common tokens"
+    common = f"{len(shared)} common tokens, fewer than {needed}" if len(shared) else "no common tokens"
     remedy = "take the drafter slem, which compares text" + (", or lower min_shared" if len(shared) else "")
-    raise VocabularyMismatchError(f"the tokenizers of target {target!r} and draft {draft!r} have {found}; {remedy}")
+    raise VocabularyMismatchError(f"the tokenizers of target {target!r} and draft {draft!r} have {common}; {remedy}")
 
 
 class Dictionary:
@@ -139,8 +139,8 @@ class Dictionary:
         if token not in self._known:
             piece = self._target.of(token)
             same = self._encoder.token_bytes.ordinary.get(piece)
-            found = [span.id for span in self._encoder.encode(piece, opening=False)] if same is None else [same]
-            self._known[token] = [known for known in found if known < self._size]
+            draft_ids = [span.id for span in self._encoder.encode(piece, opening=False)] if same is None else [same]
+            self._known[token] = [known for known in draft_ids if known < self._size]
         return self._known[token]
 
 

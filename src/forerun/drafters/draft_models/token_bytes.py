@@ -63,10 +63,10 @@ class TokenBytes:
     def ordinary(self) -> dict[bytes, int]:
         """The token of each byte string; of several the one that is not ``<0xNN>``, then the lowest id."""
         ids = (token for token, piece in enumerate(self.table) if piece and token not in self.specials)
-        found: dict[bytes, int] = {}
+        by_bytes: dict[bytes, int] = {}
         for token in sorted(ids, key=lambda token: (token in self.fallbacks, token)):
-            found.setdefault(self.table[token], token)
-        return found
+            by_bytes.setdefault(self.table[token], token)
+        return by_bytes
 
     def counterparts(self, other: TokenBytes) -> dict[int, int]:
         """Map special tokens of this tokenizer to those of the other: by name, or else as end or beginning of text.
@@ -123,8 +123,8 @@ def _apply(steps: Iterable[dict[str, Any]], text: str) -> bytes:
     """Apply a decoder's steps to one token in the middle of a text."""
     for step in steps:
         kind = step["type"]
-        if kind == "ByteFallback" and (found := _BYTE.fullmatch(text)):
-            return bytes([int(found[1], 16)])
+        if kind == "ByteFallback" and (match := _BYTE.fullmatch(text)):
+            return bytes([int(match[1], 16)])
         if kind == "Replace" and "String" in step["pattern"]:
             text = text.replace(step["pattern"]["String"], step["content"])
         elif kind == "Metaspace":

@@ -184,8 +184,8 @@ class LookupDrafter(Drafter, Generic[D]):
         trees = list[TokenTree]()
         nodes = self.batch.nodes
         confidence = self.batch.confidence
-        found = self._advance(context.rows, context.tokens, budget)
-        for row, text, draft in zip(context.rows, context.tokens, found, strict=True):
+        drafts = self._advance(context.rows, context.tokens, budget)
+        for row, text, draft in zip(context.rows, context.tokens, drafts, strict=True):
             drafted = slice(1, draft[0])
             parents, sure = nodes[row, drafted, NODE_PARENT].tolist(), confidence[row, drafted].tolist()
             trees.append(TokenTree.of(text[-1], draft[drafted], parents, sure))

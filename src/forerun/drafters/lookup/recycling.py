@@ -163,16 +163,16 @@ class RecyclingDrafter(LearningDrafter[Drafted]):
         # (-survival, order of entry, parent, index among the ranks, survival of the parent, where, its successors)
         heap = list[tuple[float, int, int, int, float, Where, list[int]]]()
         if nodes > 0 and deepest > 0:
-            pair, found = memory.successors(before, root)
-            heap.append((-ranked[pair, True][0][0], 0, 0, 0, 1.0, (pair, True), found))
+            pair, successors = memory.successors(before, root)
+            heap.append((-ranked[pair, True][0][0], 0, 0, 0, 1.0, (pair, True), successors))
         while heap and len(tokens) <= nodes:
-            negative, order, parent, index, above, where, found = heapq.heappop(heap)
+            negative, order, parent, index, above, where, successors = heapq.heappop(heap)
             ranks = ranked[where]
             if index + 1 < len(ranks):
-                entry = -above * ranks[index + 1][0], order + 1, parent, index + 1, above, where, found
+                entry = -above * ranks[index + 1][0], order + 1, parent, index + 1, above, where, successors
                 heapq.heappush(heap, entry)
             _, rank, rate = ranks[index]
-            if (token := found[rank]) < 0:
+            if (token := successors[rank]) < 0:
                 continue
             node = len(tokens)
             tokens.append(token)

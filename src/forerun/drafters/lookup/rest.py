@@ -221,10 +221,10 @@ class RestDrafter(LearningDrafter[Drafted]):
             match = self.store.longest(tokens, shortest=config.min_match, longest=config.max_match)
             if match is None:
                 continue
-            found = self.store.continuations(match, min(config.num_speculative_tokens, depth), config.max_hits)
-            trie = merge(found, min(nodes, config.nodes))
+            continuations = self.store.continuations(match, min(config.num_speculative_tokens, depth), config.max_hits)
+            trie = merge(continuations, min(nodes, config.nodes))
             acceptance = self._estimates.of(context.salt(index))
-            evidence = [_evidence(trie, node, match.length, len(found)) for node in range(len(trie.tokens))]
+            evidence = [_evidence(trie, node, match.length, len(continuations)) for node in range(len(trie.tokens))]
             confidence = [acceptance.estimate(*one) for one in evidence]
             trees[index] = TokenTree.of(tokens[-1], trie.tokens, trie.parents, confidence)
             drafted = self._drafted[row_id] = Drafted(trees[index], acceptance)
@@ -275,25 +275,25 @@ def merge(continuations: NDArray[np.uint32], nodes: int) -> Trie:
     end early. Of equally frequent nodes the shallower is kept, then the one with the smaller parent, then with the
     smaller token.
     """
-    found = Trie(nodes)
+    trie = Trie(nodes)
     alive = continuations.astype(np.int64)
     owner = np.zeros(len(alive), np.int64)  # Last node of each continuation so far
     for depth in range(alive.shape[1]):
         if len(alive) <= _FEW:
-            _merge_few(alive[:, depth:].tolist(), owner.tolist(), found)
+            _merge_few(alive[:, depth:].tolist(), owner.tolist(), trie)
             break
         keys = (owner << 32) | alive[:, depth]
         distinct, counts = np.unique(keys, return_counts=True)
-        kept = ((distinct & _LOW) != SEPARATOR) & (counts > found.floor())
+        kept = ((distinct & _LOW) != SEPARATOR) & (counts > trie.floor())
         distinct, counts = distinct[kept], counts[kept]
         if not len(distinct):
             break
-        first = len(found.tokens) + 1
-        found.add(distinct.tolist(), counts.tolist())
+        first = len(trie.tokens) + 1
+        trie.add(distinct.tolist(), counts.tolist())
         index = np.searchsorted(distinct, keys).clip(max=len(distinct) - 1)
         lives = distinct[index] == keys
         owner, alive = first + index[lives], alive[lives]
-    return found.best()
+    return trie.best()
 
 
 def _merge_few(rows: list[list[int]], owner: list[int], found: Trie) -> None:

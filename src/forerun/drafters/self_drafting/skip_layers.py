@@ -143,16 +143,16 @@ class Space:
     def neighbour(self, skip: SkipSet, random: np.random.Generator) -> SkipSet:
         """Return the subset with one or two sub-layers exchanged or, without a fixed size, one added or removed."""
         inside, outside = sorted(skip), sorted(set(self.allowed) - skip)
-        found = set(skip)
+        changed = set(skip)
         for _ in range(int(random.integers(1, 3))):
             leave = self.size is not None or random.random() < 2 / 3
             enter = self.size is not None or not leave or random.random() < 0.5
             if leave:
-                found.discard(inside[int(random.integers(len(inside)))])
+                changed.discard(inside[int(random.integers(len(inside)))])
             if enter and outside:
-                found.add(outside[int(random.integers(len(outside)))])
-        valid = len(found) == self.size if self.size is not None else 0 < len(found) < len(self.allowed)
-        return frozenset(found) if valid else skip
+                changed.add(outside[int(random.integers(len(outside)))])
+        valid = len(changed) == self.size if self.size is not None else 0 < len(changed) < len(self.allowed)
+        return frozenset(changed) if valid else skip
 
 
 class SkipTrial(NamedTuple):
@@ -241,22 +241,22 @@ class SkipFile:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
         known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            found = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+            stored = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
         refuse(
             (
-                found.num_layers != target.num_layers,
-                f"{path} was tuned on {found.model} with {found.num_layers} layers; this model has "
+                stored.num_layers != target.num_layers,
+                f"{path} was tuned on {stored.model} with {stored.num_layers} layers; this model has "
                 f"{target.num_layers}. {remedy}",
             ),
             (
-                found.structure != structure_hash(target),
-                f"{path} was tuned on {found.model}, which is built differently. {remedy}",
+                stored.structure != structure_hash(target),
+                f"{path} was tuned on {stored.model}, which is built differently. {remedy}",
             ),
         )
-        return found
+        return stored
 
 
 def structure_hash(target: TransformersTarget) -> str:

@@ -94,7 +94,7 @@ def add_adapters(model: Any, values: Mapping[str, Any]) -> None:
                 "eagle_base_lora_start_layer also needs eagle_base_lora_target_modules, such as ['q_proj', 'v_proj']"
             )
         layer_of = {name: re.search(r"layers\.(\d+)\.", name) for name, _ in model.named_modules()}
-        late = [name for name, found in layer_of.items() if found and int(found[1]) >= start]
+        late = [name for name, number in layer_of.items() if number and int(number[1]) >= start]
         modules = [name for name in late if name.endswith(tuple(modules))]
     rank, alpha = values["eagle_base_lora_rank"], float(values["eagle_base_lora_alpha"])
     try:
@@ -123,10 +123,10 @@ def plain_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def write_adapters(state: Mapping[str, Tensor], values: Mapping[str, Any], folder: Path) -> None:
     """Write the adapters among the weights `state` of a model into a folder, as PEFT does."""
-    found = {name: tensor for name, tensor in state.items() if _ADAPTER.search(name)}
+    adapters = {name: tensor for name, tensor in state.items() if _ADAPTER.search(name)}
     tensors = {
         _PREFIX + _ADAPTER.sub(r".\1.weight", name): tensor.detach().cpu().contiguous()
-        for name, tensor in found.items()
+        for name, tensor in adapters.items()
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -222,13 +222,13 @@ def restore_head(model: Any, directory: Any, subfolder: str = "") -> Any:
         return model
     mode = read_mode(read_object(marker, "convert the base model anew", CheckpointError))
     text = loaded.config.get_text_config()
-    found = read_head(folder / mode.folder, num_layers=text.num_hidden_layers)
-    if (found.config.target_hidden_size, found.config.vocab_size) != (text.hidden_size, text.vocab_size):
+    stored = read_head(folder / mode.folder, num_layers=text.num_hidden_layers)
+    if (stored.config.target_hidden_size, stored.config.vocab_size) != (text.hidden_size, text.vocab_size):
         raise CheckpointError(
-            f"{folder / mode.folder} is the head of a model with {found.config.target_hidden_size} hidden units and "
-            f"{found.config.vocab_size} tokens; this one has {text.hidden_size} and {text.vocab_size}"
+            f"{folder / mode.folder} is the head of a model with {stored.config.target_hidden_size} hidden units and "
+            f"{stored.config.vocab_size} tokens; this one has {text.hidden_size} and {text.vocab_size}"
         )
-    _attach(loaded, found.build(), mode)
+    _attach(loaded, stored.build(), mode)
     if mode.lora:
         read_adapters(loaded, folder / LORA_FOLDER)
     loaded._convert_ready = loaded._convert_fresh = True
@@ -356,11 +356,13 @@ class ConvertedModel:
         folder = Path(directory)
         inside = folder / self._convert_mode.folder
         folder = inside if inside.is_dir() else folder
-        found = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
+        stored = read_head(folder, num_layers=cast(Any, self).config.get_text_config().num_hidden_layers)
         try:
-            if found.config.boundaries != self._convert_head.config.boundaries:
-                raise CheckpointError(f"it reads {found.config.boundaries}, not {self._convert_head.config.boundaries}")
-            self._convert_head.load_state_dict(dict(found.tensors))
+            if stored.config.boundaries != self._convert_head.config.boundaries:
+                raise CheckpointError(
+                    f"it reads {stored.config.boundaries}, not {self._convert_head.config.boundaries}"
+                )
+            self._convert_head.load_state_dict(dict(stored.tensors))
         except (RuntimeError, CheckpointError) as error:
             raise CheckpointError(f"the head in {folder} has another shape than this model's: {error}") from error
         self._convert_ready = self._convert_fresh = True
@@ -452,12 +454,12 @@ class ConvertedModel:
         batch = token_batch(given["input_ids"], **{name: given.get(name) for name in others})
         base_loss = None
         if self._convert_mode.offline or given.get("base_model_outputs") is not None:
-            found = self._stored_features(batch, given)
+            features = self._stored_features(batch, given)
         else:
-            found, base_loss = self._online_features(batch)
+            features, base_loss = self._online_features(batch)
         # transformers' own switch; its property changes its name between versions.
         saving = any(getattr(module, "gradient_checkpointing", False) for module in cast(Any, self).modules())
-        report = self._convert_objective(checkpointing=saving and torch.is_grad_enabled())(found)
+        report = self._convert_objective(checkpointing=saving and torch.is_grad_enabled())(features)
         self._convert_fresh = self._convert_fresh and not torch.is_grad_enabled()
         accuracy = None
         if self._convert_mode.report_accuracy:
@@ -477,14 +479,14 @@ class ConvertedModel:
         self._convert_reading = True
         try:
             if learns and mode.trains_base:
-                found = source.learning(batch)
-                return detached(found), learn_tokens(target, found)
+                features = source.learning(batch)
+                return detached(features), learn_tokens(target, features)
             if learns and mode.lora and self._convert_losses > mode.values["eagle_base_lora_warmup_steps"]:
                 with without_adapters(self):
                     before = source.features(batch)
-                found = source.learning(batch)
+                features = source.learning(batch)
                 weight = mode.values["eagle_base_lora_preservation_loss_weight"]
-                return found, weight * stay_close(target, found, before)
+                return features, weight * stay_close(target, features, before)
             return source.features(batch), None
         finally:
             self._convert_reading = False

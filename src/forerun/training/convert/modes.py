@@ -551,7 +551,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
     metadata = values.get("metadata") or {}
     stated = metadata.get("recipe_type") if isinstance(metadata, Mapping) else metadata
     refuse_unknown("metadata.recipe_type: there is no recipe", str(stated), TYPES)
-    name, found = TYPES[str(stated)], dict[str, Any]()
+    name, recipe = TYPES[str(stated)], dict[str, Any]()
     for key, value in _flat(values, name):
         if key in REFUSED:
             allowed, instead = REFUSED[key]
@@ -560,24 +560,24 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
                     f"{key} is {value!r}, of a recipe of ModelOpt's, which forerun cannot do: {instead}"
                 )
         elif key in RENAMED:
-            _put(found, RENAMED[key], value)
+            _put(recipe, RENAMED[key], value)
         elif key not in ANYTHING:
             known = [*RENAMED, *REFUSED, *ANYTHING]
             raise ArgumentError(
                 f"unknown key {key} in a recipe of ModelOpt's.{choices(key, known)} Ours are in docs/training.md"
             )
-    if "features" in found:
-        found["mode"] = "offline"
-    if found.get("training", {}).get("eval_every_steps", 0) < 0:
-        del found["training"]["eval_every_steps"]
+    if "features" in recipe:
+        recipe["mode"] = "offline"
+    if recipe.get("training", {}).get("eval_every_steps", 0) < 0:
+        del recipe["training"]["eval_every_steps"]
     mode = MODES[name](values.get(name) or {})
     if mode.trains_base or mode.lora:
         raise ArgumentError(
             f"{name}_freeze_base_model and {name}_base_lora are for forerun.modelopt.convert, whose model learns in a "
             "Trainer"
         )
-    objective = {**mode.settings(), **found.get("objective", {})}
-    return {**found, "kind": mode.kind, "draft": mode.draft(), "objective": objective}
+    objective = {**mode.settings(), **recipe.get("objective", {})}
+    return {**recipe, "kind": mode.kind, "draft": mode.draft(), "objective": objective}
 
 
 def _flat(values: Mapping[str, Any], mode: str) -> Iterator[tuple[str, Any]]:
@@ -591,10 +591,10 @@ def _flat(values: Mapping[str, Any], mode: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{section}.{key}", value) for key, value in (held or {}).items())
 
 
-def _put(found: dict[str, Any], path: str, value: Any) -> None:
+def _put(recipe: dict[str, Any], path: str, value: Any) -> None:
     """Set a key of a recipe, unless the value is none."""
     *sections, last = path.split(".")
     for section in sections:
-        found = found.setdefault(section, {})
+        recipe = recipe.setdefault(section, {})
     if value is not None:
-        found[last] = float(value) if last in REALS else value
+        recipe[last] = float(value) if last in REALS else value

@@ -174,21 +174,21 @@ class AnswerWriter:
     def _read(self, folder: Path, number: int, windows: Callable[[int], TokenBatch], first_row: int) -> TokenBatch:
         """Read rows of a batch that was written before, by however many processes."""
         like = windows(number)
-        found: dict[int, dict[str, Tensor]] = {}
+        by_row: dict[int, dict[str, Tensor]] = {}
         for path in folder.glob(f"{number}-*.npz"):
             start = int(path.stem.partition("-")[2])
             with np.load(path, allow_pickle=False) as arrays:
                 held = {name: torch.from_numpy(arrays[name]).to(like.tokens.device) for name in arrays.files}
-            found |= {
+            by_row |= {
                 start + row: {name: part[row] for name, part in held.items()} for row in range(len(held["tokens"]))
             }
         wanted = range(first_row, first_row + len(like.tokens))
-        if any(row not in found for row in wanted):
+        if any(row not in by_row for row in wanted):
             raise DataError(
                 f"{folder} lacks rows {wanted.start} to {wanted.stop - 1} of written batch {number}: the run that "
                 "is resumed wrote them here, on each machine those of its own processes. Put them back, or begin anew."
             )
-        return TokenBatch(**{name: torch.stack([found[row][name] for row in wanted]) for name in found[wanted.start]})
+        return TokenBatch(**{name: torch.stack([by_row[row][name] for row in wanted]) for name in by_row[wanted.start]})
 
 
 def _keep(batch: TokenBatch, path: Path) -> None:

@@ -255,8 +255,8 @@ class RecordEncoder:
         last = "content" if answer["content"] else "reasoning_content"
         marked = [*before, {**answer, last: f"{answer[last]}{_END}"}]
         prompt = self._render(before, record, add_generation_prompt=True, tokenize=False)
-        whole, found, _ = self._render(marked, record, tokenize=False).partition(_END)
-        if not found or not whole.startswith(prompt):
+        whole, end, _ = self._render(marked, record, tokenize=False).partition(_END)
+        if not end or not whole.startswith(prompt):
             raise DataError(
                 f"the last answer was cut off, and the chat template does not show its {last} behind the prompt as it "
                 "was written; let the target write longer answers (forerun data regenerate --max-tokens)"

@@ -104,9 +104,9 @@ def usable_records(path: Path, bad: BadRecords, make: Callable[[Record], Made]) 
 def _usable(
     entries: Iterable[Entry], source: str, bad: BadRecords, make: Callable[[Record], Made]
 ) -> Iterator[tuple[Record, Made]]:
-    found, skipped_before, short = False, bad.count, Path(source).name
+    any_entry, skipped_before, short = False, bad.count, Path(source).name
     for name, number, value in entries:
-        found, where = True, f"{source}, {name}" if name else source
+        any_entry, where = True, f"{source}, {name}" if name else source
         try:
             record = _record(value, where, f"{short}:{number}" if name else short)
             _check_characters(record)
@@ -115,7 +115,7 @@ def _usable(
             bad.report(f"{where}: {error}")
         else:
             yield record, made
-    if not found and bad.count == skipped_before:
+    if not any_entry and bad.count == skipped_before:
         raise DataError(f"data file {source} holds no record")
 
 
@@ -340,14 +340,14 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
 
 def _arguments(text: str, number: int) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:
         raise DataError(
             f"message {number} calls a tool with arguments that are no JSON ({first_line(error)})"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(arguments, dict):
         raise DataError(f"message {number} calls a tool with arguments that are no JSON object: {text[:80]!r}")
-    return found
+    return arguments
 
 
 def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str, str] | None]:

@@ -267,10 +267,10 @@ def _read_finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
     """Return what was asked, by id, from an earlier run's output, if there is one. Raises DataError if the file is
     something else.
     """
-    found, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
+    finished, alike = dict[str, list[Mapping[str, Any]]](), dict[str, Mapping[str, Any]]()
     for name, asked in read_lines(path, "record", lambda line: (str(line["id"]), dict(line["asked"]))):
-        found.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
-    return found
+        finished.setdefault(name, []).append(alike.setdefault(json.dumps(asked, sort_keys=True), asked))
+    return finished
 
 
 def read_lines(path: Path, what: str, read: Callable[[Any], T]) -> Iterator[T]:
@@ -284,12 +284,12 @@ def read_lines(path: Path, what: str, read: Callable[[Any], T]) -> Iterator[T]:
             if not line.endswith(b"\n"):
                 break
             try:
-                found = read(json.loads(line))
+                item = read(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"{path}, line {number} is no {what} of an earlier run; choose another --output"
                 ) from error
-            yield found
+            yield item
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -384,16 +384,16 @@ class Director:
         the settings.
         """
         said = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "prompt": hashlib.sha256(said.encode()).hexdigest()[:16],
             "by": self.by,
             **{name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")},
         }
         if record.messages:
-            found["chat_template_kwargs"] = dict(self.variables)
+            settings["chat_template_kwargs"] = dict(self.variables)
         else:
-            found["prompt_tokens"] = self.prompt_tokens
-        return {name: value for name, value in found.items() if value not in (None, "", {})}
+            settings["prompt_tokens"] = self.prompt_tokens
+        return {name: value for name, value in settings.items() if value not in (None, "", {})}
 
     def script(self, record: Record) -> Script:
         """Return the questions of one record; advancing it raises DataError where nothing can be
@@ -462,18 +462,18 @@ class Director:
 
 def _askable(messages: Sequence[Message]) -> list[Message]:
     """Return the messages before the first that calls a tool or reports from one."""
-    found = list[Message]()
+    askable = list[Message]()
     for message in messages:
         reports = message["role"] == "tool"
         if reports or message.get("tool_calls") or message.get("function_call"):
             # Whoever spoke before a report called the tool, in a way that this format does not mark.
-            while found and reports and found[-1]["role"] == "assistant":
-                found.pop()
-            while found and found[-1]["role"] != "assistant":
-                found.pop()
+            while askable and reports and askable[-1]["role"] == "assistant":
+                askable.pop()
+            while askable and askable[-1]["role"] != "assistant":
+                askable.pop()
             break
-        found.append(message)
-    return found
+        askable.append(message)
+    return askable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,9 +140,9 @@ class PreparedData:
     def _map(self, name: str, length: int) -> NDArray[Any]:
         path, kind = self.folder / f"{name}.bin", PARTS[name]
         expected = length * kind.itemsize
-        found = path.stat().st_size if path.is_file() else None
-        if found != expected:
-            state = "is missing" if found is None else f"has {found:,} bytes"
+        actual = path.stat().st_size if path.is_file() else None
+        if actual != expected:
+            state = "is missing" if actual is None else f"has {actual:,} bytes"
             raise DataError(f"{path} {state}, the manifest says {expected:,}; prepare the data again")
         if hash_file(path) != self.manifest["content"][name]:
             raise DataError(f"{path} has changed since it was written: its checksum does not fit; prepare it again")
@@ -255,12 +255,12 @@ def draft_coverage(data: PreparedData, vocab_size: int, sizes: Sequence[int]) ->
     for index in range(min(FIFTH, len(data)) - 1, len(data), FIFTH):
         tokens, mask = data.document(index)
         held_out += np.bincount(tokens[(mask != 0) & (tokens != UNWRITTEN)], minlength=vocab_size)
-    unseen, found = torch.from_numpy(held_out), list[DraftCoverage]()
+    unseen, coverages = torch.from_numpy(held_out), list[DraftCoverage]()
     for size in sizes:
         whole = coverage(counts, draft_vocabulary(counts, size))
         other = coverage(unseen, draft_vocabulary(counts - unseen, size)) if len(data) > 1 else None
-        found.append(DraftCoverage(size=size, coverage=whole, held_out_coverage=other))
-    return found
+        coverages.append(DraftCoverage(size=size, coverage=whole, held_out_coverage=other))
+    return coverages
 
 
 BUCKET = 2048  # Segments that are sorted and packed together: large enough to fill windows, small enough to stay random
@@ -318,7 +318,7 @@ class PackedWindows:
         """
         if step < 0 or not 0 <= rank < world:
             raise ArgumentError(f"step must be at least 0 and rank below world, got {step}, {rank} of {world}")
-        found = []
+        segments = []
         epoch, step = divmod(step, self.steps_per_epoch(world))
         if self._order[0] != epoch:
             self._order = (epoch, np.random.default_rng([self.seed, 1, epoch]).permutation(len(self)))
@@ -327,9 +327,9 @@ class PackedWindows:
             column = 0
             for number in self._windows[self._order[1][(first + row) % len(self)]]:
                 document, offset, length = self._segments[number].tolist()
-                found.append(Segment(row=row, column=column, document=document, offset=offset, length=length))
+                segments.append(Segment(row=row, column=column, document=document, offset=offset, length=length))
                 column += length
-        return found
+        return segments
 
     def batch(self, step: int, rank: int = 0, world: int = 1) -> TokenBatch:
         """Return one process's rows of a step, B = `rows`, S = `length`; ArgumentError for a

@@ -79,15 +79,15 @@ class OnlineFeatures:
                     "that reads the last state alone"
                 )
         states = {**{boundary: caught[boundary] for boundary in self.boundaries}, LAST_HIDDEN: last}
-        found = {boundary: one.restore(value.to(device)) for boundary, value in states.items()}
-        return FeatureBatch(batch=batch, features=found)
+        by_boundary = {boundary: one.restore(value.to(device)) for boundary, value in states.items()}
+        return FeatureBatch(batch=batch, features=by_boundary)
 
     def documents(self, documents: Sequence[Sequence[int]]) -> list[dict[Boundary, Tensor]]:
         """Return the states (L, Ht) of whole documents, one document per row of one pass."""
         batch = batch_of(documents)
-        found = self.features(batch).features
+        features = self.features(batch).features
         lengths = enumerate(map(len, documents))
-        return [{boundary: states[row, :length] for boundary, states in found.items()} for row, length in lengths]
+        return [{boundary: states[row, :length] for boundary, states in features.items()} for row, length in lengths]
 
     def _run(self, inputs: dict[str, Any]) -> Tensor:
         """Return the states (B, S, Ht) after the final norm."""
@@ -234,11 +234,11 @@ def reference_states(model: Any, tokens: Sequence[int]) -> dict[Boundary, Tensor
             hooks.enter_context(layer.register_forward_hook(lambda _, given, output: calls.append((given, output))))
         states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
     (entered, first), last = calls[0], _states_of(calls[-1][1])
-    found = dict(enumerate(states[:-1]))
+    by_boundary = dict(enumerate(states[:-1]))
     if len(layers) > 1 and torch.equal(states[0], _states_of(first)):
-        found = {0: entered[0], **dict(enumerate(states[:-1], start=1))}
-    found |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}
-    return {boundary: value[0].cpu() for boundary, value in found.items()}
+        by_boundary = {0: entered[0], **dict(enumerate(states[:-1], start=1))}
+    by_boundary |= {config.num_hidden_layers: last, LAST_HIDDEN: states[-1]}
+    return {boundary: value[0].cpu() for boundary, value in by_boundary.items()}
 
 
 def _states_of(output: Any) -> Tensor:

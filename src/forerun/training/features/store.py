@@ -222,13 +222,13 @@ class FeatureStore:
         Padding is zero. A segment with an offset gets states that saw everything before it, as the
         head meets them when it drafts; `OnlineFeatures` sees the segment alone.
         """
-        batch, found = windows.batch(step, rank, world), dict[Boundary, Tensor]()
+        batch, by_boundary = windows.batch(step, rank, world), dict[Boundary, Tensor]()
         for segment in windows.segments(step, rank, world):
             for boundary, values in self.read(segment.document, segment.offset, segment.length).items():
-                if boundary not in found:
-                    found[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
-                found[boundary][segment.row, segment.column : segment.column + segment.length] = values
-        return FeatureBatch(batch=batch, features=found)
+                if boundary not in by_boundary:
+                    by_boundary[boundary] = values.new_zeros(*batch.tokens.shape, values.shape[-1])
+                by_boundary[boundary][segment.row, segment.column : segment.column + segment.length] = values
+        return FeatureBatch(batch=batch, features=by_boundary)
 
 
 class Shard:
@@ -237,10 +237,10 @@ class Shard:
     def __init__(self, record: Path, manifest: FeatureManifest) -> None:
         """Read the record; DataError, with both sizes, if the shard was cut short or changed."""
         self.path = record.with_suffix(".bin")
-        found = read_sealed(record, _remedy(self.path))
-        self.documents: list[int] = found["documents"]  # In the order in which they stand in the file
-        self.lengths: list[int] = found["lengths"]
-        self.checksums: list[int] = found["crc32"]  # CRC-32 of each document's records
+        stored = read_sealed(record, _remedy(self.path))
+        self.documents: list[int] = stored["documents"]  # In the order in which they stand in the file
+        self.lengths: list[int] = stored["lengths"]
+        self.checksums: list[int] = stored["crc32"]  # CRC-32 of each document's records
         actual = self.path.stat().st_size if self.path.exists() else 0
         expected = sum(self.lengths) * manifest.record_bytes
         if actual != expected:
@@ -280,15 +280,15 @@ def decode(records: Records, manifest: FeatureManifest) -> dict[Boundary, Tensor
     stored, layers = DTYPES[manifest.dtype], (*manifest.boundaries, LAST_HIDDEN)
     raw = torch.from_numpy(records)
     width = manifest.hidden_size * stored.itemsize
-    found = {}
+    by_boundary = {}
     for index, boundary in enumerate(layers):
         states = raw[:, index * width : (index + 1) * width].contiguous().view(stored)
         if stored == torch.float8_e4m3fn:
             start = len(layers) * width + index * SCALE_BYTES
             scales = raw[:, start : start + SCALE_BYTES].contiguous().view(torch.float32)
             states = (states.float() * scales).to(torch.bfloat16)
-        found[boundary] = states
-    return found
+        by_boundary[boundary] = states
+    return by_boundary
 
 
 def _remedy(path: Path) -> str:
@@ -391,10 +391,12 @@ class FeatureManifest:
         other = [name for name in names if getattr(self, name) != getattr(wanted, name)]
         if other:
             shown = {name: (_format_value(getattr(self, name)), _format_value(getattr(wanted, name))) for name in other}
-            found = "; ".join(f"{name}: stored {stored}, wanted {asked}" for name, (stored, asked) in shown.items())
+            differences = "; ".join(
+                f"{name}: stored {stored}, wanted {asked}" for name, (stored, asked) in shown.items()
+            )
             raise DataError(
                 f"the features in {directory} (of {self.target}) do not belong to this run on {wanted.target}. "
-                f"{found}. Extract them again into another directory, or use what they were made from."
+                f"{differences}. Extract them again into another directory, or use what they were made from."
             )
 
 
@@ -506,8 +508,8 @@ def find_loaded(target: str | Path) -> Path:
     from huggingface_hub import try_to_load_from_cache
 
     name = resolve(target)
-    found = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
-    return Path(found).parent if isinstance(found, str) else checkpoint_directory(target)
+    cached = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
+    return Path(cached).parent if isinstance(cached, str) else checkpoint_directory(target)
 
 
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")

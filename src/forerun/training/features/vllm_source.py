@@ -160,8 +160,8 @@ class VllmFeatures:
                 "vLLM gave no hidden_states_path: this version or this model does not support extract_hidden_states; "
                 "use --source transformers"
             )
-        found = _load(Path(path))
-        states, ids, size = found["hidden_states"], found["token_ids"].tolist(), len(tokens)
+        stored = _load(Path(path))
+        states, ids, size = stored["hidden_states"], stored["token_ids"].tolist(), len(tokens)
         refuse(
             (
                 ids[:size] != list(tokens),

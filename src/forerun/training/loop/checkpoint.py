@@ -123,15 +123,15 @@ def gather_whole(tensors: Mapping[str, Tensor], parallel: Parallel) -> dict[str,
     """Return full copies on the CPU of the first process, none on the others, by name. All
     processes must call it.
     """
-    found = {}
+    whole = {}
     for name, tensor in tensors.items():
         full = tensor.detach()
         if isinstance(full, DTensor):
             full = full.full_tensor()
         if parallel.first:
             # Views of one storage, which safetensors refuses, become tensors of their own.
-            found[name] = full.to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return found
+            whole[name] = full.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return whole
 
 
 def weights_of(module: nn.Module, parallel: Parallel) -> dict[str, Tensor]:

@@ -54,18 +54,18 @@ def try_rates(training: Training, steps: int) -> dict[float, float]:
     """
     weights = [parameter for parameter in training.module.parameters() if parameter.requires_grad]
     kept = [weight.detach().clone() for weight in weights]
-    found = dict[float, float]()
+    losses = dict[float, float]()
     for factor in FACTORS:
         with checkpoint.preserve_random():
-            found[factor] = _try_rate(training, factor, steps)
+            losses[factor] = _try_rate(training, factor, steps)
         with torch.no_grad():
             for weight, former in zip(weights, kept, strict=True):
                 weight.copy_(former)
         for optimizer in training.optimizers:
             optimizer.state.clear()
-        if found[factor] > WORSE * min(found.values()):
+        if losses[factor] > WORSE * min(losses.values()):
             break  # a higher one would be worse still
-    return found
+    return losses
 
 
 def _try_rate(training: Training, factor: float, steps: int) -> float:
