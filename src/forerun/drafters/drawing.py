@@ -198,8 +198,8 @@ class Children:
         """Replace the confidence of drawn children by `acceptance` (B, F), the estimate for each parent."""
         if acceptance is None:
             return self
-        said = acceptance.unsqueeze(-1).float()
-        return replace(self, confidence=torch.where(self.drawn == int(Drawn.DETERMINISTIC), self.confidence, said))
+        estimate = acceptance.unsqueeze(-1).float()
+        return replace(self, confidence=torch.where(self.drawn == int(Drawn.DETERMINISTIC), self.confidence, estimate))
 
     def only(self, chosen: Sequence[int]) -> Children:
         """Select children by index into (F * C), as (B, M, 1); siblings keep their order."""

@@ -198,9 +198,9 @@ class Guarded(Drafter):
         it needs.
         """
         before = self._owed
-        told = self._ask(name, lambda: getattr(self.drafter, name), read, otherwise)
+        value = self._ask(name, lambda: getattr(self.drafter, name), read, otherwise)
         self._useless = self._useless or self._owed > before
-        return told
+        return value
 
     def _boundaries(self, told: Any) -> frozenset[Boundary]:
         boundaries = frozenset[Boundary](told)
@@ -291,9 +291,9 @@ class Deferred(Guarded):
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
-        wanted = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
-        self.catch_up(context, wanted)
-        for index in wanted:
+        queried = [index for index, (_, nodes, depth) in enumerate(limits) if nodes > 0 and depth > 0]
+        self.catch_up(context, queried)
+        for index in queried:
             self._rows[context.rows[index]].proposed = True
         return super().propose(context.repeatable() if self._reproducible else context, budget)
 
@@ -394,12 +394,12 @@ def check(tree: TokenTree, root: int, most: int, deepest: int, target: Target) -
         return Checked(TokenTree(root).seal(), broken if isinstance(broken, InvalidDraftError) else unreadable)
     error = None
     if sound.size > most or max(sound.depths) > deepest:
-        kept = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
+        within = [node for node, depth in enumerate(sound.depths[: most + 1]) if 0 < depth <= deepest]
         error = InvalidDraftError(
             f"{sound.size} nodes, {max(sound.depths)} deep, exceed the budget of {most} nodes and {deepest} tokens "
             "on a path"
         )
-        sound = sound.only(kept)
+        sound = sound.only(within)
     for node, confidence in enumerate(sound.confidence):
         if not 0 <= confidence <= 1 + _ROUNDING:
             error = error or InvalidDraftError(f"node {node} has confidence {confidence}; a probability is from 0 to 1")

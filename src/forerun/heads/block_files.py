@@ -102,24 +102,24 @@ class DFlashFormat(Format):
         inner = {name: value for name, value in nested.items() if value is not None}
         keys = Keys({**config, **inner, NESTED: None})
         keys.pass_over("architectures", "tie_word_embeddings", "num_anchors")
-        fields, made = decoders.read_layers(keys), _kind_of(keys)
+        fields, config_class = decoders.read_layers(keys), _kind_of(keys)
         size = fields["hidden_size"]
         fields |= {
             "boundaries": _boundaries(keys, fields["num_hidden_layers"], num_layers),
             "block_size": keys.integer("block_size"),
             "mask_token_id": keys.integer("mask_token_id"),
-            "sample_from_anchor": keys.flag("sample_from_anchor", _is_shifted(keys, made)),
+            "sample_from_anchor": keys.flag("sample_from_anchor", _is_shifted(keys, config_class)),
             "target_hidden_size": keys.integer("target_hidden_size", size),
             "draft_vocab_size": keys.integer("draft_vocab_size", fields["vocab_size"]),
             **_causality(keys, fields),
             **_window(keys, fields),
-            **(read_markov(keys) if made is DSparkConfig else {}),
-            **{name: keys.integer(name, LEAST.get(name)) for name in OWN.get(made, ())},
+            **(read_markov(keys) if config_class is DSparkConfig else {}),
+            **{name: keys.integer(name, LEAST.get(name)) for name in OWN.get(config_class, ())},
         }
         rest = keys.rest()
         inside = {name: rest.pop(name) for name in nested if name in rest and name not in config}
         return decoders.make_head(
-            made,
+            config_class,
             _from_modelopt(decoders.to_canonical(tensors)),
             **fields,
             qk_norm=True,

@@ -68,10 +68,10 @@ def suggest(target_name: str) -> list[KnownHead]:
     """
     if shipped.is_target(target_name):
         return [SHIPPED]
-    wanted = _short(target_name)
-    loose = wanted.removesuffix("-instruct")
+    short = _short(target_name)
+    loose = short.removesuffix("-instruct")
     matching = [head for head in known_heads() if _short(head.target).removesuffix("-instruct") == loose]
-    return sorted(matching, key=lambda head: _short(head.target) != wanted)
+    return sorted(matching, key=lambda head: _short(head.target) != short)
 
 
 def check_head_named(kind: HeadKind, head: Any, target_name: str) -> None:

@@ -230,8 +230,8 @@ class DFlashObjective(DecoderObjective):
 
         def run(batch: FeatureBatch) -> Fitting:
             blocks = self.blocks(batch)
-            wanted = self.behind(blocks, batch.features[LAST_HIDDEN]).view(*blocks.counted.shape, -1)
-            return Fitting(lambda states: self._predicting(states, blocks)[blocks.counted], wanted[blocks.counted])
+            following = self.behind(blocks, batch.features[LAST_HIDDEN]).view(*blocks.counted.shape, -1)
+            return Fitting(lambda states: self._predicting(states, blocks)[blocks.counted], following[blocks.counted])
 
         fit_last(self.head.layers[-1].mlp.down_proj, self.head.norm, batches, run)  # type: ignore[union-attr, arg-type]
 

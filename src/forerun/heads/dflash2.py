@@ -232,6 +232,6 @@ class DFlash2Objective(DFlashObjective):
             logits.unsqueeze(1), ids.unsqueeze(1), output.unsqueeze(1), above.unsqueeze(1)
         ).squeeze(1)
         logs = (scores.float() / self.target.temperature).log_softmax(-1)
-        wanted = probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
+        distribution = probs / probs.sum(-1, keepdim=True).clamp_min(torch.finfo(probs.dtype).tiny)
         drafted = self.head.token_ids[ids.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)]
-        return -(wanted * logs).sum(-1), drafted.eq(best).float(), torch.minimum(logs.exp(), probs).sum(-1)
+        return -(distribution * logs).sum(-1), drafted.eq(best).float(), torch.minimum(logs.exp(), probs).sum(-1)

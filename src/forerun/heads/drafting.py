@@ -185,8 +185,8 @@ class HeadDrafter(LearningDrafter[Proposal]):
 
         rows = [context.rows[index] for index in active]
         grown = self.runner.unroll(rows, tree.run, grow, levels=deepest, key=None if tree.stop_below else deepest)
-        for index, made, drafted in tree.cuts(context, active, grown, budget):
-            trees[index], self._drafted[context.rows[index]] = made, drafted
+        for index, cut, drafted in tree.cuts(context, active, grown, budget):
+            trees[index], self._drafted[context.rows[index]] = cut, drafted
 
     def _fixed(self, tree: FixedTree, context: DraftContext, budget: Budget, trees: list[TokenTree]) -> None:
         within = [tree.shape.within(n, d) for n, d in zip(budget.nodes, budget.depth, strict=True)]

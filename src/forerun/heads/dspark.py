@@ -133,8 +133,8 @@ class DSparkHead(FollowingHead):
         read = states.expand(-1, tokens.shape[1], -1)
         if self.config.confidence_head_with_markov:
             read = torch.cat([read, self.markov_head.markov_w1(tokens).to(read.dtype)], -1)
-        said: Tensor = self.confidence_head["proj"](read)
-        return said.squeeze(-1)
+        logits: Tensor = self.confidence_head["proj"](read)
+        return logits.squeeze(-1)
 
 
 class MarkovHead(nn.Module):
@@ -218,10 +218,12 @@ class DSparkObjective(FollowingObjective):
 
     def _loss(self, blocks: BlockOutputs, weights: Tensor, batch: FeatureBatch) -> VocabularyLoss:
         vocabulary_loss = self._of_blocks(*self.corrected(blocks, batch), weights, blocks, batch.features[LAST_HIDDEN])
-        said = self.head.confidence(blocks.output.flatten(0, 1), self.above(blocks, batch))
-        if said is None:
+        confidence = self.head.confidence(blocks.output.flatten(0, 1), self.above(blocks, batch))
+        if confidence is None:
             return vocabulary_loss
-        errors = binary_cross_entropy_with_logits(said.float().flatten(), vocabulary_loss.overlap, reduction="none")
+        errors = binary_cross_entropy_with_logits(
+            confidence.float().flatten(), vocabulary_loss.overlap, reduction="none"
+        )
         return dataclasses.replace(
             vocabulary_loss,
             loss=vocabulary_loss.loss + self.settings.confidence_weight * (errors * vocabulary_loss.weights).sum(),

@@ -151,8 +151,8 @@ class EagleConfig(DecoderConfig):
             latent = LatentConfig.of(options["latent"])
             heads = options.get("num_attention_heads", fields["num_attention_heads"])
             given |= {"latent": latent, "num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
-        made = ("boundaries", "full_layers", "latent")
-        return fields | {name: value for name, value in options.items() if name not in made} | given
+        converted = ("boundaries", "full_layers", "latent")
+        return fields | {name: value for name, value in options.items() if name not in converted} | given
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
@@ -162,8 +162,8 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
     if num_layers < 3:
         raise ArgumentError(f"EAGLE-3 reads three boundaries; a target of {num_layers} layers has too few")
     chosen: list[int] = []
-    for wanted in (2, num_layers // 2, num_layers - 3):
-        free = [(abs(boundary - wanted), boundary) for boundary in range(1, num_layers + 1) if boundary not in chosen]
+    for ideal in (2, num_layers // 2, num_layers - 3):
+        free = [(abs(boundary - ideal), boundary) for boundary in range(1, num_layers + 1) if boundary not in chosen]
         chosen.append(min(free)[1])
     return tuple(sorted(chosen))
 
@@ -461,7 +461,7 @@ class EagleObjective(Eagle3Objective):
         loss = self.settings.token_weight * vocabulary_loss.loss
         for step, weight in zip(steps, vocabulary_loss.weights, strict=True):
             # What comes around at the end of a row is not counted.
-            wanted = torch.roll(last, -(step.step + 1), dims=1)
-            distance = smooth_l1_loss(step.output.float(), wanted.float(), reduction="none").mean(-1)
+            following = torch.roll(last, -(step.step + 1), dims=1)
+            distance = smooth_l1_loss(step.output.float(), following.float(), reduction="none").mean(-1)
             loss = loss + self.settings.regression_weight * (distance * weight).sum()
         return dataclasses.replace(vocabulary_loss, loss=loss)

@@ -245,9 +245,9 @@ def loading(head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
     if config.generation == 3 and config.use_aux_hidden_state and LAST_HIDDEN in config.boundaries:
         return  # nothing can be written
     for engine in LOADERS if config.generation == 3 else FIRST_TOO:
-        wanted, overrides = adapt_head(head, engine)
-        keys = {**write_flat(wanted), **overrides}
-        yield from mismatches(engine, wanted.config, keys, canonical_names(to_file(wanted)))
+        adapted, overrides = adapt_head(head, engine)
+        keys = {**write_flat(adapted), **overrides}
+        yield from mismatches(engine, adapted.config, keys, canonical_names(to_file(adapted)))
 
 
 # What would go wrong if an engine were given the files as they lie: the remedy is to write them again.

@@ -93,7 +93,7 @@ class Gemma4AssistantHead(SharingHead):
         self, embeds: Tensor, memory: Tensor, positions: Tensor, kept: Kept, masks: Mapping[str, Tensor]
     ) -> Stepped:
         states = self.pre_projection(torch.cat([embeds, memory], -1))
-        made = self.model(
+        outputs = self.model(
             inputs_embeds=states,
             position_ids=positions,
             attention_mask=dict(masks),
@@ -101,7 +101,7 @@ class Gemma4AssistantHead(SharingHead):
             use_cache=False,
             logits_to_keep=None,  # With an integer transformers slices per-layer inputs, which are absent
         ).last_hidden_state
-        return Stepped(memory=self.post_projection(made), output=made)
+        return Stepped(memory=self.post_projection(outputs), output=outputs)
 
     def logits(self, output: Tensor) -> Tensor:
         if not self.config.num_centroids:

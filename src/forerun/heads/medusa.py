@@ -201,13 +201,13 @@ class MedusaObjective(HeadObjective):
         for depth, states in enumerate(self.states(batch).unbind(2)):
             counts.append(mark_counted(tokens, depth))
             shares = counts[-1] * self.settings.decay**depth
-            wanted = shift_left(tokens.tokens, depth + 2, 0)
+            following = shift_left(tokens.tokens, depth + 2, 0)
             output = self.head.output_weight(depth)
             vocabulary_loss = hard_loss(
                 states.flatten(0, 1),
                 output,
                 shares.flatten(),
-                wanted.flatten(),
+                following.flatten(),
                 temperature=self.target.temperature,
             )
             losses.append(vocabulary_loss.loss)

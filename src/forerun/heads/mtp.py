@@ -161,8 +161,8 @@ def run_layers(
         cache = IndexCache(attend, number)
         more = {"attention_mask": cache.mask(states), "cache": cache}
     for layer in layers:
-        made = layer(states, position_embeddings=angles, attend=attend, number=number, **more)
-        states = made[0] if isinstance(made, tuple) else made
+        output = layer(states, position_embeddings=angles, attend=attend, number=number, **more)
+        states = output[0] if isinstance(output, tuple) else output
     return states
 
 
@@ -396,19 +396,19 @@ class MtpHead(DecoderHead, SequentialHead):
         return self.output_heads[min(depth, len(self.layers) - 1)](output) if self.config.output_heads else None
 
     def read(self, embeds: Tensor, features: Tensor, before: Tensor, angles: Angles, attend: Attend) -> Advanced:
-        made, states = list[Advanced](), features
+        levels, states = list[Advanced](), features
         for module, earlier in zip(self.layers, before.chunk(len(self.layers), -1), strict=True):
-            made.append(module(embeds, states, angles, attend))
-            states = torch.cat([earlier, made[-1].feature[:, :-1]], 1)
-        return Advanced(torch.cat([one.feature for one in made], -1), made[0].output)
+            levels.append(module(embeds, states, angles, attend))
+            states = torch.cat([earlier, levels[-1].feature[:, :-1]], 1)
+        return Advanced(torch.cat([one.feature for one in levels], -1), levels[0].output)
 
     def advance(self, embeds: Tensor, features: Tensor, angles: Angles, attend: Attend, depth: int = 1) -> Advanced:
         parts, last = list(features.chunk(len(self.layers), -1)), len(self.layers) - 1
         for layer in range(last, min(depth, last) - 1, -1):  # from the last on: each reads what its parent's entry made
             states = parts[layer - 1] if layer >= depth else parts[layer]
-            made: Advanced = self.layers[layer](embeds, states, angles, attend)
-            parts[layer] = made.feature
-        return Advanced(torch.cat(parts, -1), made.output)
+            level: Advanced = self.layers[layer](embeds, states, angles, attend)
+            parts[layer] = level.feature
+        return Advanced(torch.cat(parts, -1), level.output)
 
 
 class MtpModule(nn.Module, ABC):
@@ -524,7 +524,7 @@ class MtpObjective(Eagle3Objective):
         each depth.
         """
         steps, tokens = list(self.unroll(batch)), batch.batch.tokens
-        wanted = torch.stack([shift_left(tokens, step.step + 2, 0) for step in steps])
+        following = torch.stack([shift_left(tokens, step.step + 2, 0) for step in steps])
         counts = torch.stack([step.counted for step in steps])
         shares = counts * self.shares(tokens.device)
         outputs = torch.stack([step.output for step in steps])
@@ -532,7 +532,7 @@ class MtpObjective(Eagle3Objective):
             outputs.flatten(0, 2),
             self.output_head(),
             shares.flatten(),
-            wanted.flatten(),
+            following.flatten(),
             temperature=self.target.temperature,
         )
         return LossReport(

@@ -371,10 +371,10 @@ def _family(config: Config) -> Family:
     family = next((FAMILIES[name] for name in names if name in FAMILIES), None)
     if family is None:
         text = text_keys(config)
-        told = ", ".join(f"{key} {text[key]}" for key in COUNTS if text.get(key)) or "no number of them"
+        counts = ", ".join(f"{key} {text[key]}" for key in COUNTS if text.get(key)) or "no number of them"
         raise CheckpointError(
             f"MTP layers of {', '.join(names) or 'an unnamed architecture'} cannot be read here; those of "
-            f"{', '.join(FAMILIES)} can. config.json has {told}. Draft with another method, or with an engine that "
+            f"{', '.join(FAMILIES)} can. config.json has {counts}. Draft with another method, or with an engine that "
             "knows the family"
         )
     return family

@@ -186,8 +186,8 @@ class PEagleObjective(DecoderObjective):
 
         def run(batch: FeatureBatch) -> Fitting:
             masked, _ = self.masked(batch)
-            wanted = masked.following(batch.features[LAST_HIDDEN])
-            return Fitting(lambda states: states[masked.counted], wanted[masked.counted])
+            following = masked.following(batch.features[LAST_HIDDEN])
+            return Fitting(lambda states: states[masked.counted], following[masked.counted])
 
         fit_last(self.head.layers[-1].mlp.down_proj, self.head.norm, batches, run)  # type: ignore[union-attr, arg-type]
 
@@ -240,14 +240,14 @@ class PEagleFormat(Format):
         if MASK not in tensors:
             return FlatFormat().read(config, tensors, num_layers=num_layers)  # which refuses the key by its name
         keys = Keys(config)
-        said = {name: keys.integer(name) for name in MASK_TOKENS if keys.get(name) is not None}
-        if len(set(said.values())) > 1:
-            listed = ", ".join(f"{name} {token}" for name, token in said.items())
+        stated = {name: keys.integer(name) for name in MASK_TOKENS if keys.get(name) is not None}
+        if len(set(stated.values())) > 1:
+            listed = ", ".join(f"{name} {token}" for name, token in stated.items())
             raise CheckpointError(
                 f"config.json contradicts itself about the mask token: {listed}; remove the wrong one"
             )
         refuse(
-            (not said, f"config.json has no {TOKEN}; a P-EAGLE head's configuration needs it"),
+            (not stated, f"config.json has no {TOKEN}; a P-EAGLE head's configuration needs it"),
             (
                 not keys.flag("parallel_drafting", True),
                 f"config.json contradicts itself: {MASK} is stored, but parallel_drafting is false",
@@ -257,7 +257,7 @@ class PEagleFormat(Format):
         plain = {name: value for name, value in config.items() if name not in (*MASK_TOKENS, "parallel_drafting")}
         if "PEagle" in _names(config):
             plain["architectures"] = [LLAMA]
-        return read_flat(plain, with_mask(tensors), num_layers, PEagleConfig, mask_token_id=next(iter(said.values())))
+        return read_flat(plain, with_mask(tensors), num_layers, PEagleConfig, mask_token_id=next(iter(stated.values())))
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:
         keys, tensors = FlatFormat().write(checkpoint, target)

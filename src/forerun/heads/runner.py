@@ -418,8 +418,8 @@ class SequentialRunner(AttendingRunner):
         super().__init__(head, target, rows, slots, run)
         self._outputs = self._features.new_zeros(rows, head.output_size)
         # Features of every entry, if a layer reads what another made of the entry before; the last slot is for padding.
-        kept = slots + 1 if any(head.unseen) else 0
-        self._chain = self._features.new_zeros(rows, kept, head.feature_size)
+        room = slots + 1 if any(head.unseen) else 0
+        self._chain = self._features.new_zeros(rows, room, head.feature_size)
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self._chain.nbytes

@@ -55,13 +55,13 @@ class SpeculatorsFormat(Format):
             one.pass_over("architectures", "torch_dtype", "dtype", "tie_word_embeddings")
         fused = kind in FUSED
         windows = fields["sliding_window"] is not None
-        made, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
+        config_class, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
         if kind == "peagle":
-            made = PEagleConfig
+            config_class = PEagleConfig
             own = own | {"mask_token_id": keys.integer("mask_token_id")}
             canonical = peagle.with_mask(canonical)
         return decoders.make_head(
-            made,
+            config_class,
             canonical,
             notes,
             **fields,

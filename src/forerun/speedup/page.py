@@ -142,19 +142,19 @@ def _elsewhere(
     """Return the lines of another engine, with the head written as it reads it."""
     engine = find_engine(name)
     version, notes = choose_version(engine, None)
-    wanted = None if config is None else dict(config)
-    if wanted is not None and "model" in wanted:
+    speculation = None if config is None else dict(config)
+    if speculation is not None and "model" in speculation:
         # `auto` with a head is the head alone elsewhere: other engines do not choose among drafters at each step.
-        kind = read_head(wanted["model"]).config.kind
-        head = _exported(engine.reads, kind, wanted["model"], model, folder / f"for-{name}")
-        wanted = {"method": kind, "model": head}
+        kind = read_head(speculation["model"]).config.kind
+        head = _exported(engine.reads, kind, speculation["model"], model, folder / f"for-{name}")
+        speculation = {"method": kind, "model": head}
         if length := forecasts.get(kind, {}).get("draft_length"):
-            wanted["num_speculative_tokens"] = length
+            speculation["num_speculative_tokens"] = length
         if config is not None and config["method"] == "auto":
             notes.append(
                 f"{engine.title} drafts with the head alone; forerun's `auto` copies as well, so measure there"
             )
-    out, parsed = folder / f"serve-{name}", SpeculativeConfig.parse(wanted)
+    out, parsed = folder / f"serve-{name}", SpeculativeConfig.parse(speculation)
     made = engine.deployment(DeployRequest(model=str(resolve(model)), config=parsed, version=version, out=out), notes)
     for file, text in made.files.items():
         write_file(out / file, text)
@@ -329,7 +329,7 @@ def draw_bars(rows: Sequence[tuple[str, Mapping[str, Mapping[str, Any] | None]]]
 def _bar(one: Mapping[str, Any], title: str, index: int, y: float, scale: float) -> str:
     speedup, interval = one["speedup"], one["speedup_interval"]
     end, middle = LABEL + speedup * scale, y + BAR / 2
-    told = f"{title}: {speedup:.2f} x, {one['prompts']} prompts, {one['tokens_per_pass']:.2f} tokens a pass"
+    words = f"{title}: {speedup:.2f} x, {one['prompts']} prompts, {one['tokens_per_pass']:.2f} tokens a pass"
     shape = f'<rect x="{LABEL}" y="{y:.1f}" width="{speedup * scale:.1f}" height="{BAR}" rx="2" class="s{index}"/>'
     if interval:
         low, high = (LABEL + bound * scale for bound in interval)
@@ -337,7 +337,7 @@ def _bar(one: Mapping[str, Any], title: str, index: int, y: float, scale: float)
         shape += f'<path d="M{low:.1f} {middle:.1f}H{high:.1f}{ends}" class="whisker"/>'
         end = high
     number = f'<text x="{end + 6:.1f}" y="{middle + 4:.1f}" class="number">{speedup:.2f}</text>'
-    return f"<g><title>{escape(told)}</title>{shape}{number}</g>"
+    return f"<g><title>{escape(words)}</title>{shape}{number}</g>"
 
 
 def draw_lines(lines: Mapping[str, Sequence[tuple[float, float]]], *, across: str, up: str, log: bool = False) -> str:

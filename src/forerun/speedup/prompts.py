@@ -95,8 +95,8 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
             if entry is None:
                 bad.report(f"{record.where}: nobody asks anything")
                 continue
-            said = entry.get("messages") or entry.get("text") or entry.get("prompt_token_ids")
-            digest = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+            content = entry.get("messages") or entry.get("text") or entry.get("prompt_token_ids")
+            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
             by_digest.setdefault(digest, SpeedupPrompt(digest=digest, category=record.category or "all", entry=entry))
     if not by_digest:
         reason = f": {bad.examples[0]}" if bad.examples else ""
@@ -126,9 +126,11 @@ def _with_few_categories(prompts: list[SpeedupPrompt]) -> list[SpeedupPrompt]:
     counts = Counter(prompt.category for prompt in prompts)
     if len(counts) <= MOST_CATEGORIES:
         return prompts
-    kept = {name for name, _ in counts.most_common(MOST_CATEGORIES - 1)}
+    largest = {name for name, _ in counts.most_common(MOST_CATEGORIES - 1)}
     return [
-        prompt if prompt.category in kept else SpeedupPrompt(digest=prompt.digest, category=OTHER, entry=prompt.entry)
+        prompt
+        if prompt.category in largest
+        else SpeedupPrompt(digest=prompt.digest, category=OTHER, entry=prompt.entry)
         for prompt in prompts
     ]
 

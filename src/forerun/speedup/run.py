@@ -183,20 +183,20 @@ class SpeedupRun:
 
     def _open(self) -> None:
         """Compare the folder with the present request."""
-        wanted = {
+        settings = {
             "model": Path(self.request.model).name,
             "weights": target_hash(find_loaded(self.request.model))[:16],
             "prompts": sorted(hash_file(path)[:16] for path in self.request.files),
             "max_tokens": self.request.max_tokens,
             "dtype": self.request.dtype,
         }
-        self._settings = {**wanted, "budget_s": self.request.budget_s, "kind": self.request.kind}
+        self._settings = {**settings, "budget_s": self.request.budget_s, "kind": self.request.kind}
         self._again: tuple[str, ...] = ()  # Stages that another budget or kind of head makes anew
         if self.path("run").is_file():
             former = read_sealed(self.path("run"), f"choose another --output, or delete {self.folder}")
-            other = [name for name, value in wanted.items() if former.get(name) != value]
+            other = [name for name, value in settings.items() if former.get(name) != value]
             if other:
-                shown = "; ".join(f"{name} was {former.get(name)!r}, is {wanted[name]!r}" for name in other)
+                shown = "; ".join(f"{name} was {former.get(name)!r}, is {settings[name]!r}" for name in other)
                 raise ArgumentError(f"{self.folder} holds a run with other settings: {shown}. Take another --output")
             changed = {name for name in ("budget_s", "kind") if former[name] != self._settings[name]}
             self._again = tuple(stage.name for stage in STAGES if changed.intersection(stage.again_for))
@@ -206,8 +206,8 @@ class SpeedupRun:
     def _begin(self) -> None:
         """Write down the request, and forget the stages that another budget changes."""
         if self._again:
-            kept = "measurements, prompts and completions that are written stay"
-            self.console.say(f"the budget or the kind of head has changed since the last run: {kept}")
+            what_stays = "measurements, prompts and completions that are written stay"
+            self.console.say(f"the budget or the kind of head has changed since the last run: {what_stays}")
             for path in (*(self.path(name) for name in self._again), self.folder / TIMINGS):
                 path.unlink(missing_ok=True)
             self._again = ()
@@ -285,8 +285,8 @@ class SpeedupRun:
         if skipped:
             notes.append(f"{skipped:,} entries could not be used and are left out")
         counts = {name: len(part) for name, part in parts.items()}
-        said = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
-        self.console.say(f"  {said}")
+        listed = ", ".join(f"{count:,} {name.replace('_', ' ')}" for name, count in counts.items())
+        self.console.say(f"  {listed}")
         if len(split.held_out) < FEW:
             self.console.say(f"  {len(split.held_out)} held-out prompts are few: the intervals will be wide")
         for note in notes:

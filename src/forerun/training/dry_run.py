@@ -80,8 +80,8 @@ class Sketch:
         self.recipe, self.config, self.text, self.device = recipe, config, config.get_text_config(), device
         shape = kind.head.Config.for_target(kind.name, self, recipe.draft.vocab_size, recipe.draft.options)
         with torch.random.fork_rng(devices=[]):
-            made = kind.head(shape)
-        self.head: Head = made.float().to(device)
+            head = kind.head(shape)
+        self.head: Head = head.float().to(device)
 
     def measure(self, target_bytes: int) -> dict[str, Any]:
         """Return parameters, bytes, and the seconds of a step, from those of a few tokens."""

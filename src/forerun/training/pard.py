@@ -96,8 +96,8 @@ class PardObjective(DraftModelObjective):
         loss = settings.target_weight * vocabulary_loss.loss
         if settings.data_weight:
             hidden, weight = self.draft.linear(states, len(self.target.lm_head))
-            wanted = masked.following(shift_left(batch.batch.tokens, 1, 0))
-            loss = loss + settings.data_weight * hard_loss(hidden, weight, weights.flatten(), wanted.flatten()).loss
+            targets = masked.following(shift_left(batch.batch.tokens, 1, 0)).flatten()
+            loss = loss + settings.data_weight * hard_loss(hidden, weight, weights.flatten(), targets).loss
         agrees, overlap = (part.view(weights.shape) for part in (vocabulary_loss.agrees, vocabulary_loss.overlap))
         return LossReport(loss=loss, weight=weights.sum(), metrics=masked.metrics(agrees, overlap, settings))
 

@@ -292,8 +292,8 @@ def make_source(
     if recipe.features is None:
         return OnlineFeatures(model, boundaries)
     directory, size = find_loaded(recipe.target), text_config(model).hidden_size
-    wanted = describe(directory, recipe.target, tokenizer, data, boundaries, hidden_size=size)
-    return FeatureStore(recipe.features, wanted)
+    manifest = describe(directory, recipe.target, tokenizer, data, boundaries, hidden_size=size)
+    return FeatureStore(recipe.features, manifest)
 
 
 def make_writer(

@@ -90,10 +90,10 @@ def shrink(model: Any, options: Mapping[str, Any]) -> Any:
     for name in WIDTHS:
         setattr(config, name, options.get(name, getattr(config, name)))
     with torch.random.fork_rng(devices=[]):
-        made = type(model)(config).float()
-    made.load_state_dict(state)
-    made.generation_config = copy.deepcopy(model.generation_config)
-    return made.eval()
+        shrunk = type(model)(config).float()
+    shrunk.load_state_dict(state)
+    shrunk.generation_config = copy.deepcopy(model.generation_config)
+    return shrunk.eval()
 
 
 def space_evenly(count: int, layers: int) -> list[int]:

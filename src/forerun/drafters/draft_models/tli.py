@@ -103,8 +103,8 @@ def intersection(target: TokenBytes, draft: TokenBytes, target_size: int, draft_
         if theirs not in taken:
             pairs[ours] = theirs
             taken.add(theirs)
-    kept = sorted((ours, theirs) for ours, theirs in pairs.items() if ours < target_size and theirs < draft_size)
-    return torch.tensor(kept, dtype=torch.int64).view(-1, 2)
+    shared = sorted((ours, theirs) for ours, theirs in pairs.items() if ours < target_size and theirs < draft_size)
+    return torch.tensor(shared, dtype=torch.int64).view(-1, 2)
 
 
 def require(shared: Tensor, least: float, target: TokenBytes, draft: TokenBytes) -> None:
@@ -183,13 +183,13 @@ class PrunedHead(OutputHead):
         assert isinstance(output, nn.Linear | PackedLinear)
         weight, bias = output.weight.detach(), output.bias
         rows = ids.to(weight.device)
-        kept = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
-        kept.weight = nn.Parameter(weight[rows], requires_grad=False)
+        linear = nn.Linear(weight.shape[1], len(ids), bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight[rows], requires_grad=False)
         if bias is not None:
-            kept.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
-        packed = isinstance(output, PackedLinear) and packable(kept)
-        self._model._modules[name] = PackedLinear(kept, PackedWeight.of([kept])) if packed else kept
-        self.nbytes = sum(parameter.nbytes for parameter in kept.parameters())  # Bytes of the rows that were copied
+            linear.bias = nn.Parameter(bias.detach()[rows], requires_grad=False)
+        packed = isinstance(output, PackedLinear) and packable(linear)
+        self._model._modules[name] = PackedLinear(linear, PackedWeight.of([linear])) if packed else linear
+        self.nbytes = sum(parameter.nbytes for parameter in linear.parameters())  # Bytes of the rows that were copied
 
 
 @torch.inference_mode()
@@ -209,8 +209,8 @@ def prune_head(target: TransformersTarget, ids: Tensor) -> int | None:
     whole, part = target.head(states).float(), pruned(states).float()
     if part.shape[-1] != len(ids) or not bool(whole.isfinite().all()):
         return None
-    wanted = whole[..., ids.to(whole.device)]
-    if not torch.allclose(part, wanted, rtol=0, atol=_TOLERANCE * float(whole.abs().max())):
+    expected = whole[..., ids.to(whole.device)]
+    if not torch.allclose(part, expected, rtol=0, atol=_TOLERANCE * float(whole.abs().max())):
         return None
     target.head = pruned
     return pruned.nbytes

@@ -222,8 +222,8 @@ class SpanEncoder:
         """Return the tokens of valid text, with offsets in bytes."""
         tokenizer = self.token_bytes.tokenizer
         fast = bool(getattr(tokenizer, "is_fast", False))
-        made = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
-        ids: list[int] = list(made["input_ids"])
+        encoding = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+        ids: list[int] = list(encoding["input_ids"])
         data, spelled = text.encode(), self.token_bytes.join(ids)
         if spelled in (data, b" " + data):
             shift = len(spelled) - len(data)
@@ -233,7 +233,7 @@ class SpanEncoder:
             # The tokenizer has no offsets: one span covers all, so every border is inside it.
             return [Span(token, 0, len(data)) for token in ids]
         bytes_before = [0, *accumulate(len(character.encode()) for character in text)]
-        spans = zip(ids, made["offset_mapping"], strict=True)
+        spans = zip(ids, encoding["offset_mapping"], strict=True)
         return [Span(token, bytes_before[start], bytes_before[end]) for token, (start, end) in spans]
 
 

@@ -155,9 +155,9 @@ class LookupDrafter(Drafter, Generic[D]):
         """Shorten a text. It is read again from the beginning, since an index cannot remove tokens. This is linear, but
         rare.
         """
-        kept = self._texts[row].tokens[:length]
+        tokens = self._texts[row].tokens[:length]
         self._restart(row, int(self.batch.rows[row, PROMPT]))
-        self._chains(kept, _work([row], [length]))
+        self._chains(tokens, _work([row], [length]))
 
     def _compile(self) -> None:
         """Compile everything, or load it from disk, before the first request."""

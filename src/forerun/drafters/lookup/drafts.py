@@ -40,10 +40,10 @@ def _forget_stale(folder: Path, *others: Path) -> None:
     those of the functions that it calls.
     """
     newest = max(source.stat().st_mtime for source in (*folder.glob("*.py"), *others))
-    for kept in folder.glob("__pycache__/*.nb?"):
+    for cached in folder.glob("__pycache__/*.nb?"):
         with suppress(OSError):  # Another process has deleted them, or they belong to another user
-            if kept.stat().st_mtime < newest:
-                kept.unlink()
+            if cached.stat().st_mtime < newest:
+                cached.unlink()
 
 
 _forget_stale(Path(__file__).parent, Path(acceptance.__file__))

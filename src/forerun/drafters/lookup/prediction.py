@@ -85,10 +85,10 @@ class PredictionDrafter(Drafter):
             length = min(budget.nodes[index], budget.depth[index], self.config.num_speculative_tokens)
             if row.follower.place[CHANGED]:
                 length = min(length, _FACTOR * following.count_agreed(row.follower.place))
-            made = Draft.of(max(0, length))
+            memory = Draft.of(max(0, length))
             # All expected tokens, even improbable ones
-            size, _ = following.draft(row.follower, row.source, row.counts, made, 0.0, False)
-            drafted = made.first(size)
+            size, _ = following.draft(row.follower, row.source, row.counts, memory, 0.0, False)
+            drafted = memory.first(size)
             row.drafted = drafted.nodes
             trees.append(drafted.tree(tokens[-1]))
         return trees

@@ -292,19 +292,19 @@ class SuccessorMatrix:
         """
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"recycling: {path.parent} does not exist, so nothing can be kept in {path.name}")
-        made = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
+        matrix = cls(np.full((vocabulary, top_k), -1, np.int32), path, identity)
         if path is None or not path.exists():
-            return made
-        made.successors, stored = _read(path)
-        tokens, ranks = made.successors.shape
-        if tokens != vocabulary or (made._tokenizer and stored and made._tokenizer != stored):
+            return matrix
+        matrix.successors, stored = _read(path)
+        tokens, ranks = matrix.successors.shape
+        if tokens != vocabulary or (matrix._tokenizer and stored and matrix._tokenizer != stored):
             raise VocabularyMismatchError(
                 f"{path} holds successors of {tokens} tokens of tokenizer {stored[:12] or 'unknown'}, the target has "
-                f"{vocabulary} of {made._tokenizer[:12] or 'unknown'}; name another file for this target"
+                f"{vocabulary} of {matrix._tokenizer[:12] or 'unknown'}; name another file for this target"
             )
         if ranks != top_k:
             raise ArgumentError(f"{path} holds {ranks} successors a token; set top_k to that, or name another file")
-        return made
+        return matrix
 
     def put(self, tokens: Sequence[int], successors: NDArray[np.int64]) -> None:
         """Store the target's likeliest tokens (N, k) after `tokens` (N,); of equal tokens the last one counts."""

@@ -499,9 +499,9 @@ class ConvertedModel:
         if not mode.offline:
             raise ArgumentError(f"base_model_outputs are for a head that was converted with {mode.algorithm}_offline")
         read = [boundary for boundary in config.boundaries if boundary != LAST_HIDDEN]
-        wanted = {"base_model_hidden_states": 1, **({"aux_hidden_states": len(read)} if read else {})}
+        widths = {"base_model_hidden_states": 1, **({"aux_hidden_states": len(read)} if read else {})}
         size = config.target_hidden_size
-        for name, count in wanted.items():
+        for name, count in widths.items():
             states = stored.get(name)
             if states is None or states.shape != (*batch.tokens.shape, count * size):
                 raise ArgumentError(
@@ -509,7 +509,7 @@ class ConvertedModel:
                     f"{count * size}), got {None if states is None else tuple(states.shape)}"
                 )
         order = padding_order(given["input_ids"], given.get("attention_mask")).unsqueeze(2)
-        moved = {name: torch.take_along_dim(stored[name], order.to(stored[name].device), 1) for name in wanted}
+        moved = {name: torch.take_along_dim(stored[name], order.to(stored[name].device), 1) for name in widths}
         last = moved["base_model_hidden_states"]
         if stored.get("base_hidden_prenorm"):
             count = cast(Any, self).config.get_text_config().num_hidden_layers

@@ -201,8 +201,8 @@ class EagleMode(Mode):
         _check_layers(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
         draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
         own = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
-        made = PEagleConfig if self.kind == "peagle" else EagleConfig
-        return made.for_target(self.kind, model, draft_vocab_size, self.options() | {"own_lm_head": own})
+        config_class = PEagleConfig if self.kind == "peagle" else EagleConfig
+        return config_class.for_target(self.kind, model, draft_vocab_size, self.options() | {"own_lm_head": own})
 
     def settings(self) -> dict[str, Any]:
         if self.kind == "peagle":

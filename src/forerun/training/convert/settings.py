@@ -186,8 +186,8 @@ def _check_type(value: Any, default: Any, name: str) -> None:
     if (value is None and isinstance(default, dict | list | None)) or name.endswith(("torch_dtype", VOCABULARY_IDS)):
         return
     kind = int if default is None else float if name.endswith("rope_theta") else type(default)
-    wanted: Any = {float: (int, float), dict: Mapping, list: Sequence}.get(kind, kind)
-    if not isinstance(value, wanted) or (isinstance(value, bool) and kind is not bool):
+    accepted: Any = {float: (int, float), dict: Mapping, list: Sequence}.get(kind, kind)
+    if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentError(f"convert: {name} must be of the type {kind.__name__}, got {value!r}")
 
 

@@ -85,14 +85,14 @@ class AnswerWriter:
             return self([windows(number)], number, first_row)[0]
         if place:
             return self._read(self.folder, number, windows, first_row)
-        made = self([windows(number + later) for later in range(self.together)], number, first_row)
-        for later, batch in enumerate(made):
+        regenerated = self([windows(number + later) for later in range(self.together)], number, first_row)
+        for later, batch in enumerate(regenerated):
             _keep(batch, self.folder / f"{number + later}-{first_row}.npz")
         oldest = self._needed() // turn * self.together
         for path in self.folder.glob(f"*-{first_row}.npz"):
             if int(path.name.partition("-")[0]) < oldest:
                 path.unlink()
-        return made[0]
+        return regenerated[0]
 
     def __call__(self, batches: Sequence[TokenBatch], number: int, first_row: int) -> list[TokenBatch]:
         """Regenerate the answers of these batches, the first of which has this `number`.
@@ -182,13 +182,13 @@ class AnswerWriter:
             by_row |= {
                 start + row: {name: part[row] for name, part in held.items()} for row in range(len(held["tokens"]))
             }
-        wanted = range(first_row, first_row + len(like.tokens))
-        if any(row not in by_row for row in wanted):
+        rows = range(first_row, first_row + len(like.tokens))
+        if any(row not in by_row for row in rows):
             raise DataError(
-                f"{folder} lacks rows {wanted.start} to {wanted.stop - 1} of written batch {number}: the run that "
+                f"{folder} lacks rows {rows.start} to {rows.stop - 1} of written batch {number}: the run that "
                 "is resumed wrote them here, on each machine those of its own processes. Put them back, or begin anew."
             )
-        return TokenBatch(**{name: torch.stack([by_row[row][name] for row in wanted]) for name in by_row[wanted.start]})
+        return TokenBatch(**{name: torch.stack([by_row[row][name] for row in rows]) for name in by_row[rows.start]})
 
 
 def _keep(batch: TokenBatch, path: Path) -> None:

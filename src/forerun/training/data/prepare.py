@@ -383,8 +383,8 @@ def is_empty(record: Record, turn: int) -> bool:
     """
     message = record.messages[turn]
     cut = record.truncated and turn == len(record.messages) - 1
-    said = str(message["content"]).strip() or message.get("reasoning_content") or message.get("tool_calls")
-    return message["role"] == "assistant" and not (cut or said)
+    content = str(message["content"]).strip() or message.get("reasoning_content") or message.get("tool_calls")
+    return message["role"] == "assistant" and not (cut or content)
 
 
 def apply_template(

@@ -350,10 +350,10 @@ class Endpoint:
         """
         asked = response.headers.get("Retry-After", "") if response is not None else ""
         try:
-            wanted = float(asked)
+            seconds = float(asked)
         except ValueError:
-            wanted = self.first_pause_s * 2**attempt * random.uniform(0.5, 1.0)
-        return min(max(wanted, 0.0), 60.0)
+            seconds = self.first_pause_s * 2**attempt * random.uniform(0.5, 1.0)
+        return min(max(seconds, 0.0), 60.0)
 
 
 BUSY = frozenset({408, 409, 425, 429})  # Statuses besides 5xx that a later attempt may cure
@@ -383,9 +383,9 @@ class Director:
         """Return what decides the answers to a record, for its line: a digest of what it says, and
         the settings.
         """
-        said = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
+        text = json.dumps([record.messages, record.tools, record.text], sort_keys=True, default=str)
         settings: dict[str, Any] = {
-            "prompt": hashlib.sha256(said.encode()).hexdigest()[:16],
+            "prompt": hashlib.sha256(text.encode()).hexdigest()[:16],
             "by": self.by,
             **{name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")},
         }

@@ -524,8 +524,8 @@ def target_hash(directory: Path) -> str:
     """
     digest = hashlib.sha256()
     config = read_object(directory / "config.json", "expected a checkpoint of the target", CheckpointError)
-    kept = {key: value for key, value in config.items() if key not in _VOLATILE}
-    digest.update(json.dumps(kept, sort_keys=True).encode())
+    stable = {key: value for key, value in config.items() if key not in _VOLATILE}
+    digest.update(json.dumps(stable, sort_keys=True).encode())
     for path, start in weight_parts(directory):
         size = path.stat().st_size
         with path.open("rb") as file:

@@ -231,10 +231,10 @@ def new_directory(folder: Path) -> Iterator[Path]:
             yield fresh
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)
-        kept = f"{previous} is intact" if previous else "there was no earlier checkpoint"
+        former = f"{previous} is intact" if previous else "there was no earlier checkpoint"
         raise CheckpointError(
-            f"Writing {folder} failed: {error}. Nothing saved before was touched: {kept}. Make room or choose another "
-            "output, then start the same command again: it resumes."
+            f"Writing {folder} failed: {error}. Nothing saved before was touched: {former}. Make room or choose "
+            "another output, then start the same command again: it resumes."
         ) from error
 
 

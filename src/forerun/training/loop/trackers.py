@@ -44,8 +44,8 @@ class JsonLines(Tracker):
         """Continue `path` after `step`: lines of later steps, which a killed run left, are dropped."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
-            kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _upto(line, step)]
-            write_file(path, "".join(f"{line}\n" for line in kept))
+            lines = [line for line in path.read_text(encoding="utf-8").splitlines() if _upto(line, step)]
+            write_file(path, "".join(f"{line}\n" for line in lines))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

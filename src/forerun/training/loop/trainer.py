@@ -53,13 +53,13 @@ def try_rates(training: Training, steps: int) -> dict[float, float]:
     All processes must call it.
     """
     weights = [parameter for parameter in training.module.parameters() if parameter.requires_grad]
-    kept = [weight.detach().clone() for weight in weights]
+    former_weights = [weight.detach().clone() for weight in weights]
     losses = dict[float, float]()
     for factor in FACTORS:
         with checkpoint.preserve_random():
             losses[factor] = _try_rate(training, factor, steps)
         with torch.no_grad():
-            for weight, former in zip(weights, kept, strict=True):
+            for weight, former in zip(weights, former_weights, strict=True):
                 weight.copy_(former)
         for optimizer in training.optimizers:
             optimizer.state.clear()
@@ -289,10 +289,10 @@ class Training:
 
     def _not_finite(self, what: str, where: Sequence[tuple[int, int]]) -> str:
         places = " or ".join(f"batch {position} of rank {rank}" for position, rank in where)
-        kept = f"the last checkpoint is {self.saved}" if self.saved else "no checkpoint had been written yet"
+        latest = f"the last checkpoint is {self.saved}" if self.saved else "no checkpoint had been written yet"
         return (
             f"The {what} of step {self.progress.step + 1} is not finite: {places}, of {self.parallel.world}. This "
-            f"step changed no weight, nothing was overwritten, and {kept}. Look at that batch, or lower the learning "
+            f"step changed no weight, nothing was overwritten, and {latest}. Look at that batch, or lower the learning "
             "rate (with --allow-changes), and start again: it resumes."
         )
 
