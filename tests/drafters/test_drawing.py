@@ -180,7 +180,7 @@ def grown(
     tree, rows = FixedTree(shape=SHAPES[1], draw=draw), list(range(len(context.rows)))
     draws = tree.draws(context, rows, CPU, VOCABULARY, recorded=sorts)
     found = tree.grow(draws, 15, logits(range(1)), lambda ids, level: logits(level))
-    return [token_tree for token_tree, _ in tree.cut(context, rows, found, [15] * len(rows))]
+    return [token_tree for _, token_tree, _ in tree.cuts(context, rows, found, [15] * len(rows))]
 
 
 def context_of(samplers: list[Sampler]) -> DraftContext:

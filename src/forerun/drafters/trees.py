@@ -101,23 +101,21 @@ class FixedTree:
         draws = Draws.of(growers, self.shape, device, vocabulary=vocabulary, sorts=sorts)
         return HostDraws(shape=self.shape, growers=growers) if draws is None else draws
 
-    def cut(
+    def cuts(
         self, context: DraftContext, active: Sequence[int], grown: Grown, nodes: Sequence[int]
-    ) -> list[tuple[TokenTree, Submitted]]:
-        """Return the active rows' trees: the first `nodes` (B,) nodes, which the budget allows, independent of their
-        tokens. A row gets no nodes if the logits after its root are not finite, which counts as a failure of the
-        drafter. Deeper nodes without finite logits just have no children, because the nodes above them were drawn and
-        must be submitted.
+    ) -> Iterator[tuple[int, TokenTree, Submitted]]:
+        """Yield (index, tree, proposal) of the active rows of the context: the first `nodes` (B,) nodes, which the
+        budget allows, independent of their tokens. A row gets no nodes if the logits after its root are not finite,
+        which counts as a failure of the drafter. Deeper nodes without finite logits just have no children, because the
+        nodes above them were drawn and must be submitted.
         """
-        cuts = []
         for entry, (index, row) in enumerate(zip(active, grown.fetch(), strict=True)):
             failed = math.isnan(row.confidence[0])
             if failed:
                 context.fail(index, not_finite())
             tree = TokenTree(context.tokens[index][-1])
             acceptance = self.estimates.of(context.salt(index))
-            cuts.append((tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)))
-        return cuts
+            yield index, tree, self._cut(tree, grown, entry, row, 0 if failed else nodes[entry], acceptance)
 
     def _cut(
         self, tree: TokenTree, grown: Grown, at: int, row: _GrownRow, nodes: int, acceptance: Acceptance

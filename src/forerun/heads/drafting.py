@@ -226,9 +226,8 @@ class HeadDrafter(LearningDrafter[Proposal]):
             levels=tree.shape.depths[max(within)],
             key=None if draws.key is None else (max(within), tree is self.sampled, draws.key),
         )
-        cuts = tree.cut(context, active, grown, limits.nodes)
-        for index, cut in zip(active, cuts, strict=True):
-            trees[index], self._drafted[context.rows[index]] = cut
+        for index, cut, submitted in tree.cuts(context, active, grown, limits.nodes):
+            trees[index], self._drafted[context.rows[index]] = cut, submitted
 
     def _tree(self, depth: int) -> FixedTree | DynamicTree:
         config = self.config

@@ -258,8 +258,8 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
             return trees
         ending = Ending(self.config, self._tree.shape.levels, [within[index] for index in active])
         grown = self._grow(context, active, [texts[index] for index in active], ending)
-        for index, cut in zip(active, self._tree.cut(context, active, grown, ending.nodes), strict=True):
-            trees[index], self._drafted[context.rows[index]] = cut
+        for index, tree, submitted in self._tree.cuts(context, active, grown, ending.nodes):
+            trees[index], self._drafted[context.rows[index]] = tree, submitted
         return trees
 
     def _grow(self, context: DraftContext, active: list[int], texts: list[Sequence[int]], ending: Ending) -> Grown:

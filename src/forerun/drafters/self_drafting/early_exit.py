@@ -89,8 +89,8 @@ class SelfDrafter(LearningDrafter[Submitted]):
         first = self.logits(rows, Nodes.of_trees([TokenTree(root) for root in roots]))
         draws = self._tree.draws(context, active, first.device, first.shape[-1])
         grown = self._tree.grow(draws, max(limits.nodes), first, descend, enough=limits.enough)
-        for index, cut in zip(active, self._tree.cut(context, active, grown, limits.nodes), strict=True):
-            trees[index], self._drafted[context.rows[index]] = cut
+        for index, tree, submitted in self._tree.cuts(context, active, grown, limits.nodes):
+            trees[index], self._drafted[context.rows[index]] = tree, submitted
         return trees
 
 
