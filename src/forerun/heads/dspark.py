@@ -187,7 +187,7 @@ class DSparkSettings(DFlashSettings):
 
 
 class FollowingObjective(DFlashObjective):
-    """What heads share whose depths are corrected by the tokens that
+    """The base of objectives of heads whose depths are corrected by the tokens that
     really came above them.
     """
 

@@ -34,7 +34,7 @@ SLACK = 0.1  # Nats above the least loss that are as good: of such scales the la
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What the first batches of a run show of the target."""
+    """The target's states in the first batches of a run."""
 
     batches: Sequence[FeatureBatch]
     embed: Callable[[Tensor], Tensor]

@@ -196,7 +196,7 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenTarget:
-    """What an objective needs of the target besides its features; it is
+    """The parts that an objective needs of the target besides its features; they are
     never trained.
     """
 
@@ -281,7 +281,7 @@ class DecoderSettings(DistanceSettings):
 
 
 class HeadObjective(Objective):
-    """What the objectives of all heads share: the head and what it reads of
+    """The base of the objectives of all heads: the head and what it reads of
     the frozen target.
     """
 
@@ -321,7 +321,7 @@ class HeadObjective(Objective):
 
 
 class DecoderObjective(HeadObjective):
-    """What heads of decoder layers share: output head, and the distance to
+    """The base of the objectives of heads of decoder layers: output head, and the distance to
     the target.
     """
 
@@ -451,7 +451,7 @@ class DropSettings(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Masked:
-    """What is computed of a batch at all depths, N in a row: depth 0 first, of every
+    """The entries of a batch that are computed at all depths, N in a row: depth 0 first, of every
     entry, then depth by depth.
     """
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShape:
-    """What can be chosen of a head, and what follows from it."""
+    """The shape of a head that can be chosen, and what follows from it."""
 
     kind: str
     vocab_size: int | None  # Tokens that it can propose; None: the target's whole vocabulary
@@ -55,7 +55,7 @@ class HeadShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingProbe:
-    """What was measured with an untrained head of one shape."""
+    """The figures measured with an untrained head of one shape."""
 
     shape: HeadShape
     step_s: float  # Time of a training step
@@ -65,7 +65,7 @@ class TrainingProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingBudget:
-    """What there is to train with."""
+    """The time and the data that there are to train with."""
 
     seconds: float
     tokens: int  # Different tokens to learn
@@ -74,7 +74,7 @@ class TrainingBudget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadForecast:
-    """What a head of a shape is expected to bring."""
+    """The gain expected of a head of a shape."""
 
     shape: HeadShape
     training_steps: int
@@ -139,7 +139,7 @@ def _work(shape: HeadShape, budget: TrainingBudget) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadChoice:
-    """What is trained, or nothing, with the reason."""
+    """The head to train, or none, with the reason."""
 
     best: HeadForecast | None  # The best of what was considered
     train: bool

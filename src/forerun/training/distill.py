@@ -118,7 +118,7 @@ class DraftStates:
 
 
 class DraftModelObjective(Objective):
-    """What draft models share: the model that is trained, and its
+    """The base of the objectives of draft models: the model that is trained, and its
     distance to the target.
     """
 

@@ -274,7 +274,7 @@ def _attach(model: Any, head: Head, mode: Mode) -> None:
 
 @dataclass
 class ConvertedOutput(ModelOutput):  # type: ignore[misc]
-    """What a converted model returns while it trains, or when it is given labels."""
+    """The output of a converted model while it trains, or when it is given labels."""
 
     loss: Tensor | None = None  # () float32, nats: mean over the counted tokens and the (weighted) steps
     base_loss: Tensor | None = None  # () float32: the part of `loss` that is the base model's, where it learns

@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(kw_only=True, slots=True)
 class BadRecords:
-    """What to do with entries that cannot be used: stop at the first, or keep the
+    """The way to treat entries that cannot be used: stop at the first, or keep the
     rest and count.
     """
 

@@ -490,7 +490,7 @@ class TargetPrompt:
 
 
 class TargetAnswer(NamedTuple):
-    """What the target wrote."""
+    """An answer that the target wrote."""
 
     text: str
     truncated: bool  # A limit on tokens ended it, not the target

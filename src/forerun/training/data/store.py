@@ -268,7 +268,7 @@ BUCKET = 2048  # Segments that are sorted and packed together: large enough to f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
-    """Where a stretch of a document stands: in the batch, and in the document."""
+    """The place of a stretch of a document: in the batch, and in the document."""
 
     row: int
     column: int

@@ -128,7 +128,7 @@ def batch_of(documents: Sequence[Sequence[int]]) -> TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """What a model is run on so that each document of packed windows sees itself alone.
+    """The inputs on which a model is run so that each document of packed windows sees itself alone.
 
     A mask does so for attention. A recurrent state would flow from one document into the next: where a model has them,
     each document is a row of its own, padded on the right, which no token before it sees.

@@ -347,9 +347,7 @@ def extract(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureManifest:
-    """What a store was made from and how; stores with equal manifests hold
-    the same features.
-    """
+    """The origin of a store: target, data, tokenizer and dtype. Stores with equal manifests hold the same features."""
 
     target: str  # Directory or hub id, for people
     target_hash: str

@@ -40,7 +40,7 @@ class CapturedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class CapturedPrompts(KVConnectorMetadata):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """What the scheduler tells the workers about one step."""
+    """The scheduler's message to the workers about one step."""
 
     prompts: list[CapturedPrompt]
 

@@ -51,7 +51,7 @@ class Progress:
 
 
 class Saved:
-    """What a checkpoint says about itself; its tensors are left alone."""
+    """The record of a checkpoint; its tensors are left alone."""
 
     def __init__(self, path: Path) -> None:
         """Read the record; CheckpointError if it is incomplete or in another format."""
