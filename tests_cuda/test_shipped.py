@@ -16,7 +16,7 @@ from engine.loads import DRAFTERS, TEXT, alike, drafter, run, sampled
 from engine.loads import greedy as short
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError, OutOfMemoryError
-from forerun.model.prepare import available_bytes
+from forerun.model.memory import available_bytes
 from forerun.types import StructuredOutputs
 
 LENGTHS = (40, 3, 150, 17, 90, 61, 5, 33)

@@ -151,10 +151,18 @@ def _make_durable(path: Path) -> None:
 _log = logging.getLogger(__name__)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is none, also where it is nested too deeply to read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 def read_kept(path: Path) -> Any:
     """Return the JSON value that a file of the cache holds; None if it is missing or broken."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
@@ -207,7 +215,7 @@ SEAL = "checksum"
 
 def write_sealed(path: Path, entries: Mapping[str, Any]) -> None:
     """Save a JSON object with its checksum; a killed run leaves the old file or the new one."""
-    write_file(path, json.dumps({**entries, SEAL: _hash(entries)}, indent=2) + "\n")
+    write_file(path, json.dumps({**entries, SEAL: hash_json(entries)}, indent=2) + "\n")
 
 
 def read_sealed(path: Path, remedy: str) -> dict[str, Any]:
@@ -223,15 +231,16 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def hash_json(value: Any) -> str:
+    """Return the sha256 of a value as JSON; what JSON has no form for counts by its text."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -> dict[str, Any]:
     """Return the JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = parse_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise kind(f"{path} is no JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
         raise kind(f"{path} holds no JSON object; {remedy}")
@@ -239,7 +248,7 @@ def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -
 
 
 def _unseal(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
-    if found.pop(SEAL, None) != _hash(found):
+    if found.pop(SEAL, None) != hash_json(found):
         raise DataError(f"{path} has changed since it was written: its checksum does not fit; {remedy}")
     return found
 
@@ -298,6 +307,6 @@ class TokenizerIdentity:
             # A directory by its last part: manifests travel, places on one machine do not.
             name=path.name if path.is_absolute() or path.exists() else source,
             vocab_size=max(vocabulary.values()) + 1,
-            vocabulary=_hash(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
-            template=_hash(template) if template else "",
+            vocabulary=hash_json(sorted(vocabulary.items(), key=lambda item: (item[1], item[0]))),
+            template=hash_json(template) if template else "",
         )

@@ -547,6 +547,8 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
         {"drafters": "ngram"},
         {"drafters": [{"method": "auto"}]},
         {"drafters": [3]},
+        {"drafters": None},
+        {"drafters": 5},
         {"reproducible": "yes"},
         {"drafters": [{"method": "ngram", "enabled": False}]},
     ],
@@ -563,6 +565,20 @@ def test_auto_is_no_drafter_and_cannot_be_unadaptive() -> None:
         SpeculativeConfig.parse({"method": "auto", "adaptive": False})
     with pytest.raises(ArgumentError, match="true or false"):
         SpeculativeConfig.parse({"method": "ngram", "adaptive": 1})
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"method": "ngram", "rule": []}, "rule"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "enabled": "false"}, "enabled is true or false"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_values_of_other_types_are_refused_by_name(given: Any, why: str) -> None:
+    with pytest.raises(ArgumentError, match=why):
+        SpeculativeConfig.parse(given)
 
 
 @pytest.mark.parametrize("given", [{"method": "ngram"}, {"method": "auto"}, '{"model": "somewhere"}'])

@@ -27,6 +27,7 @@ from forerun.drafters import build
 from forerun.errors import ArgumentError
 from forerun.model import Buckets, TransformersTarget
 from forerun.plan.measured import Trial, TrialStep, fit, measure_draft, try_drafter
+from forerun.writing import hash_json
 
 PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 
@@ -219,7 +220,7 @@ class TestStore:
         text = path.read_text()
         kept = json.loads(text)
         kept["format" if damage == "another format" else "identity"] = 0
-        kept["sha256"] = measuring._hash({key: kept[key] for key in ("format", "identity", "grid", "cost")})
+        kept["sha256"] = hash_json({key: kept[key] for key in ("format", "identity", "grid", "cost")})
         damaged = {
             "cut": text[: len(text) // 2],
             "changed": text.replace('"stairs": false', '"stairs": true'),

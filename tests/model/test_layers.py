@@ -7,8 +7,8 @@ from transformers import AutoModelForCausalLM, Gemma4TextConfig
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import LayerRange, TransformersTarget
 from forerun.model.layers import base_of, layers_of
+from forerun.model.memory import cache_bytes_per_token
 from forerun.model.partial import prove
-from forerun.model.prepare import cache_bytes_per_token
 from forerun.types import LAST_HIDDEN
 from model.families import FAMILIES, SHARING, random_tokens
 from model.test_resume import ROWS, TREES, prefilled

@@ -158,6 +158,11 @@ BROKEN: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
         CheckpointError,
         "corrupt",
     ),
+    "a header that is nested too deeply": (
+        lambda path: (path / WEIGHTS).write_bytes((200_000).to_bytes(8, "little") + b'{"a":' + b"[" * 199_995),
+        CheckpointError,
+        "nested too deeply",
+    ),
     "a missing shard": (without_a_shard, CheckpointError, r"incomplete.*model-00002"),
     "a missing tensor": (
         lambda path: edit(path, **{NAME: None}),

@@ -12,12 +12,13 @@ import huggingface_hub
 import psutil
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 from forerun.control.config import SpeculativeConfig, drafter_bytes
 from forerun.errors import OutOfMemoryError
-from forerun.model import TransformersTarget, prepare
+from forerun.model import TransformersTarget, memory, prepare
 from forerun.model.load import LoadOptions, stored_bytes, weight_bytes
-from forerun.model.prepare import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
+from forerun.model.memory import MemoryPlan, _container_room, available_bytes, cache_bytes_per_token
 from forerun.model.states.rows import MOST
 from model.families import FAMILIES, make, random_tokens
 from model.tiny import build
@@ -66,7 +67,7 @@ def test_memory_follows_use() -> None:
 def test_what_caches_may_still_take_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=2**40)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    monkeypatch.setattr(prepare, "_container_room", lambda: 2**62)
+    monkeypatch.setattr(memory, "_container_room", lambda: 2**62)
     target = TransformersTarget.load(make("llama"), rows=4, slots=1023)
     before, whole = available_bytes(torch.device("cpu")), target.cache.nbytes()
     target.prefill([1], [random_tokens(512, 0)])
@@ -128,7 +129,7 @@ def test_weights_that_do_not_fit_need_another_way() -> None:
 
 def test_nothing_is_loaded_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make("llama").save_pretrained(tmp_path)
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 100_000)
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: 100_000)
     monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(OutOfMemoryError, match=r"are needed on cpu.*2 rows x 64 slots"):
         TransformersTarget.load(tmp_path, rows=2, slots=64, device="cpu")
@@ -143,7 +144,7 @@ def test_recurrent_states_that_do_not_fit_are_told_before_anything_is_loaded(
     assert target.states is not None
     states = prepare.states_bytes_per_row(TransformersTarget, model.config, torch.float32)
     assert states == (1 + MOST) * target.states.nbytes() // 2
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**23)
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: 2**23)
     monkeypatch.setattr(prepare, "open_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(OutOfMemoryError, match=r"recurrent states 0\.08, .*Lower rows \(max_num_seqs\) to \d+\."):
         TransformersTarget.load(tmp_path, rows=500, slots=64, device="cpu")
@@ -158,12 +159,12 @@ def test_the_drafters_share_is_kept_free(tmp_path: Path) -> None:
 
 def test_slots_that_nobody_asked_for_shrink_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama", max_position_embeddings=4000)
-    assert TransformersTarget.load(model, self_check=False).slots == 4000 + prepare.HEADROOM
+    assert TransformersTarget.load(model, self_check=False).slots == 4000 + memory.HEADROOM
     assert (
         TransformersTarget.load(make("llama", max_position_embeddings=10**6), self_check=False).slots
-        == 8192 + prepare.HEADROOM
+        == 8192 + memory.HEADROOM
     )
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: 2**20)
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: 2**20)
     target = TransformersTarget.load(model, self_check=False)
     assert 512 <= target.slots < 4000
     with pytest.raises(OutOfMemoryError, match="Lower slots"):
@@ -189,9 +190,9 @@ def test_the_drafters_cache_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.M
     config = SpeculativeConfig(method="draft_model", options={"model": str(tmp_path / "draft")})
     assert drafter_bytes(config) == (weight_bytes(tmp_path / "draft", None), its) and drafter_bytes(None) == (0, 0)
     least = plan(rows=1, slots=0, weights=weight_bytes(tmp_path / "target", None), token=0, reserve=0)
-    least = replace(least, probs=prepare.SCORED_NODES * model.config.vocab_size * 8)
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: least.total + 31 * (own + its))
-    monkeypatch.setattr(prepare, "LEAST_SLOTS", 8)
+    least = replace(least, probs=memory.SCORED_NODES * model.config.vocab_size * 8)
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: least.total + 31 * (own + its))
+    monkeypatch.setattr(memory, "LEAST_SLOTS", 8)
     assert TransformersTarget.load(tmp_path / "target", device="cpu", reserve_bytes_per_slot=its).cache.slots == 30
     assert TransformersTarget.load(tmp_path / "target", device="cpu").cache.slots > 30
 
@@ -200,3 +201,17 @@ def test_the_drafters_cache_is_in_the_plan(tmp_path: Path, monkeypatch: pytest.M
 def test_what_ships_keeps_a_cache(name: str) -> None:
     method = "draft_model" if name == "demo-draft" else "eagle3"
     assert all(drafter_bytes(SpeculativeConfig(method=method, options={"model": name})))
+
+
+def test_a_draft_model_for_images_too_counts_the_cache_of_its_text_model(tmp_path: Path) -> None:
+    """Its configuration leaves out what is the default of the text model's class."""
+    whole = CONFIG_MAPPING["qwen3_5"](text_config={"num_hidden_layers": 4})
+    whole.save_pretrained(tmp_path)
+    text = whole.get_text_config(decoder=True)
+    assert memory.bytes_of_drafts([str(tmp_path)]) == (0, cache_bytes_per_token(text, 2)) != (0, 0)
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"num_hidden_layers": "many"}'])
+def test_a_broken_draft_model_is_left_to_its_loader(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    assert memory.bytes_of_drafts([str(tmp_path)]) == (0, 0)

@@ -10,7 +10,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.errors import CheckpointError, OutOfMemoryError, UnsupportedModelError
-from forerun.model import TransformersTarget, prepare, quantised_weights
+from forerun.model import TransformersTarget, memory, prepare, quantised_weights
 from forerun.model.kernels import blocks, packing, products
 from forerun.model.kernels.packing import list_in_blocks
 from forerun.model.load import LoadOptions, open_model, read_config, stored_bytes
@@ -161,7 +161,7 @@ def test_memory_is_planned_for_dequantised_weights(tmp_path: Path, monkeypatch: 
     """A file of 4 bits may fit where its weights in 16 do not."""
     write("gptq", tmp_path)
     size = sum(weight.nbytes for weight in tiny().parameters())
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: size // 2)
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: size // 2)
     monkeypatch.setattr(prepare, "open_model", lambda *_args, **_named: pytest.fail("weights were read"))
     with pytest.raises(OutOfMemoryError, match="are needed on cpu"):
         LLM(str(tmp_path), tokenizer=False, device="cpu", dtype="bfloat16", max_num_seqs=1, max_model_len=16)

@@ -15,7 +15,7 @@ from torch import Tensor
 from contract.harness import PROMPTS, as_prompts, eagle_head, model
 from forerun import LLM, SamplingParams
 from forerun.errors import OutOfMemoryError
-from forerun.model import kernels, prepare
+from forerun.model import kernels, memory, prepare
 from forerun.model.recordings import Recordings, Work
 from simulated.device import NAME, SimulatedDevice, moved
 
@@ -103,7 +103,7 @@ def test_a_device_that_is_too_small_says_what_would_fit_before_weights_are_read(
     model().save_pretrained(tmp_path)
     weights = sum(weight.nbytes for weight in model().parameters())
     free = 0.0
-    monkeypatch.setattr(prepare, "available_bytes", lambda _device: int(free))
+    monkeypatch.setattr(memory, "available_bytes", lambda _device: int(free))
     monkeypatch.setattr(prepare, "open_model", lambda *_args, **_named: pytest.fail("weights were read"))
 
     def said(**sizes: Any) -> str:
@@ -116,7 +116,7 @@ def test_a_device_that_is_too_small_says_what_would_fit_before_weights_are_read(
     free = 8 * weights
     text = said(max_num_seqs=4096, max_model_len=64)
     assert "GiB are needed on cpu" in text and "GiB are free" in text and "rows (max_num_seqs) to" in text
-    free = prepare.MemoryPlan(rows=1, slots=64, weights=weights, token=0, probs=0).total * 0.9
+    free = memory.MemoryPlan(rows=1, slots=64, weights=weights, token=0, probs=0).total * 0.9
     text = said(max_num_seqs=1, max_model_len=16)
     assert "In bfloat16 (dtype='bfloat16')" in text and "which fit" in text
     free = 0.9 * weights

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from forerun.cli import main
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, read_head, write_head
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from forerun.training import run
 from forerun.training.data.store import UNWRITTEN, write_prepared
 from forerun.training.loop.distributed import Parallel

@@ -8,15 +8,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
 from forerun.drafters.kinds import KINDS
-from forerun.errors import ArgumentError, DataError, choices
+from forerun.errors import ArgumentError, DataError, choices, refuse
 from forerun.heads.catalogue import check_head_named
 from forerun.model.checks import check_found
-from forerun.writing import read_object
+from forerun.writing import parse_json, read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
@@ -67,28 +66,35 @@ class SpeculativeConfig:
         if isinstance(given, str):
             given = _from_json(given) if given.lstrip().startswith(("{", "[", '"')) else {"method": given.strip()}
         values = {_ALIASES.get(key, key): value for key, value in given.items()}
-        if not values.pop("enabled", True):
+        enabled = values.pop("enabled", True)
+        if enabled is False:
             return None
         method = _method(values)
         tokens = values.pop("num_speculative_tokens", None)
-        if tokens is not None and not (isinstance(tokens, int) and 1 <= tokens <= MAX_SPECULATIVE_TOKENS):
-            raise ArgumentError(
-                f"num_speculative_tokens must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}, got {tokens!r}"
-            )
-        adaptive, rule = values.pop("adaptive", True), values.pop("rule", None)
-        if not isinstance(adaptive, bool):
-            raise ArgumentError(f"adaptive is true or false, got {adaptive!r}")
-        if not adaptive and method == AUTO:
-            raise ArgumentError(f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step")
+        adaptive = values.pop("adaptive", True)
+        rule = values.pop("rule", None)
+        refuse(
+            (enabled is not True, f"enabled is true or false, got {enabled!r}"),
+            (
+                tokens is not None and (type(tokens) is not int or not 1 <= tokens <= MAX_SPECULATIVE_TOKENS),
+                f"num_speculative_tokens must be a whole number from 1 to {MAX_SPECULATIVE_TOKENS}, got {tokens!r}",
+            ),
+            (not isinstance(adaptive, bool), f"adaptive is true or false, got {adaptive!r}"),
+            (
+                not adaptive and method == AUTO,
+                f"{AUTO} is adaptive by nature; name a drafter to draft the same at every step",
+            ),
+            (rule is not None and not isinstance(rule, str), f"rule is the name of a verification rule, got {rule!r}"),
+        )
         rule = _RULE_ALIASES.get(rule, rule)
         return cls(method=method, num_speculative_tokens=tokens, rule=rule, adaptive=adaptive, options=values)
 
     def with_model(self, model: str) -> SpeculativeConfig:
         """Return a copy in which `model`, a directory, replaces the configuration's only model, which may be that of a
         member in ``drafters``. Raises ArgumentError if it has none or several."""
-        made_of = [{"method": one} if isinstance(one, str) else dict(one) for one in self.options.get("drafters", ())]
-        options = {**self.options, "drafters": made_of} if made_of else dict(self.options)
-        holders = [one for one in (options, *made_of) if one.get("model") is not None]
+        members = [dict(member) for member in _members(self)]
+        options = {**self.options, "drafters": members} if members else dict(self.options)
+        holders = [holder for holder in (options, *members) if holder.get("model") is not None]
         if len(holders) != 1:
             found = f"{len(holders)} models" if holders else "no model that could be replaced"
             raise ArgumentError(f"drafter {self.method!r} has {found}; a new model can replace only a single one")
@@ -142,10 +148,10 @@ def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
 
 def _from_json(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except ValueError as error:
         raise ArgumentError(
-            f"the speculative configuration is not JSON ({error.msg} at character {error.pos}); expected for example "
+            f"the speculative configuration is not JSON ({error}); expected for example "
             '{"method": "ngram", "num_speculative_tokens": 8}'
         ) from None
     if not isinstance(value, dict):
@@ -220,10 +226,7 @@ def repeats(config: SpeculativeConfig) -> bool:
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
-    given = config.options.get("drafters", ())
-    if isinstance(given, str | Mapping) or not all(isinstance(one, str | Mapping) for one in given):
-        raise ArgumentError(f'{AUTO}: drafters is a list of names or configurations such as {{"method": "rest", ...}}')
-    named = [_like(config, {"method": one} if isinstance(one, str) else one) for one in given]
+    named = [_like(config, member) for member in _members(config)]
     if (model := config.options.get("model")) is not None:
         named.append(_like(config, {"method": method_of(model), "model": model}))
     if any(arm.method == AUTO for arm in named):
@@ -280,10 +283,19 @@ def method_of(model: Any) -> str:
 
 def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
     """Return the options of a configuration, method included, and those of each member of a combined drafter."""
+    return [{**config.options, "method": config.method}, *_members(config)]
+
+
+def _members(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
+    """Return the options of each member in option ``drafters``, method included. Raises ArgumentError if that is no
+    list of names or configurations.
+    """
     members = config.options.get("drafters", ())
-    listed = members if isinstance(members, list | tuple) else ()
-    named = [one if isinstance(one, Mapping) else {"method": one} for one in listed]
-    return [{**config.options, "method": config.method}, *named]
+    if not isinstance(members, list | tuple) or not all(isinstance(member, str | Mapping) for member in members):
+        raise ArgumentError(
+            f'{config.method}: drafters is a list of names or configurations such as {{"method": "rest", ...}}'
+        )
+    return [{"method": member} if isinstance(member, str) else member for member in members]
 
 
 def check_models_named(config: SpeculativeConfig | None, target_name: str) -> None:
@@ -312,38 +324,10 @@ def reads_layers(config: SpeculativeConfig | None) -> bool:
 
 
 def drafter_bytes(config: SpeculativeConfig | None) -> tuple[int, int]:
-    """Return the bytes of the draft models' weights, and of their KV caches for each token of a row, read from their
-    directories. A model without a directory counts 0.
+    """Return the bytes of the draft models' weights, and of their KV caches for each token of a row, as
+    `memory.bytes_of_drafts` does.
     """
-    from forerun.model.gguf_files import read_model_header
-    from forerun.model.names import gguf_file, resolve
+    from forerun.model.memory import bytes_of_drafts
 
-    if config is None:
-        return 0, 0
-    named = [model for one in _all_options(config) if isinstance(model := one.get("model"), str)]
-    files = {model: file for model in named if (file := gguf_file(model)) is not None}
-    headers = [read_model_header(file) for file in files.values()]
-    folders = [folder for one in named if one not in files and (folder := Path(resolve(one))).is_dir()]
-    weights = sum(map(_weights, folders)) + sum(header.weights_bytes for header in headers)
-    return weights, sum(map(_cached, folders)) + sum(header.cache_bytes_per_token for header in headers)
-
-
-def _cached(folder: Path) -> int:
-    """Return the bytes of a token in the cache of a model or head of decoder layers."""
-    from forerun.model.prepare import cache_bytes_per_token
-
-    try:
-        config = SimpleNamespace(**json.loads((folder / "config.json").read_text(encoding="utf-8")))
-        single = "float32" in (getattr(config, "dtype", None), getattr(config, "torch_dtype", None))
-        return cache_bytes_per_token(config, 4 if single else 2)
-    except (AttributeError, OSError, ValueError):
-        return 0  # A head without layers. If the directory is broken, its loader says so
-
-
-def _weights(folder: Path) -> int:
-    from forerun.model.load import INDEX, SINGLE, weight_bytes
-
-    if any((folder / name).is_file() for name in (INDEX, SINGLE)):
-        return weight_bytes(folder, None)
-    # A head's weights may have a name of their own. Where there are none, its loader says so.
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    models = [] if config is None else [options.get("model") for options in _all_options(config)]
+    return bytes_of_drafts(model for model in models if isinstance(model, str))

@@ -7,7 +7,6 @@ inside the functions that time something.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.control.costs import CostModel, Nominal, PassCost, along
 from forerun.errors import ArgumentError
-from forerun.writing import cache_root, replace_file
+from forerun.writing import cache_root, hash_json, parse_json, replace_file
 
 if TYPE_CHECKING:
     from forerun.model import Target
@@ -312,7 +311,7 @@ def file_of(target: Target) -> Path:
 def _place(target: Target) -> tuple[Path, Mapping[str, Any]]:
     """Return this target's file, and the identity that its name is made of."""
     name, identity = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model", target.identity()
-    return cache_root() / "cost" / f"{name}-{_hash(identity)[:16]}.json", identity
+    return cache_root() / "cost" / f"{name}-{hash_json(identity)[:16]}.json", identity
 
 
 def _read(target: Target) -> tuple[Grid, CostModel] | None:
@@ -323,10 +322,10 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     from pydantic import TypeAdapter
 
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = parse_json(path.read_text(encoding="utf-8"))
         body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
         own = json.loads(json.dumps(identity, default=str))
-        if body["format"] != FORMAT or kept["sha256"] != _hash(body) or body["identity"] != own:
+        if body["format"] != FORMAT or kept["sha256"] != hash_json(body) or body["identity"] != own:
             raise ValueError("its format, hash or identity is another's")
         return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
     except FileNotFoundError:
@@ -342,12 +341,8 @@ def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     body = {"format": FORMAT, "identity": identity, "grid": grid, "cost": asdict(cost)}
     try:
         with replace_file(path) as fresh:
-            text = json.dumps({**body, "sha256": _hash(body)}, indent=1, default=str)
+            text = json.dumps({**body, "sha256": hash_json(body)}, indent=1, default=str)
             fresh.write_text(text + "\n", encoding="utf-8")
     except OSError as error:
         log.warning("the cost model could not be kept in %s: %s", path, error)
     return path
-
-
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()

@@ -33,7 +33,7 @@ from forerun.heads.runner import (
     SequentialRunner,
     SharingRunner,
 )
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from forerun.model.kernels import forwards, packing
 from forerun.model.transformers_target import require_layers
 from forerun.types import Boundary, Budget, DraftKind

@@ -15,8 +15,8 @@ from forerun.model.gguf_files import read_model_header
 from forerun.model.gguf_weights import memory_bytes
 from forerun.model.kernels import products
 from forerun.model.llama_cpp import LlamaCppTarget
+from forerun.model.memory import available_bytes
 from forerun.model.names import gguf_file
-from forerun.model.prepare import available_bytes
 from forerun.model.target import Target
 from forerun.model.transformers_target import TransformersTarget
 

@@ -9,8 +9,8 @@ from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError,
 from forerun.model.other_apps import find_kept
 from forerun.shipped import MODELS, REAL
 
-DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"
-_ALSO = {"float", "half", "float64", "double"}  # Other names that torch accepts
+DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"  # Those that are documented
+_DTYPES = {"auto", "float32", "bfloat16", "float16", "float", "half", "float64", "double"}
 DEVICES = "cpu, cuda, cuda:1, xpu, mps, ..."
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa|mtia|maia|xla)(:\d+)?")
 HUB_TIMEOUT_S = 10.0  # For the one question that asks whether a hub id exists
@@ -21,7 +21,7 @@ def check(name: str | Path, dtype: str, device: str | None = None) -> None:
     name, dtype and device already show, before anything is imported or loaded.
     """
     refuse(
-        (f"'{dtype}'" not in DTYPES and dtype not in _ALSO, f"{dtype!r} is no dtype; expected {DTYPES}"),
+        (dtype not in _DTYPES, f"{dtype!r} is no dtype; expected {DTYPES}"),
         (device is not None and not _DEVICE.fullmatch(device), f"{device!r} is no device; expected {DEVICES}"),
     )
     check_found(name)

@@ -164,6 +164,14 @@ def device_of(module: nn.Module) -> torch.device:
     return next(module.parameters()).device
 
 
+def is_spread(model: Any) -> bool:
+    """Return whether modules stand on several devices, on disk, or in shards, so that repacking
+    would break them.
+    """
+    placed = getattr(model, "hf_device_map", None) or {}
+    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
+
+
 def is_quantised(model: nn.Module) -> bool:
     """Return whether weights are stored as integers or below 16 bits, by transformers or with
     torch's own int8 layers.

@@ -27,19 +27,12 @@ from forerun.devices import device_name
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, refuse
 from forerun.model.gguf_files import GgufHeader, read_model_header
 from forerun.model.gguf_weights import find_not_finite
+from forerun.model.identity import keep_verdict, read_verdict
 from forerun.model.inputs import Nodes, Scored
 from forerun.model.llama_context import MOST_SEQUENCES, Context, LlamaBatch, load_api, offloads
 from forerun.model.load import LoadOptions
+from forerun.model.memory import HEADROOM, LEAST_SLOTS, MemoryPlan, available_bytes, default_slots
 from forerun.model.padding import Buckets, Flat
-from forerun.model.prepare import (
-    HEADROOM,
-    LEAST_SLOTS,
-    MemoryPlan,
-    available_bytes,
-    default_slots,
-    keep,
-    read_verdict,
-)
 from forerun.model.recordings import Recordings
 from forerun.model.sample import TEXT
 from forerun.model.self_check import FACTOR, divergence
@@ -405,7 +398,7 @@ class LlamaCppTarget(Target):
                 f"{self._header.architecture} layers may go by positions where they should by sequences. Open the file "
                 "with backend='transformers'"
             )
-        keep(key, self.name_or_path, [])
+        keep_verdict(key, self.name_or_path, [])
 
     def _run(self, rows: Sequence[int], batch: LlamaBatch) -> Tensor:
         """Run a batch for these rows; free rows lose what they keep for prefixes where the cache is full."""

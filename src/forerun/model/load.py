@@ -8,7 +8,6 @@ headers of safetensors files tell whether they are whole, and their size, before
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import re
 import threading
@@ -33,6 +32,7 @@ from forerun.model.gguf_weights import GgufWeights, memory_bytes, put_blocks, re
 from forerun.model.kernels.products import decodes
 from forerun.model.quantised_weights import QuantisedWeights
 from forerun.model.support import auto_class, refuse_config
+from forerun.writing import parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def read_header(path: Path) -> Mapping[str, Any]:
         if size < 8 or length > size - 8:
             raise CheckpointError(f"{path} is truncated or no safetensors file: its header exceeds its {size} bytes")
         try:
-            header: dict[str, Any] = json.loads(file.read(length))
+            header: dict[str, Any] = parse_json(file.read(length))
             header.pop("__metadata__", None)
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -100,7 +100,7 @@ def listed_files(directory: Path) -> list[Path]:
     """
     index = directory / INDEX
     try:
-        return [directory / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+        return [directory / name for name in sorted(set(parse_json(index.read_bytes())["weight_map"].values()))]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is corrupt: no weight_map can be read ({error})") from error
 

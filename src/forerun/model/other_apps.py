@@ -7,7 +7,6 @@ file, kept in ``blobs`` by its digest.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.errors import CheckpointError, list_some, nearest, refuse
+from forerun.writing import parse_json
 
 _log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _layers(manifest: Path) -> dict[str, list[str]]:
     """Return the digests of a manifest's layers by what they hold: model, template, params, ..."""
     found = dict[str, list[str]]()
     try:
-        content: Any = json.loads(manifest.read_text(encoding="utf-8"))
+        content: Any = parse_json(manifest.read_text(encoding="utf-8"))
         for layer in content["layers"]:
             kind = str(layer["mediaType"]).removeprefix(_LAYER).partition(";")[0]
             found.setdefault(kind, []).append(str(layer["digest"]))

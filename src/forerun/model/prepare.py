@@ -9,37 +9,39 @@ show that rounding hides in 16 bits; the whole is checked in the model's own dty
 What fails with faster modules alone is served without them; a model is refused if it fails as
 transformers made it, and then the message says what would help, which has been tried.
 
-A result is kept on disk, so that a second start of the same model need not repeat it. Kept is only
-that nothing was found, and which modules were accepted: by the model's configuration and files,
-forerun's own sources, the versions of torch and transformers, the device and what was asked for.
-Whatever limits a context or is put back is found, and told, at every start.
+That nothing was found is kept on disk (`identity`). Whatever limits a context or is put back is found, and told, at
+every start.
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
 import logging
-import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import transformers
 from torch import nn
 
-from forerun import writing
 from forerun.devices import trim_heap
-from forerun.errors import UNSERVED, ArgumentError, ForerunError, OutOfMemoryError, UnsupportedModelError, refuse
+from forerun.errors import UNSERVED, ArgumentError, ForerunError, UnsupportedModelError, refuse
 from forerun.model import self_check
-from forerun.model.cache import promised_bytes
 from forerun.model.gguf_files import file_of
+from forerun.model.identity import keep_verdict, read_verdict, verdict_key
 from forerun.model.kernels import accelerate, blocks, products
 from forerun.model.kernels.packing import count_weights, freed_bytes, list_in_blocks, unpack
-from forerun.model.layers import base_name, base_of, device_of, is_quantised, layers_of, replace_module, turn_of
+from forerun.model.layers import (
+    base_name,
+    base_of,
+    device_of,
+    is_quantised,
+    is_spread,
+    layers_of,
+    replace_module,
+    turn_of,
+)
 from forerun.model.load import (
     LoadOptions,
     keeps_blocks,
@@ -49,20 +51,16 @@ from forerun.model.load import (
     stored_bytes,
     without_wrapper,
 )
-from forerun.model.masks import FULL, UNMASKED, WITH_STATES
+from forerun.model.masks import WITH_STATES
+from forerun.model.memory import Sizes, available_bytes, plan_slots, plan_slots_beside
 from forerun.model.names import resolve, tokenizer_beside
 from forerun.model.sample import sample
 from forerun.model.states.rows import MOST
-from forerun.model.support import auto_class, context_length, name_of, refuse_config, refusing, text_config
+from forerun.model.support import auto_class, name_of, refuse_config, refusing, text_config
 
 _log = logging.getLogger(__name__)
 
 Made = TypeVar("Made", bound=Any)  # A `Target`, of whatever class; that module imports this one
-SCORED_NODES = 16  # Nodes a row whose logits and float32 probabilities the plan counts
-_GIB = 2**30
-DEFAULT_TOKENS = 8192  # Most tokens of a row where nobody asked for a number and the context is longer
-HEADROOM = 129  # Slots behind the context for the nodes of a tree that stands at its end
-LEAST_SLOTS = 512  # If memory is short and nobody asked for a number, slots are lowered to this, not further
 _SMALL = 2**30  # Bytes of weights below which loading shows no progress
 
 
@@ -79,7 +77,8 @@ def prepare(
     """Return the checked target; see `TransformersTarget.load`."""
     if rows < 1 or (slots is not None and slots < 1) or min(reserve, reserve_per_slot) < 0:
         raise ArgumentError(f"rows and slots must be at least 1, got {rows} and {slots}")
-    named, sizes = isinstance(source, (str, Path)), _Sizes(rows, slots, reserve, reserve_per_slot)
+    named = isinstance(source, (str, Path))
+    sizes = Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(cls, source, options, sizes) if named else _adopt(source, options, sizes)
     settle(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
@@ -93,7 +92,7 @@ def prepare(
     if options.self_check:
         _log.info("checking it against transformers")
         in_blocks = bool(list_in_blocks(model))
-        key = fingerprint(model, faster, options.compile, in_blocks) if named and options.adapter is None else None
+        key = verdict_key(model, faster, options.compile, in_blocks) if named and options.adapter is None else None
         trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
@@ -118,7 +117,7 @@ def settle(model: Any) -> None:
 
 def refuse_unservable(cls: type[Any], model: Any, tokenizer: Any) -> None:
     """Refuse a model that was loaded for training, by the same errors as where it is served."""
-    prove_model(cls, model, lambda: tokenizer, None, _room(model), fingerprint(model, False, False))
+    prove_model(cls, model, lambda: tokenizer, None, _room(model), verdict_key(model, False, False))
 
 
 def _room(model: Any) -> int:
@@ -145,38 +144,29 @@ def _let_go_of_files(model: Any) -> None:
             own.data = own.data.clone()
 
 
-class _Sizes(NamedTuple):
-    """The sizes that memory is planned for."""
-
-    rows: int
-    slots: int | None  # Slots of a row; None: nobody asked for a number
-    reserve: int  # Bytes to leave free
-    reserve_per_slot: int  # The same, for each slot of a row
-
-
 def open_named(name: str | Path, options: LoadOptions) -> Any:
     """Open a model by its name (`names.resolve`), as `open_model` does, unchecked and without progress bars."""
     path = resolve(name)
     return open_model(path, options, read_config(path, options), quiet=True)
 
 
-def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
+def _open(cls: type[Made], name: str | Path, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
     if options.device is not None and options.device_map is not None:
         raise ArgumentError("device and device_map exclude each other")
-    typed, name = name, resolve(name)
-    config = read_config(name, options)
+    checkpoint = resolve(name)
+    config = read_config(checkpoint, options)
     if options.tokenizer is not None:
         options.tokenizer()  # A checkpoint without one fails before its weights are read
-    in_blocks = _keeps_blocks(name, options, config)
-    weights = stored_bytes(name, options, config, in_blocks=in_blocks)
+    in_blocks = _keeps_blocks(checkpoint, options, config)
+    weights = stored_bytes(checkpoint, options, config, in_blocks=in_blocks)
     device = options.first_device() if options.device_map is None and options.tp_plan is None else None
     dtype = resolved_dtype(options, config) or torch.float32
     states = 0 if device is None else states_bytes_per_row(cls, config, dtype)
     text = config.get_text_config(decoder=True)
-    slots = _slots(text, sizes, device, weights, dtype.itemsize, states=states * sizes.rows)
+    slots = plan_slots(sizes, text, device, dtype.itemsize, weights=weights, states=states * sizes.rows)
     _log.info("reading %.2f GB of weights", weights / 1e9)
-    model = open_model(name, options, config, quiet=weights < _SMALL, in_blocks=in_blocks)
-    model.named_by_user = str(typed)
+    model = open_model(checkpoint, options, config, quiet=weights < _SMALL, in_blocks=in_blocks)
+    model.named_by_user = str(name)
     return model, slots
 
 
@@ -196,7 +186,7 @@ def _keeps_blocks(name: str | Path, options: LoadOptions, config: Any) -> bool:
     )
 
 
-def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
+def _adopt(model: Any, options: LoadOptions, sizes: Sizes) -> tuple[Any, int]:
     """Take over a model that the caller has loaded; only its cache must still fit."""
     refuse(
         (
@@ -212,126 +202,14 @@ def _adopt(model: Any, options: LoadOptions, sizes: _Sizes) -> tuple[Any, int]:
     model = without_wrapper(model)
     refuse_config(model.config, type(model))
     dtype = None if options.dtype in ("auto", None) else resolved_dtype(options, model.config)
-    place = device_of(model.get_input_embeddings())
-    wanted = place if options.device is None else torch.device(options.device)
-    if dtype not in (None, model.dtype) or wanted.type != place.type or wanted.index not in (None, place.index):
+    device = device_of(model.get_input_embeddings())
+    asked = device if options.device is None else torch.device(options.device)
+    if dtype not in (None, model.dtype) or asked.type != device.type or asked.index not in (None, device.index):
         raise ArgumentError(
-            f"this model is loaded already, in {model.dtype} on {place}, and is left as it is; move or convert it "
+            f"this model is loaded already, in {model.dtype} on {device}, and is left as it is; move or convert it "
             "before, or pass its directory"
         )
-    return model.eval(), _slots_beside(model, sizes)
-
-
-def check_room(model: Any, rows: int, slots: int) -> None:
-    """Raise OutOfMemoryError unless a cache of so many rows and slots fits beside a loaded model."""
-    _slots_beside(model, _Sizes(rows, slots, 0, 0))
-
-
-def _slots_beside(model: Any, sizes: _Sizes) -> int:
-    """Return the slots of a row as `_slots` does, for a model that is loaded."""
-    device = None if is_spread(model) else device_of(model.get_input_embeddings())
-    return _slots(text_config(model), sizes, device, 0, model.dtype.itemsize)
-
-
-def _slots(
-    config: Any, sizes: _Sizes, device: torch.device | None, weights: int, itemsize: int, *, states: int = 0
-) -> int:
-    """Return the slots of a row; fewer than the default where memory is short. Raises
-    OutOfMemoryError if the slots asked for do not fit. Without a `device` the model goes on
-    several: transformers decides what fits where, and nothing is checked before.
-    """
-    rows, slots = sizes.rows, sizes.slots
-    if slots is None:
-        slots = default_slots(context_length(config))
-    if device is None:
-        return slots
-    plan = MemoryPlan(
-        rows=rows,
-        slots=slots,
-        weights=weights,
-        token=cache_bytes_per_token(config, itemsize) + sizes.reserve_per_slot,
-        probs=rows * SCORED_NODES * config.vocab_size * (itemsize + 4),
-        states=states,
-        reserve=sizes.reserve,
-    )
-    available = available_bytes(device)
-    fitting = plan.fitting_slots(available)
-    halves = replace(plan, weights=weights // 2, token=plan.token // 2, probs=plan.probs * 3 // 4, states=states // 2)
-    if sizes.slots is None and LEAST_SLOTS <= fitting < slots:
-        _log.warning("%d slots a row instead of %d: the memory of %s ends there", fitting, slots, device)
-        return fitting
-    plan.check(available, str(device), halves if itemsize == torch.float32.itemsize else None)
-    return slots
-
-
-def default_slots(context: int) -> int:
-    """Return the slots of a row where nobody asked for a number."""
-    return min(context, DEFAULT_TOKENS) + HEADROOM
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryPlan:
-    """The bytes that a target needs on one device."""
-
-    rows: int
-    slots: int
-    weights: int  # 0 where they are loaded already
-    token: int  # KV cache per token of a row, all layers, the drafter's included
-    probs: int  # Logits and probabilities of one step
-    states: int = 0  # Recurrent states of all rows, with their copies for prefixes
-    reserve: int = 0  # For the drafter
-
-    @property
-    def cache(self) -> int:
-        """KV cache of all rows and slots, including the slot that padding is written to."""
-        return self.token * self.rows * (self.slots + 1)
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.cache + self.probs + self.states + self.reserve
-
-    def check(self, available: int, where: str, halves: MemoryPlan | None = None) -> None:
-        """Raise OutOfMemoryError, with what to lower and what would fit, unless the plan fits into `available` bytes.
-        `halves` is the same plan in bfloat16, where this one is in float32.
-        """
-        if self.total <= available:
-            return
-        advice = list[str]()
-        if halves is not None and halves.total <= available:
-            advice.append(f"In bfloat16 (dtype='bfloat16') {halves.total / _GIB:.2f} GiB are needed, which fit.")
-        if (slots := self.fitting_slots(available)) > 0:
-            rows = max(1, slots * self.rows // self.slots)
-            lower = f"Lower slots (max_model_len, kv_cache_tokens) to {slots}"
-            advice.append(lower + (f", or rows (max_num_seqs) to {rows}." if rows < self.rows else "."))
-        elif (rows := self.fitting_rows(available)) > 0:
-            advice.append(f"Lower rows (max_num_seqs) to {rows}.")
-        elif not advice:
-            advice.append('Use a smaller dtype, a quantised checkpoint, or device_map="auto" to offload layers.')
-        if self.weights > available - self.reserve:
-            room = self._weights_room(available)
-            advice.append(f"A model whose weights take {room / _GIB:.2f} GiB would fit with one row of {LEAST_SLOTS}.")
-        states = f"recurrent states {self.states / _GIB:.2f}, " if self.states else ""
-        raise OutOfMemoryError(
-            f"{self.total / _GIB:.2f} GiB are needed on {where}, {available / _GIB:.2f} GiB are free: "
-            f"weights {self.weights / _GIB:.2f}, KV cache {self.cache / _GIB:.2f} ({self.rows} rows x {self.slots} "
-            f"slots), {states}logits and probabilities {self.probs / _GIB:.2f}, drafter {self.reserve / _GIB:.2f}. "
-            f"{' '.join(advice)}"
-        )
-
-    def _weights_room(self, available: int) -> int:
-        """Return the bytes that weights may take beside one row of few slots."""
-        least = self.token * LEAST_SLOTS + (self.probs + self.states) // self.rows + self.reserve
-        return max(0, available - least)
-
-    def fitting_slots(self, available: int) -> int:
-        """Return the most slots of a row that would fit with as many rows; 0 if none."""
-        room = available - self.weights - self.probs - self.states - self.reserve
-        return max(0, room // max(1, self.token * self.rows) - 1)
-
-    def fitting_rows(self, available: int) -> int:
-        """Return the most rows that would fit with as many slots; 0 if none."""
-        fixed = self.weights + self.reserve
-        return max(0, (available - fixed) * self.rows // max(1, self.total - fixed))
+    return model.eval(), plan_slots_beside(model, sizes)
 
 
 def states_bytes_per_row(cls: type[Any], config: Any, dtype: torch.dtype) -> int:
@@ -353,127 +231,6 @@ def states_bytes_per_row(cls: type[Any], config: Any, dtype: torch.dtype) -> int
         _log.debug("%s: its states are not planned: %s", config.model_type, error)
         return 0
     return 0 if trial.states is None else (1 + MOST) * int(trial.states.nbytes())
-
-
-def cache_bytes_per_token(config: Any, itemsize: int) -> int:
-    """Return the KV bytes per token over all layers, from a text configuration. Latent attention
-    (DeepSeek) caches its latents.
-    """
-    by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    types = getattr(config, "layer_types", None) or [FULL] * own
-    keeping = [layer for layer, name in zip(by_layer[:own], types, strict=False) if name not in UNMASKED]
-    return sum(map(_count_cached, keeping)) * itemsize
-
-
-def _count_cached(config: Any) -> int:
-    """Return how many numbers one layer caches per token."""
-    if getattr(config, "kv_lora_rank", None):
-        return int(config.kv_lora_rank + config.qk_rope_head_dim)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    if heads is None:  # It has no attention
-        return 0
-    return 2 * int(heads) * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def available_bytes(device: torch.device) -> int:
-    """Return the free bytes on a device; on the CPU also within the container's limit, and without
-    what caches may still take.
-    """
-    if device.type in ("cuda", "xpu"):
-        return int(getattr(torch, device.type).mem_get_info(device)[0])
-    import psutil
-
-    return max(0, min(int(psutil.virtual_memory().available), _container_room()) - promised_bytes())
-
-
-def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the bytes left in this control group (version 2); practically infinite where there is
-    no limit.
-    """
-    try:
-        limit = (root / "memory.max").read_text(encoding="ascii").strip()
-        used = int((root / "memory.current").read_text(encoding="ascii"))
-        cached = dict(line.split() for line in (root / "memory.stat").read_text(encoding="ascii").splitlines())
-        return 2**62 if limit == "max" else int(limit) - used + int(cached.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return 2**62
-
-
-_SOURCES = Path(__file__).parents[1]
-_READ = ("model", "core")  # Folders whose sources decide what a pass computes
-
-
-def fingerprint(model: Any, *asked: object) -> str | None:
-    """Return the key that a verdict is kept under; None where the weights are in no folder, so that
-    they cannot be told from others. `asked` is whatever else decides about the model's passes.
-    """
-    folder = _folder(model)
-    if folder is None or getattr(model, "peft_config", None):
-        return None
-    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
-    found = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    device = torch.device(model.device)
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-    versions = torch.__version__, transformers.__version__, _sources()
-    made = str(folder.resolve()), model.config.to_json_string(), str(model.dtype), device.type
-    told = str((made, found, chip, versions, asked))
-    return hashlib.sha256(told.encode()).hexdigest()[:32]
-
-
-def read_verdict(key: str | None) -> list[str] | None:
-    """Return the modules that were accepted when the model was found right; None if nothing is
-    known.
-    """
-    if key is None:
-        return None
-    told = writing.read_kept(_path(key))
-    accepted = told.get("accepted") if isinstance(told, dict) else None
-    right = isinstance(accepted, list) and all(isinstance(name, str) for name in accepted)
-    return accepted if right else None
-
-
-def keep(key: str | None, name: str, accepted: Sequence[str]) -> None:
-    """Keep that a model was found right with these modules replaced. A folder that cannot be
-    written to is no error.
-    """
-    if key is not None:
-        writing.keep(_path(key), {"model": name, "accepted": list(accepted)}, "the self-check's result")
-
-
-def _folder(model: Any) -> Path | None:
-    """Return the folder that a model's files were loaded from, also for a model of the hub."""
-    name = str(getattr(model, "name_or_path", "") or "")
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _path(key: str) -> Path:
-    return writing.cache_root() / "checked" / f"{key}.json"
-
-
-@cache
-def _sources() -> str:
-    """Return a hash of the code that computes a pass."""
-    found = hashlib.sha256()
-    for folder in _READ:
-        for path in sorted((_SOURCES / folder).rglob("*")):
-            if path.suffix in (".py", ".c", ".h"):
-                found.update(path.read_bytes())
-    return found.hexdigest()
-
-
-def _processor() -> str:
-    """Describe the CPU: its instructions decide which kernels run."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
 
 
 def float32_copy(model: Any, most_parameters: int, most_bytes: int) -> Any | None:
@@ -513,14 +270,6 @@ def _keeps_rounded_tables(module: nn.Module) -> bool:
     """Return whether a module without weights computed its buffers (MiniMax's decays), and keeps them in 16 bits."""
     own = [buffer for buffer in module.buffers(recurse=False) if buffer.is_floating_point()]
     return any(buffer.itemsize < 4 for buffer in own) and not list(module.parameters(recurse=False))
-
-
-def is_spread(model: Any) -> bool:
-    """Return whether modules stand on several devices, on disk, or in shards, so that repacking
-    would break them.
-    """
-    placed = getattr(model, "hf_device_map", None) or {}
-    return len(set(placed.values())) > 1 or "disk" in placed.values() or bool(getattr(model, "_tp_size", None))
 
 
 def _first_layers(model: Any) -> Any | None:
@@ -571,7 +320,7 @@ def prove_model(
     Args:
         tokenizer: gives the model's tokenizer, or None; None: there is none.
         faster: called with a text, or with what of the model was replaced when it was found right before.
-        key: under which the verdict is kept, see `verdicts`; None: it is not.
+        key: under which the verdict is kept, see `identity`; None: it is not.
         room: bytes that are free on its device; a float32 copy takes half of them at most.
 
     Raises:
@@ -606,7 +355,7 @@ def prove_model(
             )
     least = min((one for one in (limit, found) if one is not None), default=None)
     if least is None and not removed:
-        keep(key, name_of(model), accelerate.list_replaced(model))
+        keep_verdict(key, name_of(model), accelerate.list_replaced(model))
     return trial, least
 
 

@@ -22,8 +22,9 @@ from forerun.model.kernels import accelerate, compiling, native
 from forerun.model.kernels.packing import PackedLinear, name_blocks, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
+from forerun.model.memory import Sizes, default_slots, plan_slots_beside
 from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
-from forerun.model.prepare import check_room, default_slots, prepare
+from forerun.model.prepare import prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
 from forerun.model.states import install, keep_outside, uses_cache
 from forerun.model.states.rows import RowStates
@@ -256,7 +257,7 @@ class TransformersTarget(Target):
         if any(self.lengths):
             raise ArgumentError(f"a cache grows while its rows are empty; they hold {self.lengths} tokens")
         self._make_cache()  # Which lets go of the memory of the former one
-        check_room(self.model, rows, slots)
+        plan_slots_beside(self.model, Sizes(rows, slots))
         self.rows, self.slots, self.lengths, self.writes = rows, slots, [0] * rows, [0] * rows
         if self.states is not None:
             self.states = RowStates(rows)

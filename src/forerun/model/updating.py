@@ -15,10 +15,10 @@ from torch import Tensor
 
 from forerun.errors import CheckpointError, EngineError, VocabularyMismatchError, list_some, refuse
 from forerun.model.kernels.packing import PackedLinear, PackedWeight, list_in_blocks
-from forerun.model.layers import is_quantised
+from forerun.model.layers import is_quantised, is_spread
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.names import tokenizer_beside
-from forerun.model.prepare import is_spread, settle
+from forerun.model.prepare import settle
 from forerun.writing import TokenizerIdentity
 
 if TYPE_CHECKING:

@@ -30,8 +30,9 @@ from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Object
 from forerun.model import TransformersTarget
 from forerun.model.layers import base_of, layers_of
 from forerun.model.load import LoadOptions, read_config, stored_bytes
+from forerun.model.memory import available_bytes
 from forerun.model.names import load_tokenizer, resolve
-from forerun.model.prepare import available_bytes, open_named, refuse_unservable
+from forerun.model.prepare import open_named, refuse_unservable
 from forerun.model.support import text_config
 from forerun.training.data.on_policy import AnswerWriter
 from forerun.training.data.store import PackedWindows, PreparedData, about_answers

@@ -35,7 +35,7 @@ from forerun.heads.base import Head, check_fits
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, refuse_foreign, write_head
 from forerun.heads.start import fit
 from forerun.losses.objective import FeatureBatch
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from forerun.model.layers import is_quantised
 from forerun.model.load import LoadOptions, save_model
 from forerun.model.names import resolve, tokenizer_beside

@@ -12,7 +12,7 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaForCausalLM, PreT
 from forerun import modelopt
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.heads.files import read_head
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from forerun.training.convert.model import ConvertedModel
 from training.convert.converted import base, eagle, text
 

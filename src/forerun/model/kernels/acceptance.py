@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from forerun.model.kernels import fused, streamed
 
 log = logging.getLogger(__name__)
 
@@ -34,78 +37,85 @@ forgets its 1 + has 3 in bf16.
 """
 
 
-class Replacement(Protocol):
-    """A forward that may replace a module's own. Any object with these four members can be tried."""
+class ModuleForward:
+    """A forward that may take the place of a module's own."""
 
-    module: nn.Module
-    plain: Callable[..., Any]  # The module's own forward
+    def __init__(self, module: nn.Module, weight: Any) -> None:
+        self.module = module
+        self.plain = module.forward
+        self.device, self.dtype = weight.device, weight.dtype
+        self.width = 0  # Width of the states, if the forward can be tried on states alone
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what `plain` computes."""
-        ...
+        """Compute what `plain`, the module's own forward, computes."""
+        raise NotImplementedError
 
-    def answers(self, forward: Callable[..., Any], states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return everything that `forward`, this or the module's own, computes from `states` (..,
-        size): outputs, and what it writes elsewhere. `kwargs` are the other arguments that the
-        model passed to the module.
+    def random_states(self) -> Tensor:
+        """Return normally distributed states (1, 24, width), the same at each call."""
+        states = torch.randn(1, 24, self.width, generator=torch.Generator().manual_seed(0))
+        return states.to(self.device, self.dtype)
+
+    @property
+    def ops(self) -> Any:
+        """The fused operations of the module's device."""
+        return fused(self.device)
+
+    @property
+    def tools(self) -> Any:
+        """The operations of the module's device that are for few tokens."""
+        return streamed(self.device)
+
+    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
+        """Return everything that `forward`, this or the module's own, computes from `states` (.., size): outputs, and
+        what it writes elsewhere. `kwargs` are the other arguments that the model passed to the module.
         """
-        ...
+        return [forward(states.contiguous(), **kwargs)]
 
 
 @torch.inference_mode()
-def accept(model: nn.Module, replacements: Sequence[Replacement], ids: Tensor) -> list[Replacement]:
-    """Run a plain pass over `ids` (B, N) and try each replacement on the states that reach its
-    module. Returns those that answer as the module does and logs the others at debug level; the
-    model is left as it was.
+def accept(model: nn.Module, forwards: Sequence[ModuleForward], ids: Tensor) -> list[ModuleForward]:
+    """Run a plain pass over `ids` (B, N) and try each forward on the states that reach its module. Returns those that
+    answer as the module does, whenever it is called, and logs the others at debug level; the model is left as it was.
     """
     names = {module: name for name, module in model.named_modules()}
-    passed = dict[int, bool]()
+    alike = dict[ModuleForward, bool]()
 
-    def trying(index: int, replacement: Replacement) -> Any:
-        def try_it(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def try_forward(forward: ModuleForward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if alike.get(forward, True):
             states, others = _states_of(args, kwargs)
-            if index in passed and not passed[index]:
-                return
-            wrong = difference(replacement, states, others)
-            passed[index] = wrong is None
-            if wrong is not None:
-                log.debug("%s (%s) keeps its forward: %s", names.get(module, "?"), type(module).__name__, wrong)
-
-        return try_it
+            alike[forward] = _is_alike(forward, states, others, names.get(module, "?"))
 
     handles = [
-        each.module.register_forward_pre_hook(trying(index, each), with_kwargs=True)
-        for index, each in enumerate(replacements)
+        forward.module.register_forward_pre_hook(partial(try_forward, forward), with_kwargs=True)
+        for forward in forwards
     ]
     try:
         model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return [each for index, each in enumerate(replacements) if passed.get(index, False)]
+    return [forward for forward in forwards if alike.get(forward, False)]
 
 
 @torch.inference_mode()
-def accept_alone(replacements: Sequence[tuple[Replacement, Tensor]]) -> list[Replacement]:
-    """Accept replacements as `accept` does, for modules that no pass over tokens reaches (a
-    head's); each comes with states to try it on.
-    """
-    found = list[Replacement]()
-    for each, states in replacements:
-        wrong = difference(each, states, {})
-        if wrong is None:
-            found.append(each)
-        else:
-            log.debug("%s keeps its forward: %s", type(each.module).__name__, wrong)
-    return found
+def accept_alone(forwards: Sequence[ModuleForward]) -> list[ModuleForward]:
+    """Accept forwards as `accept` does, on random states, for modules that no pass over tokens reaches (a head's)."""
+    return [forward for forward in forwards if _is_alike(forward, forward.random_states(), {}, "a part of a head")]
 
 
-def difference(replacement: Replacement, states: Tensor, kwargs: dict[str, Any]) -> str | None:
-    """Describe how much the replacement's answer to these states is wrong; None if it is right."""
-    expected = replacement.answers(replacement.plain, states, kwargs)
-    moved = replacement.answers(replacement.plain, nudge(states), kwargs)
+def _is_alike(forward: ModuleForward, states: Tensor, kwargs: dict[str, Any], name: str) -> bool:
+    wrong = difference(forward, states, kwargs)
+    if wrong is not None:
+        log.debug("%s (%s) keeps its forward: %s", name, type(forward.module).__name__, wrong)
+    return wrong is None
+
+
+def difference(forward: ModuleForward, states: Tensor, kwargs: dict[str, Any]) -> str | None:
+    """Describe how much a forward's answer to these states is wrong; None if it is right."""
+    expected = forward.answers(forward.plain, states, kwargs)
+    moved = forward.answers(forward.plain, nudge(states), kwargs)
     try:
-        found = replacement.answers(replacement, states, kwargs)
+        found = forward.answers(forward, states, kwargs)
     except Exception as error:  # whatever a kernel cannot take, the module's own forward can
         return f"the faster one fails: {type(error).__name__}: {error}"
     wrong = next(filter(None, map(fault, found, expected, moved)), None)

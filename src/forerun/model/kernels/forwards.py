@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import repeat
@@ -23,11 +23,11 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from forerun.devices import time_in_turns
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import acceptance, products, streamed
+from forerun.model.kernels.acceptance import ModuleForward
 from forerun.model.kernels.module_forwards import (
     AttentionForward,
     GatedForward,
     HeadForward,
-    ModuleForward,
     NormForward,
     RotaryForward,
     run_on_a_cache,
@@ -497,9 +497,6 @@ def _alone(part: Any) -> bool:
     return type(part) is PackedLinear and part.group is None
 
 
-KINDS: tuple[type[NormForward | GatedForward | AttentionForward], ...] = (NormForward, GatedForward, AttentionForward)
-
-
 def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | None = None) -> int:
     """Give every module of `model` that suits and answers as before a faster forward, and return
     how many got one.
@@ -509,39 +506,29 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
             tokens (a head); norms and MLPs are compared on random states, and no attention gets one.
         accepted: names of modules that were compared before: they alone get one, and nothing is compared.
     """
-    found = _install_tried(
-        model, ids, accepted, lambda module: next((kind for kind in KINDS if kind.suits(module)), None)
-    )
+    modules = dict(model.named_modules())
+    install_kinds = partial(_install_tried, model, ids, accepted)
+    installed = install_kinds(modules, (NormForward, GatedForward, AttentionForward))
     if ids is None and accepted is None:
-        return len(found)
-    rooms = _Rooms()  # Whole layers, of modules that have faster forwards by now
-    kinds = (LayerForward, StreamedLayerForward)
-
-    def layer_kind(module: nn.Module) -> Callable[[Any], LayerForward] | None:
-        return next((partial(kind, rooms=rooms) for kind in kinds if kind.suits(module)), None)
-
-    layers = _install_tried(model, ids, accepted, layer_kind)
+        return len(installed)
+    # Whole layers, of modules that have faster forwards by now
+    layers = install_kinds(modules, (LayerForward, StreamedLayerForward), rooms=_Rooms())
     if not earn_their_place(layers, timed=accepted is None):
         for layer in layers:
             del layer.module.forward
-        return len(found)
-    found += layers
+        return len(installed)
+    installed += layers
     if any(type(layer) is StreamedLayerForward for layer in layers):
         head: Any = getattr(model, "get_output_embeddings", lambda: None)()
-
-        def end_kind(module: nn.Module) -> Callable[[Any], ModuleForward] | None:
-            if module is head and HeadForward.suits(module):
-                return HeadForward
-            return RotaryForward if RotaryForward.suits(module) else None
-
-        found += _install_tried(model, ids, accepted, end_kind)
-    for name, module in model.named_modules():
+        ends = {name: module for name, module in modules.items() if module is head or type(module) is not nn.Linear}
+        installed += install_kinds(ends, (HeadForward, RotaryForward))
+    for name, module in modules.items():
         if ModelForward.suits(module):
             whole = ModelForward(module)
             if (ids is not None and whole.agrees(ids)) if accepted is None else name in accepted:
                 module.forward = whole
-                found.append(whole)
-    return len(found)
+                installed.append(whole)
+    return len(installed)
 
 
 def earn_their_place(layers: Sequence[LayerForward], *, timed: bool = True) -> bool:
@@ -602,22 +589,27 @@ def _install_tried(
     model: nn.Module,
     ids: Tensor | None,
     accepted: Collection[str] | None,
-    kind_of: Callable[[nn.Module], Callable[[Any], Any] | None],
+    modules: Mapping[str, nn.Module],
+    kinds: Sequence[type[Any]],
+    **options: Any,
 ) -> list[Any]:
-    """Install faster forwards on the modules that `kind_of` suits and that answer as before, and
-    return them.
+    """Install faster forwards on the `modules`, by name, that answer as before, and return these forwards. A module
+    gets the first of the `kinds` that suits it, made with the `options`.
     """
-    named = [(name, module, kind_of(module)) for name, module in model.named_modules()]
-    made = {name: kind(module) for name, module, kind in named if kind is not None and "forward" not in module.__dict__}
+    made = dict[str, ModuleForward]()
+    for name, module in modules.items():
+        kind = next((kind for kind in kinds if kind.suits(module)), None)
+        if kind is not None and "forward" not in module.__dict__:
+            made[name] = kind(module, **options)
     if accepted is not None:
-        found = [replacement for name, replacement in made.items() if name in accepted]
+        installed = [forward for name, forward in made.items() if name in accepted]
     elif ids is not None:
-        found = acceptance.accept(model, list(made.values()), ids) if made else []
+        installed = acceptance.accept(model, list(made.values()), ids) if made else []
     else:
-        found = acceptance.accept_alone([(each, each.random_states()) for each in made.values() if each.width])
-    for replacement in found:
-        replacement.module.forward = replacement
-    return found
+        installed = acceptance.accept_alone([forward for forward in made.values() if forward.width])
+    for forward in installed:
+        forward.module.forward = forward
+    return installed
 
 
 def list_installed(model: nn.Module) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import attention, fused, streamed
+from forerun.model.kernels.acceptance import ModuleForward
 from forerun.model.kernels.native import HeadNorm, Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 from forerun.model.layers import cache_argument
@@ -19,35 +20,6 @@ ATTENTIONS = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Atte
 """Classes of transformers that only project, perhaps normalise heads, rotate, attend and project.
 """
 SMALL = 1e-3  # States are tried at this scale too, where a norm's epsilon counts
-
-
-class ModuleForward:
-    """A `Replacement` that takes the place of a module's own forward."""
-
-    def __init__(self, module: nn.Module, weight: Tensor | PackedWeight) -> None:
-        self.module = module
-        self.plain = module.forward
-        self.device, self.dtype = weight.device, weight.dtype
-        self.width = 0  # Width of the states, if the forward can be tried on states alone
-
-    def random_states(self) -> Tensor:
-        """Return normally distributed states (1, 24, width), the same at each call."""
-        states = torch.randn(1, 24, self.width, generator=torch.Generator().manual_seed(0))
-        return states.to(self.device, self.dtype)
-
-    @property
-    def ops(self) -> Any:
-        """The fused operations of the module's device."""
-        return fused(self.device)
-
-    @property
-    def tools(self) -> Any:
-        """The operations of the module's device that are for few tokens."""
-        return streamed(self.device)
-
-    def answers(self, forward: Any, states: Tensor, kwargs: dict[str, Any]) -> list[Tensor]:
-        """Return what `forward`, this or the module's own, computes from states (.., size)."""
-        return [forward(states.contiguous(), **kwargs)]
 
 
 class NormForward(ModuleForward):

@@ -33,7 +33,7 @@ from forerun.heads.engines import Exported, export_head
 from forerun.heads.files import HeadCheckpoint, TargetFacts, format_for, read_head, write_head
 from forerun.losses.chunked_loss import hard_loss, soft_loss
 from forerun.losses.objective import FeatureBatch, FrozenTarget, Objective, TokenBatch, mark_counted
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from forerun.model.layers import CACHE_ARGUMENTS, base_of, device_of, norm_after_layers
 from forerun.training.convert.batches import padding_order, refuse_context_parallel, token_batch
 from forerun.training.convert.modes import Mode, check_ids, read_mode

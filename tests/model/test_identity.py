@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from forerun.model.fingerprint import fingerprint
+from forerun.model.identity import fingerprint
 from llamas import tiny_llama
 
 
