@@ -33,26 +33,25 @@ def at_least(what: str, goal: float, measured: float, note: str = "") -> Goal:
     return Goal(what=what, goal=f">= {goal:g}", measured=measured, met=measured >= goal, note=note)
 
 
-def step_goals(costs: StepCosts, *, compiled: bool) -> list[Goal]:
+def step_goals(costs: StepCosts) -> list[Goal]:
     """Cost of a pass against its linear layers, and of 16 nodes against one."""
-    kind = "compiled" if compiled else "eager"
     floor = f"linear layers alone: {costs.floor_flatness():.2f} on this machine"
     return [
         at_most(
-            f"one step / its linear layers, {kind}",
-            1.10 if compiled else 1.35,
+            "one step / its linear layers",
+            1.35,
             costs.overhead(),
             f"{costs.step_ms[1]:.1f} ms over {costs.floor_ms[1]:.1f} ms",
         ),
-        at_most(f"pass over 16 nodes / over one, {kind}", 1.12 if compiled else 1.15, costs.flatness(), floor),
+        at_most("pass over 16 nodes / over one", 1.15, costs.flatness(), floor),
     ]
 
 
-def speed_goals(lines: Sequence[ArmSummary], label: str, *, compiled: bool) -> list[Goal]:
+def speed_goals(lines: Sequence[ArmSummary], label: str) -> list[Goal]:
     """Against transformers, and against what the times of the phases promise."""
     by_name = {line.arm: line for line in lines}
     pairs = [
-        ("forerun plain", "transformers plain", 1.5 if compiled else 1.25),
+        ("forerun plain", "transformers plain", 1.25),
         ("forerun draft_model", "transformers assisted", 1.2),
         ("forerun ngram", "transformers prompt lookup", 1.5),
     ]

@@ -219,8 +219,6 @@ class Options:
     """Greedy tokens of the part of that name."""
     quick: bool = False
     """Fewer prompts, seeds, positions and tokens: a look, not a measurement."""
-    compile: bool = False
-    """Compile the target's forward pass; the arms of transformers stay as they are."""
     parts: tuple[str, ...] = PARTS
     """Of `PARTS`."""
 
@@ -259,9 +257,9 @@ class Results:
         """The goals that this run says something about."""
         found: list[Goal] = []
         if self.steps is not None:
-            found += goals.step_goals(self.steps, compiled=self.options.compile)
+            found += goals.step_goals(self.steps)
         for label, lines in self.speed.items():
-            found += goals.speed_goals(lines, label, compiled=self.options.compile)
+            found += goals.speed_goals(lines, label)
         found += goals.bit_goals(self.bits)
         found += goals.text_goals(self.texts, self.tokens)
         if self.acceptance is not None:
@@ -348,9 +346,7 @@ class _Models:
         """The target in the engine, one row."""
         target = str(self.target)
         self.progress("loading the target")
-        return LLM(
-            target, max_num_seqs=1, max_model_len=1024, compile=self.options.compile, enable_prefix_caching=False
-        )
+        return LLM(target, max_num_seqs=1, max_model_len=1024, enable_prefix_caching=False)
 
     def drafting_head(self, llm: LLM, scaled: ScaledModel | None) -> EagleHead | None:
         """The head as a module that drafts for `llm`, enlarged if the target is."""

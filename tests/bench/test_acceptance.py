@@ -155,8 +155,8 @@ class TestSpeed:
     def test_the_faster_arm_is_held_against_plain_and_draft_model(self) -> None:
         speeds = {"plain": 10.0, "draft_model": 18.0, "draft_model tree": 22.0, "eagle3": 21.0, "eagle3 tree": 20.0}
         lines = [summary(f"forerun {arm}", speed) for arm, speed in speeds.items()]
-        plain, draft = speed_goals(lines, "T = 0", compiled=False)
+        plain, draft = speed_goals(lines, "T = 0")
         assert plain.what == "forerun eagle3 / forerun plain, T = 0" and plain.met
         assert draft.what == "forerun eagle3 / forerun draft_model tree, T = 0" and not draft.met
-        assert not speed_goals(lines, "T = 0.8", compiled=False)
-        assert not speed_goals(lines[:3], "T = 0", compiled=False), "no head, no goal"
+        assert not speed_goals(lines, "T = 0.8")
+        assert not speed_goals(lines[:3], "T = 0"), "no head, no goal"

@@ -241,8 +241,8 @@ class TestReport:
     def test_goals_without_measurements_do_not_appear(self) -> None:
         with pytest.raises(ArgumentError, match="'speed'"):
             Options(parts=("spead",))
-        assert not speed_goals([], "T = 0", compiled=False)
+        assert not speed_goals([], "T = 0")
         assert not bit_goals([])
         costs = results().steps
         assert costs is not None
-        assert step_goals(costs, compiled=True)[0].goal == "<= 1.1"
+        assert step_goals(costs)[0].goal == "<= 1.35"

@@ -78,7 +78,6 @@ REFUSED = [
     ("plan --alpha 0.8 --experts 8", "--params 70e9"),
     ("plan --alpha 0.8 --dtype int4", "--dtype needs the target's size"),
     ("plan --alpha 0.8 --params 8e9 --device h100 --heads 32", "--kv-heads"),
-    ("plan --alpha 0.8 --compile", "--compile needs a MODEL"),
     ("plan --alpha 0.8 --rule block", "give --prompts"),
     ("plan demo --alpha 0.8 --kv-heads 8", "--params 70e9, and no MODEL"),
     ("plan demo --alpha 0.8 --draft-params 1e9", "for a MODEL give --draft-cost"),

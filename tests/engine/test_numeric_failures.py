@@ -16,7 +16,6 @@ from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.errors import NumericError
 from forerun.model import LayerRange
-from forerun.model.kernels.accelerate import CompiledForward
 from forerun.types import LAST_HIDDEN, Budget
 from selection import in_turn, slow
 
@@ -26,7 +25,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [9, 8, 7, 9, 8, 7, 9, 8], [50, 60, 70]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, detokenize=False)
 SOUND = [token for token in range(VOCABULARY) if token != POISON]
 DRAWN = SamplingParams(temperature=0.8, seed=4, max_tokens=16, allowed_token_ids=SOUND, detokenize=False)
-PATHS = ["torch-float16", "torch-float32", "folded-float32", "c-bfloat16", "compiled-bfloat16"]
+PATHS = ["torch-float16", "torch-float32", "folded-float32", "c-bfloat16"]
 
 
 @dataclass
@@ -46,18 +45,16 @@ class Path:
             made.model.embed_tokens.weight[POISON] = value
         fast = not self.name.startswith("torch")
         options = {"tokenizer": False, "self_check": False, "max_model_len": 200, "max_num_seqs": 3} | options
-        return LLM(made, repack=fast, compile=self.name.startswith("compiled"), **options)
+        return LLM(made, repack=fast, **options)
 
 
 @pytest.fixture(params=PATHS)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def path(request: pytest.FixtureRequest) -> Iterator[Path]:
     found = Path(request.param)
     with ExitStack() as around:
         if not found.name.startswith("torch"):
             around.enter_context(packed_linears(found.dtype))
             around.enter_context(kernels_in_c())
-        # What the compiler is handed, and not what it makes of it: to compile takes a minute.
-        monkeypatch.setattr(torch, "compile", lambda function, **_: function)
         yield found
 
 
@@ -112,7 +109,6 @@ def test_rows_of_failed_requests_serve_others(path: Path, value: float) -> None:
     """As many as there are, each after a longer prompt that failed somewhere, with and without drafts."""
     expected = answers(path.engine(value))
     llm = path.engine(value)
-    assert path.name.startswith("compiled") == isinstance(llm.target._base.forward, CompiledForward)
     for speculative in (False, {"method": "ngram"}, {"method": "suffix"}):
         for place in (0, 20, 39):
             bad = [*range(place), POISON, *range(place, 39)]

@@ -495,7 +495,7 @@ def test_drafters_that_need_the_targets_layers_are_refused_by_name(file: Path, c
 def test_options_that_llama_cpp_does_not_have_are_refused(file: Path, tmp_path: Path) -> None:
     for more, words in (
         ({"dtype": "float32"}, "leave dtype away"),
-        ({"compile": True}, "compile: no option of llama.cpp"),
+        ({"revision": "main"}, "revision: no option of llama.cpp"),
         ({"rows": 200}, "rows must be in 1..128"),
     ):
         with pytest.raises(ArgumentError, match=words):

@@ -108,8 +108,6 @@ class TargetOptions:
     """Directory or hub id of a PEFT adapter (LoRA), which the model is loaded with."""
     max_model_len: int | None = None
     """Longest sequence in tokens; the model's own context if not given."""
-    compile: bool = False
-    """Compile the step; pays for itself in long sessions."""
     reproducible: bool = False
     """Keep the bits the same with and without speculation in bfloat16 too, at some cost."""
 

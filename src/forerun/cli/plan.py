@@ -180,7 +180,7 @@ class PlanOptions(ForecastOptions):
         if self.params is None:
             _refuse(self, _ROOFLINE, "is for a target that is not here: give its size, --params 70e9, and no MODEL")
         if model is None:
-            _refuse(self.loading, ("adapter", "max_model_len", "compile", "reproducible"), "needs a MODEL")
+            _refuse(self.loading, ("adapter", "max_model_len", "reproducible"), "needs a MODEL")
             if self.params is None:
                 _refuse(self.loading, ("device", "dtype"), "needs the target's size (--params 70e9), or a MODEL")
         if self.measuring:

@@ -104,4 +104,4 @@ def _load(model: str, loading: TargetOptions, options: dict[str, Any]) -> AsyncL
 
         session.quiet_libraries()
         session.warn_of_loss(options["speculative_config"])
-        return AsyncLLM(model, **options, **session.loading_arguments(loading))
+        return AsyncLLM(model, **options, **asdict(loading))

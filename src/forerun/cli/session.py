@@ -188,7 +188,7 @@ def load(
         if longest is not None and options.max_model_len is None:
             options = replace(options, max_model_len=min(longest, _context_of(model)))
         warn_of_loss(speculative_config)
-        llm = LLM(model, speculative_config=speculative_config, **loading_arguments(options), **more)
+        llm = LLM(model, speculative_config=speculative_config, **asdict(options), **more)
     if announce:
         console.log().print(
             Text(
@@ -283,14 +283,6 @@ def warn_of_loss(speculative_config: dict[str, Any] | None) -> None:
             "Leave --rule away for a lossless one.",
             "bold red",
         )
-
-
-def loading_arguments(options: TargetOptions) -> dict[str, Any]:
-    """Return the options as `LLM` and `AsyncLLM` take them."""
-    arguments = asdict(options)
-    if not options.compile:
-        del arguments["compile"]  # left to the engine
-    return arguments
 
 
 def print_stream(chunks: Iterable[StreamChunk], *, show_draft: bool) -> RequestOutput | None:

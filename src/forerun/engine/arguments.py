@@ -25,7 +25,6 @@ class LoadingArguments(TypedDict, total=False):
     token: str | bool | None  # Hugging Face token; None: ``HF_TOKEN`` or the one that is stored
     self_check: bool  # Compare small trees with plain forwards first, which may shorten the context
     repack: bool | None  # Replace modules by faster ones in place; None: only in a model that is loaded here
-    compile: bool  # Compile the forward pass; takes a while at each new shape
     speculative_model: str | None  # Of older vLLM tutorials, like the next three
     num_speculative_tokens: int | None
     ngram_prompt_lookup_max: int | None
@@ -65,7 +64,7 @@ INSTEAD = {
     "enable_chunked_prefill": _CHUNKED,
     "enable_lora": "adapter=... opens the model with one PEFT adapter",
     "enable_sleep_mode": "LLM.sleep and LLM.wake_up need no preparation",
-    "enforce_eager": "nothing is compiled unless compile=True; FORERUN_NO_GRAPHS=1 leaves CUDA graphs out",
+    "enforce_eager": "nothing is compiled; FORERUN_NO_GRAPHS=1 leaves CUDA graphs out",
     "gpu_memory_utilization": _CACHE_SIZE,
     "hf_token": "call it token",
     "kv_cache_dtype": "the cache has the model's dtype; a smaller one would change the outputs",

@@ -81,7 +81,7 @@ class LLM:
             compute the same bits in bfloat16, too. Drafts are limited to 15 nodes, and no prefix is reused.
         check: verify the step's invariants while running (slow).
         loading: how the model is loaded, `LoadingArguments`: backend, device_map, tp_plan, adapter, revision,
-            trust_remote_code, token, self_check, repack, compile. The older keywords ``speculative_model``,
+            trust_remote_code, token, self_check, repack. The older keywords ``speculative_model``,
             ``num_speculative_tokens``, ``ngram_prompt_lookup_max`` and ``ngram_prompt_lookup_min`` work, too.
 
     Raises:

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 MOST_ROWS = 128  # Rows of a target; the other sequences are for branches of trees
 TOKENS = 16384  # Tokens that all rows hold together where nobody asked for a number and one row is shorter
 _DEFAULTS = LoadOptions()
-_FOREIGN = ("device_map", "tp_plan", "adapter", "revision", "compile")  # Options of a load by transformers
+_FOREIGN = ("device_map", "tp_plan", "adapter", "revision")  # Options of a load by transformers
 _ORDER, _NOISE = 5e-4, 0.05
 """Mean divergence, nats: what the order of a sum may change, for nodes of a tree lie in another order than those of a
 chain (SmolLM2 in Q4_1: 1.6e-4; a sibling seen: 5e-2); and the most that a chain may differ from single tokens.

@@ -142,7 +142,6 @@ class LoadOptions:
     tokenizer: Any = None  # A function that gives the model's tokenizer, for the self-check; None: what lies beside it
     self_check: bool = True  # Compare small trees with plain forwards first, which may shorten the context
     repack: bool | None = None  # Make the modules faster in place (`accelerate`); None: only those loaded here
-    compile: bool = False  # Compile the forward; takes a while at each new shape
 
     @property
     def hub(self) -> dict[str, Any]:

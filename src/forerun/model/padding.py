@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -104,8 +103,6 @@ class Pass:
     """An object that whole passes share from one over a prompt to the next: what is inside the model is looked at
     in the first of them. None: it is looked at in this pass, too.
     """
-    cache: Any = None  # Cache of a compiled pass, whose graph holds none
-    attended: int = 0  # Layers of a compiled pass that used the cache
     states: Any = None  # What its layers do with recurrent states (`states.StatePass`); None: they keep none
     positions: Any = None  # Those of its tokens (`positions.Positions`), for models that would count them themselves
     _repeated: tuple[Tensor, int, Tensor] | None = None
@@ -135,4 +132,4 @@ def running(this: Pass) -> Iterator[None]:
 
 def current() -> Pass:
     """Return the pass that runs in this thread; a plain one where somebody else calls the model."""
-    return Pass() if torch.compiler.is_compiling() else _RUNNING.get() or Pass()
+    return _RUNNING.get() or Pass()

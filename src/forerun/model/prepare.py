@@ -83,8 +83,8 @@ def prepare(
     settle(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
-    faster = options.compile or (plain if options.repack is None else options.repack)
-    faster_now = partial(_accelerate, model, options, named) if faster else None
+    faster = plain if options.repack is None else options.repack
+    faster_now = partial(_accelerate, model, named) if faster else None
     tokenizer, folder = options.tokenizer, str(getattr(model, "name_or_path", ""))
     if tokenizer is None and Path(folder).is_dir():
         tokenizer = partial(tokenizer_beside, folder)
@@ -92,7 +92,7 @@ def prepare(
     if options.self_check:
         _log.info("checking it against transformers")
         in_blocks = bool(list_in_blocks(model))
-        key = verdict_key(model, faster, options.compile, in_blocks) if named and options.adapter is None else None
+        key = verdict_key(model, faster, in_blocks) if named and options.adapter is None else None
         trial, limit = prove_model(cls, model, tokenizer, faster_now, _room(model), key)
     elif faster_now is not None:
         faster_now(sample(model, tokenizer), None)
@@ -117,18 +117,16 @@ def settle(model: Any) -> None:
 
 def refuse_unservable(cls: type[Any], model: Any, tokenizer: Any) -> None:
     """Refuse a model that was loaded for training, by the same errors as where it is served."""
-    prove_model(cls, model, lambda: tokenizer, None, _room(model), verdict_key(model, False, False))
+    prove_model(cls, model, lambda: tokenizer, None, _room(model), verdict_key(model, False))
 
 
 def _room(model: Any) -> int:
     return available_bytes(device_of(model.get_input_embeddings()))
 
 
-def _accelerate(
-    model: Any, options: LoadOptions, named: bool, ids: Sequence[int], accepted: Sequence[str] | None
-) -> None:
+def _accelerate(model: Any, named: bool, ids: Sequence[int], accepted: Sequence[str] | None) -> None:
     """Make the model faster; modules are compared on the text `ids` unless they were `accepted` before."""
-    done = accelerate.accelerate(model, compile=options.compile, ids=ids, accepted=accepted)
+    done = accelerate.accelerate(model, ids=ids, accepted=accepted)
     _log.info("%s: %s", name_of(model), done)
     if named:
         _let_go_of_files(model)

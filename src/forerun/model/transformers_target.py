@@ -18,7 +18,7 @@ from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import compression, layers, masks, positions, updating
 from forerun.model.cache import SlotCache
 from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
-from forerun.model.kernels import accelerate, compiling, native
+from forerun.model.kernels import attention, compiling, native
 from forerun.model.kernels.packing import PackedLinear, name_blocks, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
@@ -296,7 +296,7 @@ class TransformersTarget(Target):
         return f"{in_blocks} on CPU" if in_blocks else super().runs_as
 
     def identity(self) -> dict[str, Any]:
-        on_cpu, modules = self.device.type == "cpu", list(self.model.modules())
+        on_cpu = self.device.type == "cpu"
         config = {key: value for key, value in self.config.to_dict().items() if key not in _VOLATILE}
         return {
             "model": type(self.model).__name__,
@@ -307,8 +307,7 @@ class TransformersTarget(Target):
             "dtype": str(self.dtype),
             "threads": torch.get_num_threads() if on_cpu else None,
             "kernel": compiling.version() if on_cpu and native.attention_kernel() is not None else None,
-            "packed": sum(isinstance(module, PackedLinear) for module in modules),
-            "compiled": any(type(getattr(module, "forward", None)).__name__ == "CompiledForward" for module in modules),
+            "packed": sum(isinstance(module, PackedLinear) for module in self.model.modules()),
             "torch": torch.__version__,
             "buckets": asdict(self.buckets),
         }
@@ -372,7 +371,7 @@ class TransformersTarget(Target):
     @property
     def _folds(self) -> bool:
         """True if attention itself finds rows and real tokens."""
-        return self.device.type == "cpu" and accelerate.folds(self.model, self._base)
+        return self.device.type == "cpu" and attention.is_installed(self.model)
 
     def memory_bytes(self) -> int:
         """Return the bytes of weights and cache."""

@@ -26,8 +26,6 @@ NAME = "forerun_fold"  # Under which transformers knows it
 TRIAL = "forerun_trial"  # The same while it is compared
 MIN_ROWS = 4  # From this many rows on, every row's bits are the same on every processor that was tried
 
-COMPILED = "forerun_compiled"  # Keyword of a compiled pass, whose keys and values have not been through the cache
-
 
 def fold_attention(
     module: nn.Module,
@@ -49,15 +47,10 @@ def fold_attention(
         key: (B, kv_heads, W, D); those of all rows where the cache leaves it to attention to select them.
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
-        kwargs: what else the model says; `COMPILED` only inside a compiled pass.
+        kwargs: what else the model says.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise UnsupportedModelError(f"{type(module).__name__} has a soft cap or sinks; load it with repack=False")
-    if COMPILED in kwargs:
-        traced: Tensor = torch.ops.forerun.attend(
-            query, key, value, attention_mask, scaling=scaling, layer=module.layer_idx
-        )
-        return traced, None
     if attention_mask is None or attention_mask.shape[1] != 1:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -119,30 +112,6 @@ def _apart(
     index = torch.arange(batch, device=query.device).view(-1, 1, 1)
     keys, values = (part.transpose(1, 2)[index, slots].flatten(0, 1).transpose(1, 2) for part in (key, value))
     return query.transpose(1, 2).flatten(0, 1).unsqueeze(2), keys, values, seen.flatten(0, 1)[:, None, None]
-
-
-_LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "attend(Tensor query, Tensor key, Tensor value, Tensor mask, *, float? scaling, int layer) -> Tensor"
-)
-
-
-@torch.library.impl(_LIBRARY, "attend", "CPU")
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int) -> Tensor:
-    """Write the cache and read it in one operation that is opaque to a compiled pass, so that no
-    width is compiled in.
-    """
-    this = current()
-    this.attended += 1
-    keys, values = this.cache.update(key, value, layer)
-    return attend(query, keys, values, mask, this, scaling=scaling).contiguous()
-
-
-@torch.library.register_fake("forerun::attend", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _attend_shape(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None, layer: int
-) -> Tensor:
-    return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[3]))
 
 
 def suits(model: Any) -> bool:

@@ -9,14 +9,12 @@ order. Knows `nn.Linear` only: quantised layers, adapters, offloaded layers and 
 
 from __future__ import annotations
 
-import itertools
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +25,6 @@ from forerun.model.kernels.blocks import StoredRows
 
 PACK_ROWS = 16  # Rows that the layout is chosen for: the widest pass that should stay near the price of one row
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # Children of one module that read the same input
-
-
-_WEIGHTS: WeakValueDictionary[str, PackedWeight] = WeakValueDictionary()
-_NAMES = itertools.count()
 
 
 class PackedWeight:
@@ -53,13 +47,9 @@ class PackedWeight:
         self.bias = torch.cat(biases) if biases else None
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
-        self.name = str(next(_NAMES))
-        _WEIGHTS[self.name] = self
 
     def apply(self, states: Tensor) -> Tensor:
         """Multiply (.., in) -> (.., out of all layers); a single row runs as two."""
-        if torch.compiler.is_compiling():  # the tracer cannot see oneDNN's tensors
-            return torch.ops.forerun.packed_linear(states, self.name, sum(self.sizes))
         rows = states.reshape(-1, self.in_features)
         result = self._product(rows)
         return result.view(*states.shape[:-1], result.shape[-1])
@@ -226,20 +216,6 @@ class FusedGroup:
         if not self._results:
             self._input = None
         return result
-
-
-_LIBRARY = torch.library.Library("forerun", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("packed_linear(Tensor states, str name, int outputs) -> Tensor")  # type: ignore[no-untyped-call]
-
-
-@torch.library.impl(_LIBRARY, "packed_linear", "CPU")
-def _packed_linear(states: Tensor, name: str, outputs: int) -> Tensor:
-    return _WEIGHTS[name].apply(states)
-
-
-@torch.library.register_fake("forerun::packed_linear", lib=_LIBRARY)  # type: ignore[untyped-decorator]
-def _packed_linear_shape(states: Tensor, name: str, outputs: int) -> Tensor:
-    return states.new_empty((*states.shape[:-1], outputs))
 
 
 _Place = tuple[nn.Module, tuple[str, ...]]
