@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forerun.devices import multiplies
 from forerun.model.kernels import compiling, native, packing, products
@@ -54,8 +54,8 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
         yield
         return
 
-    def laid_out(self: PackedWeight, matrices: list[Tensor]) -> Tensor:
-        return torch.cat([*matrices])
+    def lay_out(self: PackedWeight, layers: list[nn.Linear]) -> Tensor:
+        return torch.cat([layer.weight.detach() for layer in layers])
 
     def product(self: PackedWeight, rows: Tensor) -> Tensor:
         bias = 0 if self.bias is None else self.bias.double()
@@ -63,6 +63,6 @@ def packed_linears(dtype: torch.dtype = torch.bfloat16) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing, "packs", lambda given: given == dtype)
-        patch.setattr(PackedWeight, "_laid_out", laid_out)
+        patch.setattr(PackedWeight, "_lay_out", lay_out)
         patch.setattr(PackedWeight, "_product", product)
         yield

@@ -64,7 +64,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
                 "not rng.flip(probs.ratio« →  / 2», child):\n                probs, _"
             ),
             "greedy-k walks on a sampled child that holds the token": (
-                "given = «(child for child in tree.children[node] if tree.drawn[child] is "
+                "deterministic = «(child for child in tree.children[node] if tree.drawn[child] is "
                 "Drawn.DETERMINISTIC) → iter(tree.children[node])»"
             ),
             "a walk follows the first of two twins only": "        nodes = below« → [:1]»\n",
@@ -82,7 +82,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
             ),
             "on a device an elder sibling stays in the distribution": "gone = removed & « → ~»possible",
             "on a device the weight after a rejection is the mass that is left": (
-                "share = «torch.where(total > 0, kept / total, torch.ones_like(total)) → kept»"
+                "share = «torch.where(total > 0, weighted_mass / total, torch.ones_like(total)) → weighted_mass»"
             ),
         },
     },
@@ -206,13 +206,13 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
     "tree": {
         TREE: {
             "deep nodes do not see all that is above them": "        steps *= «2 → 8»\n",
-            "a joined tree has more nodes than it may": "rest«[: max(0, nodes - fixed)] → »",
+            "a joined tree has more nodes than it may": "added«[: max(0, nodes - base.size)] → »",
             "a sampled node of another tree is taken over": (
                 "«or other.drawn[node] is not Drawn.DETERMINISTIC → »:\n            continue"
             ),
         },
         f"{TREE} tests/contract/test_recorded.py": {
-            "sampled duplicates are merged": "given = «drawn is Drawn.DETERMINISTIC and  → »not probe",
+            "sampled duplicates are merged": "mergeable = «drawn is Drawn.DETERMINISTIC and  → »not probe",
         },
         f"{TREE} tests/control": {
             "sampled nodes may be pruned after they were drawn": (
@@ -245,7 +245,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
     "model": {
         "tests/model/test_cache.py tests/model/test_families.py": {
             "a token looks at one slot too many behind the committed ones": (
-                "(block.sees.gather(2, index) & inside.unsqueeze(1)) | (relative <« 0 → = 1»).unsqueeze(1)"
+                "(slots - (block.lengths.unsqueeze(1)« - 1 → »)).clamp_(0, block.sees.shape[2] + 1)"
             ),
             "a sliding window is a position too wide": "return queries - keys <« → =» self.window",
             "a window is counted in slots, which siblings do not share": (
@@ -281,7 +281,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
     },
     "isolation": {
         "tests/engine/test_prefix_reuse.py": {
-            "a free row of another domain serves a prompt": "shared[row] = 0 if lost «or kept.salt != salt  → »else",
+            "a free row of another domain serves a prompt": "shared[row] = 0 if lost «or free.salt != salt  → »else",
             "a running row of another domain is copied": (
                 "for row, (tokens, domain) in running.items()« if domain == salt → »"
             ),
@@ -303,7 +303,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
         },
         "tests/engine/test_prefix_reuse.py": {
             "a row that a measurement wrote to is taken for what it held": (
-                "lost = «kept.writes != self._target.writes[row] or  → »("
+                "lost = «free.writes != self._target.writes[row] or  → »("
             ),
         },
         "tests/engine/test_preemption.py": {

@@ -19,11 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from forerun.core.tree import TokenTree
 from forerun.model import TransformersTarget, updating
-from forerun.model.inputs import Nodes
+from forerun.model.inputs import Nodes, TreePaths
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
 from forerun.model.kernels.native import HeadNorm, Heads
-from forerun.model.padding import TreePaths
 from model_kernels.conftest import COMMON
 
 INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from forerun.control.choice import Arm
 from forerun.control.config import MAX_SPECULATIVE_TOKENS
 from forerun.control.costs import READING, DraftCost, PassShape, StepCosts
 from forerun.control.policy import Policy
-from forerun.control.step_plan import Arm
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row

@@ -65,13 +65,13 @@ class TestReading:
             assert [0, *tree.path(node)] == torch.nonzero(nodes.sees[0, node]).flatten().tolist()
             expected = [child for child in range(1, 31) if tree.parents[child] == node and child not in tree.probes]
             assert list(tree.children[node]) == expected
-            assert sorted(tree.asked[node]) == expected
+            assert sorted(tree.tried[node]) == expected
 
     def test_sampled_children_are_asked_first(self) -> None:
         tree = TokenTree(0)
         for token, drawn in enumerate([Drawn.DETERMINISTIC, Drawn.IID, Drawn.DETERMINISTIC, Drawn.IID]):
             tree.add(token, 0, drawn=drawn)
-        assert tree.children[0] == (1, 2, 3, 4) and tree.asked[0] == (2, 4, 1, 3)
+        assert tree.children[0] == (1, 2, 3, 4) and tree.tried[0] == (2, 4, 1, 3)
 
     def test_probes_have_no_place_among_the_children(self) -> None:
         tree = TokenTree(9)

@@ -196,8 +196,3 @@ async def test_streams_go_on_across_a_swap(folders: Folders) -> None:
         assert all(accepted(output) == 1.0 for output in await llm.generate(PROMPTS, GREEDY))
         with pytest.raises(ForerunError, match="there is no directory"):
             await llm.load_drafter("nowhere")
-
-
-def test_who_asks_for_online_adaptation_is_told_what_there_is_instead(folders: Folders) -> None:
-    with pytest.raises(ArgumentError, match=r"adapt: .*--record-traffic.*--from-traffic.*load_drafter"):
-        engine(folders, draft_model(folders), adapt=True)

@@ -4,9 +4,9 @@ from torch import nn
 
 from emulation import needs_bfloat16
 from forerun.errors import UnsupportedModelError
+from forerun.model.inputs import Buckets
 from forerun.model.kernels import attention
 from forerun.model.kernels.attention import fold_attention
-from forerun.model.padding import Buckets
 from model_kernels.conftest import FAMILIES, build, by_definition
 
 

@@ -360,8 +360,8 @@ def test_whole_layers_stay_on_a_gpu_where_they_are_faster(
 ) -> None:
     layers: Any = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(forwards, "time_layers", lambda _layers, tokens: (parts, whole + tokens / 100))
-    assert forwards.earn_their_place(layers) is (whole < parts)
+    assert forwards.are_faster(layers) is (whole < parts)
     monkeypatch.undo()
-    assert not forwards.earn_their_place(layers), "what cannot be timed is not used"
+    assert not forwards.are_faster(layers), "what cannot be timed is not used"
     monkeypatch.setenv(forwards.LAYERS_BY, "whole")
-    assert forwards.earn_their_place(layers)
+    assert forwards.are_faster(layers)

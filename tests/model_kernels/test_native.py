@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from emulation import forget_kernels
 from forerun.errors import ArgumentError
+from forerun.model.inputs import Flat
 from forerun.model.kernels import compiling, native
 from forerun.model.kernels.attention import fold_attention
-from forerun.model.padding import Flat
 from model_kernels.conftest import by_definition
 
 LOWEST = torch.finfo(torch.bfloat16).min

@@ -8,11 +8,11 @@ import torch
 from forerun.core.tree import TokenTree
 from forerun.decode.scores import Scores
 from forerun.model import TransformersTarget
+from forerun.model.inputs import Buckets, Flat
 from forerun.model.kernels import native as native_kernel
 from forerun.model.kernels import products as products_in_c
 from forerun.model.kernels.accelerate import accelerate
 from forerun.model.kernels.packing import PackedWeight, PanelWeight
-from forerun.model.padding import Buckets, Flat
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")

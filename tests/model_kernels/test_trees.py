@@ -10,10 +10,9 @@ from torch import Tensor
 
 from forerun.core.tree import TokenTree
 from forerun.model import Buckets, TransformersTarget
-from forerun.model.inputs import Nodes
+from forerun.model.inputs import Flat, Nodes, TreePaths
 from forerun.model.kernels import native
 from forerun.model.kernels.accelerate import accelerate
-from forerun.model.padding import Flat, TreePaths
 from model_kernels.conftest import build
 
 pytestmark = pytest.mark.usefixtures("in_c", "packed")

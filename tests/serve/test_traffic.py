@@ -199,14 +199,5 @@ def test_without_an_admin_key_nobody_loads_a_drafter(live: Live, draft_checkpoin
     assert answer.status_code == 403 and "--admin-api-key" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("words", [["--adapt"], ["--adapt-share", "0.3"], ["--no-adapt"], ["--adapt-api-key", "k"]])
-def test_flags_of_online_adaptation_name_what_there_is_instead(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "demo", *words]) == 2
-    said = capsys.readouterr().err
-    assert "--record-traffic" in said and "--from-traffic" in said and "Did you mean" not in said
-
-
 def read(path: Path) -> list[Any]:
     return list(read_records(path, BadRecords(skip=False)))

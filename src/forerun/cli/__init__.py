@@ -144,13 +144,9 @@ def _run(arguments: Sequence[str] | None) -> int:
     # Imported here, so that Ctrl-C during an import is a clean end, too.
     from cyclopts import CycloptsError
 
-    from forerun.control.config import NOT_WHILE_SERVING
-
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
-        if re.match(r'Unknown option: "?\[?(--)?(no-)?adapt(?![a-z])', str(error)):
-            return _fail(error, f"--adapt: {NOT_WHILE_SERVING}")
         if (elsewhere := _of_vllm(str(error))) is not None:
             return _fail(error, elsewhere)
         return _fail(error, f"{_describe(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")

@@ -19,12 +19,6 @@ from forerun.writing import parse_json, read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
 
-NOT_WHILE_SERVING = (
-    "drafters no longer learn while serving, which cost more than it gained: record the traffic (forerun serve "
-    "--record-traffic), train on it (forerun train --from-traffic), load the result (LLM.load_drafter); docs/traffic.md"
-)
-"""The error for options of the online adaptation that earlier versions had."""
-
 _ALIASES = {
     "drafter": "method",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
@@ -54,18 +48,18 @@ class SpeculativeConfig:
     options: Mapping[str, Any] = field(default_factory=dict)  # The method's own options
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
+    def parse(cls, config: Mapping[str, Any] | str | SpeculativeConfig | None) -> SpeculativeConfig | None:
         """Build a configuration from a dict, from JSON, from a method's bare name, or from vLLM's
         ``speculative_config``; None and ``{"enabled": False}`` mean off.
 
         Raises:
             ArgumentError: no method can be inferred, or a value is out of range.
         """
-        if given is None or isinstance(given, SpeculativeConfig):
-            return given
-        if isinstance(given, str):
-            given = _from_json(given) if given.lstrip().startswith(("{", "[", '"')) else {"method": given.strip()}
-        values = {_ALIASES.get(key, key): value for key, value in given.items()}
+        if config is None or isinstance(config, SpeculativeConfig):
+            return config
+        if isinstance(config, str):
+            config = _from_json(config) if config.lstrip().startswith(("{", "[", '"')) else {"method": config.strip()}
+        values = {_ALIASES.get(key, key): value for key, value in config.items()}
         enabled = values.pop("enabled", True)
         if enabled is False:
             return None
@@ -96,8 +90,8 @@ class SpeculativeConfig:
         options = {**self.options, "drafters": members} if members else dict(self.options)
         holders = [holder for holder in (options, *members) if holder.get("model") is not None]
         if len(holders) != 1:
-            found = f"{len(holders)} models" if holders else "no model that could be replaced"
-            raise ArgumentError(f"drafter {self.method!r} has {found}; a new model can replace only a single one")
+            models = f"{len(holders)} models" if holders else "no model that could be replaced"
+            raise ArgumentError(f"drafter {self.method!r} has {models}; a new model can replace only a single one")
         holders[0]["model"] = model
         return dataclasses.replace(self, options=options)
 
@@ -136,14 +130,14 @@ def from_old_keywords(keywords: dict[str, Any]) -> dict[str, Any] | None:
     ``speculative_config``.
     """
     old = ("speculative_model", "num_speculative_tokens", "ngram_prompt_lookup_max", "ngram_prompt_lookup_min")
-    given = {name: keywords.pop(name, None) for name in old}
-    found = {name: value for name, value in given.items() if value is not None}
-    if not found:
+    keywords_given = {name: keywords.pop(name, None) for name in old}
+    stated = {name: value for name, value in keywords_given.items() if value is not None}
+    if not stated:
         return None
-    model = found.pop("speculative_model", None)
+    model = stated.pop("speculative_model", None)
     if model is None:
-        raise ArgumentError(f"{', '.join(found)} given without speculative_model; use speculative_config={{...}}")
-    return {"method": "ngram", **found} if model == "[ngram]" else {"model": model, **found}
+        raise ArgumentError(f"{', '.join(stated)} given without speculative_model; use speculative_config={{...}}")
+    return {"method": "ngram", **stated} if model == "[ngram]" else {"model": model, **stated}
 
 
 def _from_json(text: str) -> dict[str, Any]:
@@ -219,10 +213,10 @@ def repeats(config: SpeculativeConfig) -> bool:
     with a seed. Their text then repeats, although how much is drafted, and by which drafter, depends on other requests
     and on the clock. Raises ArgumentError if the option is neither true nor false.
     """
-    wanted = config.options.get("reproducible", True)
-    if config.method == AUTO and not isinstance(wanted, bool):
-        raise ArgumentError(f"{AUTO}: reproducible is true or false, got {wanted!r}")
-    return bool(wanted)
+    reproducible = config.options.get("reproducible", True)
+    if config.method == AUTO and not isinstance(reproducible, bool):
+        raise ArgumentError(f"{AUTO}: reproducible is true or false, got {reproducible!r}")
+    return bool(reproducible)
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
@@ -236,14 +230,14 @@ def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
 
 def _like(config: SpeculativeConfig, values: Mapping[str, Any]) -> SpeculativeConfig:
     """Return a member's configuration, with ``num_speculative_tokens`` of `config` if it has none of its own."""
-    found = type(config).parse(values)
-    if found is None:
+    member = type(config).parse(values)
+    if member is None:
         raise ArgumentError(f'{AUTO}: leave a drafter out of drafters instead of {{"enabled": false}}')
     limit = config.num_speculative_tokens
-    if found.num_speculative_tokens is not None or limit is None or found.method == AUTO:
-        return found
-    known = {field.name for field in dataclasses.fields(drafter_class(found.method).Config)}
-    return dataclasses.replace(found, num_speculative_tokens=limit if "num_speculative_tokens" in known else None)
+    if member.num_speculative_tokens is not None or limit is None or member.method == AUTO:
+        return member
+    options = {field.name for field in dataclasses.fields(drafter_class(member.method).Config)}
+    return dataclasses.replace(member, num_speculative_tokens=limit if "num_speculative_tokens" in options else None)
 
 
 def _needs_no_option(name: str) -> bool:
@@ -268,8 +262,8 @@ def method_of(model: Any) -> str:
     folder = Path(resolve(model)).expanduser()
     if not (folder / "config.json").is_file():
         name = str(model).lower().replace("-", "").replace("_", "")
-        known = ("peagle", "eagle3", "eagle", "dflash", "dspark", "medusa", "/pard")
-        return next((one.removeprefix("/") for one in known if one in name), "draft_model")
+        kinds = ("peagle", "eagle3", "eagle", "dflash", "dspark", "medusa", "/pard")
+        return next((kind.removeprefix("/") for kind in kinds if kind in name), "draft_model")
     try:
         config = read_object(folder / "config.json", "expected a model's configuration")
     except DataError:

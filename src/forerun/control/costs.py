@@ -235,15 +235,15 @@ class SeenTimes:
         times.reverse()
 
         def time(nodes: int) -> float:
-            place = bisect_left(sizes, nodes)
-            if place == len(sizes) or (place == 0 and sizes[0] != nodes):
-                place = min(place, len(sizes) - 1)
-                return times[place] * predict(nodes) / max(predict(sizes[place]), _LEAST_MS)
-            if sizes[place] == nodes:
-                return times[place]
-            low, high = predict(sizes[place - 1]), predict(sizes[place])
+            index = bisect_left(sizes, nodes)
+            if index == len(sizes) or (index == 0 and sizes[0] != nodes):
+                index = min(index, len(sizes) - 1)
+                return times[index] * predict(nodes) / max(predict(sizes[index]), _LEAST_MS)
+            if sizes[index] == nodes:
+                return times[index]
+            low, high = predict(sizes[index - 1]), predict(sizes[index])
             share = (predict(nodes) - low) / (high - low) if high > low else 1.0
-            return times[place - 1] + share * (times[place] - times[place - 1])
+            return times[index - 1] + share * (times[index] - times[index - 1])
 
         return time
 
@@ -255,8 +255,8 @@ class SeenTimes:
         plain = 0, rows
         if plain not in self._low:
             return True
-        known, unseen = self._latest_step[plain] - self._first_step[plain], self.steps - self._latest_step[plain]
-        if unseen > min(_STALE, 1 + known):
+        measured_for, unseen = self._latest_step[plain] - self._first_step[plain], self.steps - self._latest_step[plain]
+        if unseen > min(_STALE, 1 + measured_for):
             return True
         return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
 

@@ -196,11 +196,11 @@ class Survival:
         """Count a path of `drafted` tokens, of which the first `accepted` were accepted. Tokens behind the first
         rejected one tell nothing.
         """
-        own = self._rows.setdefault(row, Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory))
+        row_counts = self._rows.setdefault(row, Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory))
         self._all.clear()
         for depth in range(min(accepted + 1, drafted)):
             self._shared.learn(depth, depth < accepted)
-            own.learn(depth, depth < accepted)
+            row_counts.learn(depth, depth < accepted)
 
     def age(self) -> None:
         """Fade the counts by one step, whether or not this drafter drafted in it."""
@@ -210,25 +210,26 @@ class Survival:
         self._long.fade(SETTINGS.long_memory)
         self._long.learn(0, lost * right, lost * tried)
         self._shared.fade(SETTINGS.memory)
-        for own in self._rows.values():
-            own.fade(SETTINGS.memory)
+        for row_counts in self._rows.values():
+            row_counts.fade(SETTINGS.memory)
 
     def curve(self, row: int | None, depth: int) -> list[float]:
         """Return the probability that depth 1, 2, ... `depth` survives. A row that is None or new has the figures of
         all rows.
         """
-        own, all_rows = self._rows.get(row) if row is not None else None, self._all
+        row_counts = self._rows.get(row) if row is not None else None
+        all_rows = self._all
         if not all_rows:
             all_rows.append(self._long.estimate(0, SETTINGS.first_guess))
         while len(all_rows) <= depth:
             all_rows.append(self._shared.estimate(len(all_rows) - 1, all_rows[-1]))
-        mine, alive, found = all_rows[0], 1.0, list[float]()
+        mine, alive, survival = all_rows[0], 1.0, list[float]()
         for index in range(depth):
             expected = min(0.995, max(0.005, all_rows[index + 1] + SETTINGS.carried * (mine - all_rows[index])))
-            mine = expected if own is None else own.estimate(index, expected)
+            mine = expected if row_counts is None else row_counts.estimate(index, expected)
             alive *= mine
-            found.append(alive)
-        return found
+            survival.append(alive)
+        return survival
 
     def evidence(self, row: int) -> float:
         """Return the number of steps behind a row's curve; those of other rows count up to a limit."""
@@ -238,8 +239,8 @@ class Survival:
     def renew(self) -> None:
         """Reduce all counts to a quarter, because a trial has passed: the drafter differs from what they say."""
         self._all.clear()
-        for known in (self._long, self._shared, *self._rows.values()):
-            known.fade(0.25)
+        for counts in (self._long, self._shared, *self._rows.values()):
+            counts.fade(0.25)
 
     def forget(self, row: int) -> None:
         """Forget the counts of a row that is free."""

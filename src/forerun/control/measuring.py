@@ -75,15 +75,16 @@ def load_or_measure(
         rows = sorted({*(count for count in ROWS if count < target.rows), target.rows})
     if not rows or not nodes or min(*rows, *nodes, 1) < 1 or max(rows) > target.rows:
         raise ArgumentError(f"rows must be in 1..{target.rows} and node counts at least 1, got {rows} and {nodes}")
-    room, grid = min(target.slots, target.max_length), _grid(target, rows, nodes, contexts)
-    kept = None if force else _read(target)
-    if kept is not None:
-        if all(set(wanted) <= set(kept[0][name]) for name, wanted in grid.items()):
-            return kept[1]
+    room = min(target.slots, target.max_length)
+    grid = _grid(target, rows, nodes, contexts)
+    stored = None if force else _read(target)
+    if stored is not None:
+        if all(set(sizes_needed) <= set(stored[0][name]) for name, sizes_needed in grid.items()):
+            return stored[1]
         most = {"nodes": room, "rows": target.rows, "contexts": room}
-        known = {name: [size for size in sizes if size <= most[name]] for name, sizes in kept[0].items()}
-        grid = {name: tuple(sorted({*sizes, *known[name]})) for name, sizes in grid.items()}
-    cost = replace(_measure(target, grid, repeats, seconds, tell), drafts={} if kept is None else kept[1].drafts)
+        measured = {name: [size for size in sizes if size <= most[name]] for name, sizes in stored[0].items()}
+        grid = {name: tuple(sorted({*sizes, *measured[name]})) for name, sizes in grid.items()}
+    cost = replace(_measure(target, grid, repeats, seconds, tell), drafts={} if stored is None else stored[1].drafts)
     _write(target, grid, cost)
     return cost
 
@@ -96,13 +97,14 @@ def known_or_nominal(target: Target) -> PassCost:
     so a node counts at least its nominal cost, and nothing is written if the largest size takes less than that. On an
     accelerator, where the first pass of each size is recorded, the costs start nominal.
     """
-    kept = _read(target)
-    if kept is not None:
-        return kept[1]
+    stored = _read(target)
+    if stored is not None:
+        return stored[1]
     if target.device.type != "cpu" or all(target.lengths):
         return Nominal()
     grid = _grid(target, (1,), _FIRST_NODES, CONTEXTS[:1])
-    cost, nominal = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None), Nominal()
+    cost = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None)
+    nominal = Nominal()
     [[seen]] = cost.pass_times_ms
     least = [seen[0] * nominal.pass_ms(nodes) for nodes in cost.nodes]
     if seen[-1] >= least[-1]:
@@ -130,31 +132,32 @@ def keep_steps(target: Target, seen: Mapping[tuple[int, int], Sequence[float]]) 
     if not by_context:
         return
     least = {context: max(median_low(sizes[min(sizes)]), _INSTANT) / 1e3 for context, sizes in by_context.items()}
-    context = max(by_context, key=lambda one: len(by_context[one][min(by_context[one])]))
+    context = max(by_context, key=lambda other: len(by_context[other][min(by_context[other])]))
     often = defaultdict[int, list[float]](list)
-    for one, sizes in by_context.items():  # Contexts and moments differ in pace; sizes are compared within each
+    for other, sizes in by_context.items():  # Contexts and moments differ in pace; sizes are compared within each
         for nodes, times in sizes.items():
-            often[nodes] += [ms / 1e3 * least[context] / least[one] for ms in times]
-    kept = _read(target) if len(often) >= _SIZES_SEEN else None
-    if len(often) < _SIZES_SEEN or (kept is not None and kept[0]["nodes"]):
+            often[nodes] += [ms / 1e3 * least[context] / least[other] for ms in times]
+    stored = _read(target) if len(often) >= _SIZES_SEEN else None
+    if len(often) < _SIZES_SEEN or (stored is not None and stored[0]["nodes"]):
         return
     often.setdefault(1, often[min(often)])
     samples = {(context, 1, nodes): times for nodes, times in often.items()}
     cost = _fit({"contexts": (context,), "rows": (1,), "nodes": tuple(sorted(often))}, samples)
-    if kept is not None:
-        cost = _merge(kept[1], cost, {nodes: len(times) for nodes, times in often.items()})
+    if stored is not None:
+        cost = _merge(stored[1], cost, {nodes: len(times) for nodes, times in often.items()})
     _write(target, _NOT_CALIBRATED, replace(_extrapolate(cost), stairs=bool(target.buckets.nodes)))
 
 
-def _merge(kept: CostModel, fresh: CostModel, counts: Mapping[int, int]) -> CostModel:
+def _merge(stored: CostModel, fresh: CostModel, counts: Mapping[int, int]) -> CostModel:
     """Return `fresh` averaged with what was kept, at its pace: a kept time counts for `_KEPT_WEIGHT`, a fresh one for
     the number of times that it comes from.
     """
-    pace = fresh.pass_ms(1) / kept.pass_ms(1)
-    sizes = sorted({*kept.nodes[:-1], *fresh.nodes})  # The last kept size was not seen, see `_extrapolate`
+    pace = fresh.pass_ms(1) / stored.pass_ms(1)
+    sizes = sorted({*stored.nodes[:-1], *fresh.nodes})  # The last kept size was not seen, see `_extrapolate`
     merged = list[float]()
     for nodes in sizes:
-        count, before = counts.get(nodes, 0), pace * kept.pass_ms(nodes)
+        count = counts.get(nodes, 0)
+        before = pace * stored.pass_ms(nodes)
         merged.append((_KEPT_WEIGHT * before + count * fresh.pass_ms(nodes)) / (_KEPT_WEIGHT + count))
     return replace(fresh, nodes=tuple(sizes), pass_times_ms=((tuple(make_rising(merged)),),))
 
@@ -259,17 +262,17 @@ def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     # The lower quartile counts, because other processes can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
     nodes, first = grid["nodes"], grid["contexts"][0]
-    known = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
+    measured = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
     least = min(2, len(nodes))
-    rows = [r for r in grid["rows"] if len(known[first, r]) >= least]
-    contexts = [c for c in grid["contexts"] if all(len(known[c, r]) >= least for r in rows)]
+    rows = [r for r in grid["rows"] if len(measured[first, r]) >= least]
+    contexts = [c for c in grid["contexts"] if all(len(measured[c, r]) >= least for r in rows)]
     base = {(r, n): 0.0 for r in rows for n in nodes}
     planes = list[tuple[tuple[float, ...], ...]]()
     for c in contexts:
         plane = list[tuple[float, ...]]()
         for r in rows:  # For longer contexts, the time that they add to the first context's times is interpolated
-            added = [max(0.0, ms[c, r, n] - base[r, n]) for n in known[c, r]]
-            plane.append(tuple(make_rising([base[r, n] + along(known[c, r], added, n) for n in nodes])))
+            added = [max(0.0, ms[c, r, n] - base[r, n]) for n in measured[c, r]]
+            plane.append(tuple(make_rising([base[r, n] + along(measured[c, r], added, n) for n in nodes])))
         planes.append(tuple(plane))
         base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
     return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=tuple(planes))
@@ -297,10 +300,10 @@ def save(target: Target, cost: CostModel) -> Path:
     """Write `cost`, to which drafters were added, to this target's file, and return the path. Drafters whose
     configuration holds a Python object are left out: their key means nothing to another process.
     """
-    kept = _read(target)
-    own = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
+    stored = _read(target)
+    sizes = {"nodes": cost.nodes, "rows": cost.rows, "contexts": cost.contexts}
     lasting = {key: draft for key, draft in cost.drafts.items() if not re.search(r"@\d+", key)}
-    return _write(target, own if kept is None else kept[0], replace(cost, drafts=lasting))
+    return _write(target, sizes if stored is None else stored[0], replace(cost, drafts=lasting))
 
 
 def file_of(target: Target) -> Path:
@@ -322,10 +325,10 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     from pydantic import TypeAdapter
 
     try:
-        kept = parse_json(path.read_text(encoding="utf-8"))
-        body = {key: kept[key] for key in ("format", "identity", "grid", "cost")}
-        own = json.loads(json.dumps(identity, default=str))
-        if body["format"] != FORMAT or kept["sha256"] != hash_json(body) or body["identity"] != own:
+        stored = parse_json(path.read_text(encoding="utf-8"))
+        body = {key: stored[key] for key in ("format", "identity", "grid", "cost")}
+        identity_as_read = json.loads(json.dumps(identity, default=str))
+        if body["format"] != FORMAT or stored["sha256"] != hash_json(body) or body["identity"] != identity_as_read:
             raise ValueError("its format, hash or identity is another's")
         return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
     except FileNotFoundError:

@@ -23,7 +23,20 @@ from collections import defaultdict
 from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import accumulate
 
-from forerun.control.choice import Bid, Offer, allocate, best_depth, choose
+from forerun.control.choice import (
+    NO_LOOKUPS,
+    Admission,
+    Arm,
+    Bid,
+    LookupDrafts,
+    LookupProposal,
+    Offer,
+    StepPlan,
+    StepState,
+    allocate,
+    best_depth,
+    choose,
+)
 from forerun.control.config import SpeculativeConfig
 from forerun.control.costs import FREE, DraftCost, Nominal, PassCost, PassShape, StepCosts, Times
 from forerun.control.explore import (
@@ -35,15 +48,6 @@ from forerun.control.explore import (
 from forerun.control.measuring import known_or_nominal
 from forerun.control.ranking import Confidence, Ranking
 from forerun.control.settings import SETTINGS
-from forerun.control.step_plan import (
-    NO_LOOKUPS,
-    Admission,
-    Arm,
-    LookupDrafts,
-    LookupProposal,
-    StepPlan,
-    StepState,
-)
 from forerun.core.acceptance import Acceptance
 from forerun.core.tree import TokenTree, prune
 from forerun.decode.drafter import DrafterSetup
@@ -87,7 +91,7 @@ class Policy:
         self.agreement = Confidence()  # Calibration of merged trees, by which lookup drafters proposed a node
         self.steps = 0
         self._goodput = Acceptance(weight=1.0, memory=SETTINGS.quick_memory)
-        """Tokens of a row per plain step's time: of "all" steps, of "unaided" ones without a drafter's forward pass."""
+        """Tokens of a row per plain step's time."""
         self._most_scored = 0.0  # Recent maximum of nodes that were scored for one row
         self._pass_trials = defaultdict[int, PassTrials](PassTrials)  # By the number of rows in a step
         self._nodes, self._chains, self._clock = nodes, chains, clock
@@ -101,11 +105,9 @@ class Policy:
         free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
         return Policy(arms, free, nodes=self._nodes, measure=False, chains=self._chains, clock=self._clock)
 
-    def goodput(self, steps: str = "all") -> float:
-        """Return the recent tokens per time, relative to plain decoding and at least 1; of all steps, or of "unaided"
-        ones without a drafter's forward pass.
-        """
-        return max(1.0, self._goodput.estimate(steps, 1.0))
+    def goodput(self) -> float:
+        """Return the recent tokens per time, relative to plain decoding and at least 1."""
+        return max(1.0, self._goodput.estimate(None, 1.0))
 
     # --- before drafting ----------------------------------------------------------------------------------------------
 
@@ -122,11 +124,12 @@ class Policy:
             awaited: other requests wait for their first token: reading a text for a drafter can wait a little.
         """
         self.steps += 1
-        own, batch = {index: rows[index] for index in members}, len(rows)
-        context = max(len(row.tokens) for row in own.values())
+        own_rows = {index: rows[index] for index in members}
+        batch = len(rows)
+        context = max(len(row.tokens) for row in own_rows.values())
         pass_trial = self.measure and self._pass_trials[batch].due(self.steps)
         step = StepState(
-            rows=own,
+            rows=own_rows,
             max_depths={
                 index: min(max(0, rows[index].tokens_left - 1), depth)
                 for index, depth in zip(members, depths, strict=True)
@@ -138,9 +141,11 @@ class Policy:
             times=self.costs.times(batch, context, self._nodes, trial=pass_trial),
             rate=self.goodput(),
         )
-        lookups, offers, assigned = NO_LOOKUPS, list[Offer](), dict[int, int]()
+        lookups = NO_LOOKUPS
+        offers = list[Offer]()
+        assigned = dict[int, int]()
         # Plain decoding, to which everything is compared, is measured from time to time: nothing is drafted then.
-        if not (self.measure and len(own) == batch and self.costs.plain_is_due(batch)):
+        if not (self.measure and len(own_rows) == batch and self.costs.plain_is_due(batch)):
             lookups = self._query_lookups(step)
             models = [index for index, arm in enumerate(self.arms) if not arm.is_lookup]
             offers = [offer for index in models if (offer := self._offer(step, index)) is not None]
@@ -277,9 +282,9 @@ class Policy:
             nodes=[nodes] * len(queried), depth=[min(arm.max_depth, step.max_depths[row]) for row in queried]
         )
         trees = arm.drafter.propose(context_for(rows, range(len(rows)), [0] * len(rows), {}), budget)
-        found = {row: tree for row, tree in zip(queried, trees, strict=True) if tree.size and tree.prunable}
+        drafts = {row: tree for row, tree in zip(queried, trees, strict=True) if tree.size and tree.prunable}
         ms = 1e3 * (self._clock() - began) if self.measure else 0.0
-        return LookupProposal(index, found, ms, len(eligible) / len(queried))
+        return LookupProposal(index, drafts, ms, len(eligible) / len(queried))
 
     def _gains(self, step: StepState, worth: Sequence[float]) -> list[float]:
         """Return the tokens gained by the number of nodes of one row's tree, if all rows have as many. A pass with
@@ -355,12 +360,12 @@ class Policy:
         row_ms: float,
     ) -> list[int]:
         """Return the rows whose text the drafter has read, or whose text is worth reading."""
-        found = list[int]()
+        worth_reading = list[int]()
         for index, curve in curves.items():
             reading = self.costs.reading_ms(arm.key, unread[index])
-            if not reading or self._repays_reading(step, arm, step.rows[index], reading, sum(curve[:depth]), row_ms):
-                found.append(index)
-        return found
+            if not reading or self._repays_reading(step, step.rows[index], reading, sum(curve[:depth]), row_ms):
+                worth_reading.append(index)
+        return worth_reading
 
     def _bids(
         self, step: StepState, index: int, curves: Mapping[int, Sequence[float]], depth: int, trial_rows: Container[int]
@@ -396,14 +401,11 @@ class Policy:
         times, even = step.times, self.costs.shape.even
         return lambda depth, rows: times[even(rows, by_depth[depth][0])] + by_depth[depth][1]
 
-    def _repays_reading(
-        self, step: StepState, arm: Arm, row: Row, reading: float, accepted: float, row_ms: float
-    ) -> bool:
+    def _repays_reading(self, step: StepState, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
         """Return whether reading a row's text repays itself in the rest of the completion.
 
-        The return is what drafting gains beyond the tokens that decoding without a drafter's forward pass yields in the
-        same time, in the share of the steps that this drafter is chosen for. While other requests wait for their first
-        token, the text of a row that has just started is not read.
+        The return is what drafting gains beyond the tokens that decoding yields in the same time. While other requests
+        wait for their first token, the text of a row that has just started is not read.
 
         Args:
             reading: ms, once.
@@ -412,8 +414,8 @@ class Policy:
         """
         if step.others_wait and len(row.tokens) - row.prompt_length <= _EARLY_TOKENS:
             return False
-        unaided = self.goodput("unaided")
-        per_ms, steps = unaided / step.times[0], arm.chosen_share * row.tokens_left / max(1.0 + accepted, unaided)
+        per_ms = step.rate / step.times[0]
+        steps = row.tokens_left / max(1.0 + accepted, step.rate)
         return steps * (accepted - per_ms * row_ms) > SETTINGS.reading_payback * per_ms * reading
 
     # --- after the step -----------------------------------------------------------------------------------------------
@@ -432,8 +434,7 @@ class Policy:
             if not arm.is_lookup:
                 arm.survival.age()
         for offer in plan.offers:
-            arm, chosen = self.arms[offer.arm], plan.rows_of(offer.arm)
-            arm.chosen_share += (1 - SETTINGS.quick_memory) * (len(chosen) / len(offer.bids) - arm.chosen_share)
+            chosen = plan.rows_of(offer.arm)
             if chosen:
                 self._learn_outcomes(plan, admission, offer, chosen, emitted)
         size, trace = self.costs.shape.size(admission.counts), next(emitted[index].trace for index in step.rows)
@@ -457,9 +458,7 @@ class Policy:
             self._pass_trials[step.batch].wait_after(self.steps, max(0.0, cost - 1))
         elif size:
             self._pass_trials[step.batch].note_drafted(self.steps)
-        self._goodput.learn("all", tokens, cost)
-        if not accepted:
-            self._goodput.learn("unaided", tokens, cost)
+        self._goodput.learn(None, tokens, cost)
 
     def _learn_outcomes(
         self, plan: StepPlan, admission: Admission, offer: Offer, chosen: Sequence[int], emitted: Sequence[Emitted]
@@ -509,15 +508,19 @@ class Policy:
 
     def _learn_times(self, plan: StepPlan, size: int, trace: StepTrace) -> float:
         """Correct the costs by the measured times of the step, and return its time without reading prompts, ms."""
-        costs, batch, host = self.costs, plan.step.batch, trace.draft_ms + trace.commit_ms
+        costs = self.costs
+        batch = plan.step.batch
+        host = trace.draft_ms + trace.commit_ms
         costs.saw_pass(size, batch, plan.step.context, trace.verify_ms)
-        accepted, lookup_ms = plan.accepted_offers(), sum(proposal.ms for proposal in plan.lookups.proposals)
+        accepted = plan.accepted_offers()
+        lookup_ms = sum(proposal.ms for proposal in plan.lookups.proposals)
         if not accepted:
             costs.saw_host(host, batch, lookup_ms=lookup_ms)
         elif len(accepted) == 1:
-            unread, key = plan.unread_tokens(accepted[0]), self.arms[accepted[0].arm].key
-            own = host - costs.host_ms(batch) - costs.lookup_ms(batch, lookup_ms)
-            costs.saw_draft(key, accepted[0].depth, batch, own, unread=unread)
+            unread = plan.unread_tokens(accepted[0])
+            key = self.arms[accepted[0].arm].key
+            draft_ms = host - costs.host_ms(batch) - costs.lookup_ms(batch, lookup_ms)
+            costs.saw_draft(key, accepted[0].depth, batch, draft_ms, unread=unread)
             host -= min(host, costs.reading_ms(key, unread))
         return host + trace.verify_ms
 

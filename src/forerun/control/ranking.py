@@ -46,23 +46,24 @@ class Ranking:
             for child in sorted(alone, key=lambda child: (-alone[child], child)) if len(alone) > 1 else alone:
                 survival[child] = min(alone[child], left)
                 left -= survival[child]
-        order, worth = _by_survival(survival), [0.0]
+        order = _by_survival(survival)
+        worth = [0.0]
         for node in order:
             worth.append(worth[-1] + survival[node])
         return cls(tree=tree, survival=tuple(survival), holders=tuple(bits), order=tuple(order), worth=tuple(worth))
 
     @classmethod
-    def merge(cls, found: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
+    def merge(cls, trees: Mapping[int, TokenTree], most: int, estimate: Estimate, *, chain: bool = False) -> Ranking:
         """Merge the trees that several drafters proposed for one row into a tree of at most `most` nodes, or into its
         best path (`chain`). Asserts as `of` does.
 
         Of the confidences in a path the highest counts, and `estimate` calibrates it: the highest of several is too
         high, above all where the other drafters propose something else or nothing.
         """
-        joined, survival, holders = _join(found)
+        joined, survival, holders = _join(trees)
         best = list(joined.best_path()[:most]) if chain else sorted(_by_survival(survival)[:most])
-        kept = joined.only(best) if len(best) < joined.size else joined
-        return cls.of(kept.seal(), estimate, [0, *(holders[node] for node in best)])
+        pruned = joined.only(best) if len(best) < joined.size else joined
+        return cls.of(pruned.seal(), estimate, [0, *(holders[node] for node in best)])
 
     def held(self, who: int, nodes: int) -> float:
         """Return the summed survival of those of the `nodes` best nodes that the drafter `who` proposed."""
@@ -70,37 +71,41 @@ class Ranking:
 
     def worth_without(self, who: int) -> list[float]:
         """Return the `worth` without the nodes that only the drafter `who` proposed."""
-        found = [0.0]
+        worth = [0.0]
         for node, before, after in zip(self.order, self.worth, self.worth[1:], strict=False):
             if self.holders[node] != 1 << who:
-                found.append(found[-1] + after - before)
-        return found
+                worth.append(worth[-1] + after - before)
+        return worth
 
 
-def _join(found: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
+def _join(trees: Mapping[int, TokenTree]) -> tuple[TokenTree, list[float], list[int]]:
     """Join trees, and return the tree, the survival of each node, and the drafters that proposed it, as bits."""
-    assert all(tree.prunable for tree in found.values()), "only deterministic nodes may be merged"
-    if len(found) == 1:
-        [(who, tree)] = found.items()
+    assert all(tree.prunable for tree in trees.values()), "only deterministic nodes may be merged"
+    if len(trees) == 1:
+        [(who, tree)] = trees.items()
         return tree, tree.survival(), [0, *[1 << who] * tree.size]
-    root = next(iter(found.values())).tokens[0]
+    root = next(iter(trees.values())).tokens[0]
     tokens, parents, survival, holders, there = [root], [-1], [1.0], [0], dict[tuple[int, int], int]()
-    for who, tree in found.items():
-        ids, alive = [0], tree.survival()
+    for who, tree in trees.items():
+        ids = [0]
+        alive = tree.survival()
         for node in range(1, tree.size + 1):
-            place = ids[tree.parents[node]], tree.tokens[node]
-            twin = there.setdefault(place, len(tokens))
+            key = ids[tree.parents[node]], tree.tokens[node]
+            twin = there.setdefault(key, len(tokens))
             if twin == len(tokens):
-                tokens.append(place[1])
-                parents.append(place[0])
+                tokens.append(key[1])
+                parents.append(key[0])
                 survival.append(0.0)
                 holders.append(0)
             ids.append(twin)
             survival[twin] = max(survival[twin], alive[node])
             holders[twin] |= 1 << who
-    above = [survival[parent] for parent in parents[1:]]
-    sure = [own / whole if whole > 0 else 0.0 for own, whole in zip(survival[1:], above, strict=True)]
-    return TokenTree.of(root, tokens[1:], parents[1:], sure), survival, holders
+    confidence = [
+        survival[node] / survival[parent] if survival[parent] > 0 else 0.0
+        for node, parent in enumerate(parents)
+        if node
+    ]
+    return TokenTree.of(root, tokens[1:], parents[1:], confidence), survival, holders
 
 
 def _by_survival(survival: Sequence[float]) -> list[int]:
@@ -122,25 +127,27 @@ class Confidence:
 
     def of(self, row: int) -> Estimate:
         """Return the estimate for a row's nodes. It is below 1, so that longer paths are less likely."""
-        shared, own = self._shared, self._rows.get(row)
+        shared = self._shared
+        row_counts = self._rows.get(row)
 
         def estimate(holders: int, stated: float) -> float:
             key = holders, min(int(10 * stated), 9)
             common = shared.estimate(key, stated)
-            return min(0.999, common if own is None else own.estimate(key, common))
+            return min(0.999, common if row_counts is None else row_counts.estimate(key, common))
 
         return estimate
 
     def learn(self, row: int, ranking: Ranking, committed: Sequence[int]) -> int:
         """Compare a tree with the tokens committed after the root, and return how many of these it holds."""
-        own = self._rows.get(row)
-        if own is None:
-            own = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory)
-        tree, deepest = ranking.tree, 0
+        row_counts = self._rows.get(row)
+        if row_counts is None:
+            row_counts = self._rows[row] = Acceptance(weight=SETTINGS.weight, memory=SETTINGS.row_memory)
+        tree = ranking.tree
+        deepest = 0
         for node, right in compare_draft(tree.tokens, tree.parents, committed):
             key = ranking.holders[node], min(int(10 * tree.confidence[node]), 9)
             self._shared.learn(key, right)
-            own.learn(key, right)
+            row_counts.learn(key, right)
             if right:
                 deepest = max(deepest, tree.depths[node])
         return deepest

@@ -41,7 +41,7 @@ class PolicySettings:
     """
     row_memory: float = half_life(128)  # Decay of a row's counts per observation: a step or a node. Simulated
     quick_memory: float = half_life(12)
-    """Decay per step of goodput and of the shares of drafts that were chosen: the price of time is what it yields in
+    """Decay per step of goodput and of a proposal's expected nodes: the price of time is what it yields in
     the current passage of the text. Simulated.
     """
 

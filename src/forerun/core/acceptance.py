@@ -103,10 +103,10 @@ def by_draft_prob(drawn: Drawn, rank: int, prob: float) -> Evidence:
     drawn, its rank among its siblings (0 for the first), and a draft probability: the node's own if it is
     deterministic, the largest of its distribution if it is sampled.
     """
-    given = drawn is Drawn.DETERMINISTIC
-    key = given, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
+    deterministic = drawn is Drawn.DETERMINISTIC
+    key = deterministic, min(rank, _RANKS - 1), min(int(prob * BINS), BINS - 1)
     # A deterministic token is as likely as the draft says; a sampled one is accepted where both distributions overlap.
-    return Evidence(key, prob if given else (0.4 + 0.6 * prob) * 0.4**rank)
+    return Evidence(key, prob if deterministic else (0.4 + 0.6 * prob) * 0.4**rank)
 
 
 def by_match(source: str, matched: int, share: float = 1.0) -> Evidence:
@@ -146,19 +146,19 @@ def best_tree(acceptance: RankAcceptance, *, nodes: int, depth: int) -> list[Tre
     because a child survives no more often than its parent or an earlier sibling (Sequoia's dynamic programme, arXiv
     2402.12374, finds the same tree; DDTree, 2604.12989, uses the same argument).
     """
-    found: list[TreeNode] = []
+    taken: list[TreeNode] = []
     count = itertools.count()
     open_nodes = [(-_rank_rate(acceptance, 0, 0), next(count), 0, 0, 0, 1.0)]
-    while open_nodes and len(found) < nodes:
+    while open_nodes and len(taken) < nodes:
         negative, _, parent, level, rank, above = heapq.heappop(open_nodes)
         if negative == 0 or level >= depth:
             continue
-        found.append(TreeNode(parent, level + 1, -negative))
+        taken.append(TreeNode(parent, level + 1, -negative))
         sibling = above * _rank_rate(acceptance, level, rank + 1)
         child = -negative * _rank_rate(acceptance, level + 1, 0)
         heapq.heappush(open_nodes, (-sibling, next(count), parent, level, rank + 1, above))
-        heapq.heappush(open_nodes, (-child, next(count), len(found), level + 1, 0, -negative))
-    return found
+        heapq.heappush(open_nodes, (-child, next(count), len(taken), level + 1, 0, -negative))
+    return taken
 
 
 def _rank_rate(acceptance: RankAcceptance, depth: int, rank: int) -> float:

@@ -90,7 +90,7 @@ class HostResidual:
 
     def __init__(self, tree: TokenTree, node: int, values: Tensor) -> None:
         self._tree, self.node, self.values = tree, node, values
-        self._waiting: Sequence[int] = tree.asked[node]
+        self._waiting: Sequence[int] = tree.tried[node]
         self._draft: Tensor | None = None  # (V,) distribution of the next sampled child; None: the recorded one
         self._draft_mass = math.nan
 

@@ -110,11 +110,11 @@ def check_fits(name: str, kind: DraftKind, drafter: str) -> None:
     """
     if rule_named(name).verifies(kind):
         return
-    one = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))
-    wanted = "trees with at most one sampled child per node" if one else "chains"
+    multipath = rule_named(name).verifies(DraftKind(sampled=True, multipath=True))
+    shapes = "trees with at most one sampled child per node" if multipath else "chains"
     raise ArgumentError(
-        f"rule {name!r} verifies {wanted}, drafter {drafter!r} as configured drafts other trees; leave the rule out, "
-        f"which takes {default_rule(kind, greedy=False)!r}, or configure the drafter for {wanted}"
+        f"rule {name!r} verifies {shapes}, drafter {drafter!r} as configured drafts other trees; leave the rule out, "
+        f"which takes {default_rule(kind, greedy=False)!r}, or configure the drafter for {shapes}"
     )
 
 
@@ -320,8 +320,8 @@ class GreedyK(Rule):
                     continue
                 probs, _ = probs.reject()
             token = probs.draw(rng)
-            given = (child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC)
-            held = next((child for child in given if tree.tokens[child] == token), None)
+            deterministic = (child for child in tree.children[node] if tree.drawn[child] is Drawn.DETERMINISTIC)
+            held = next((child for child in deterministic if tree.tokens[child] == token), None)
             if held is None:
                 return Verdict(path=tree.path(node), next_token=token, kind=ending(tree, node))
             node = held

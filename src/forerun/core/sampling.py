@@ -145,14 +145,14 @@ class Sampler:
     def custom(self, logits: Tensor, output: Sequence[int]) -> Tensor:
         """Apply the custom logits processors to the logits (V,) after an output."""
         for processor in self.params.logits_processors:
-            found: object = processor([*self.prompt, *output], logits)
-            if not (isinstance(found, Tensor) and found.shape == logits.shape and found.is_floating_point()):
-                named = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+            result: object = processor([*self.prompt, *output], logits)
+            if not (isinstance(result, Tensor) and result.shape == logits.shape and result.is_floating_point()):
+                named = f"{result.dtype} {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
                 raise ArgumentError(
                     f"the logits processor {getattr(processor, '__name__', processor)} returned {named}; expected a "
                     f"tensor of floating-point numbers of shape {tuple(logits.shape)}, one for each token"
                 )
-            logits = found
+            logits = result
         return logits
 
     def _check_ids(self, vocabulary: int) -> None:
@@ -186,13 +186,14 @@ class Sampler:
 
     def _word_ends(self, output: Sequence[int]) -> list[int]:
         """Return the tokens that would complete a bad word after the prompt and an output."""
-        prompt, found = self.prompt, list(self.bad_tokens)
+        prompt = self.prompt
+        ends = list(self.bad_tokens)
         for word in self._longer_words.get((output or prompt or (-1,))[-1], ()):
             missing = max(len(word) - 1 - len(output), 0)
             tail = (*prompt[max(len(prompt) - missing, 0) :], *output[len(output) - len(word) + 1 + missing :])
             if tail == word[:-1]:
-                found.append(word[-1])
-        return found
+                ends.append(word[-1])
+        return ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -236,7 +237,10 @@ class Processing:
         biased = [(row, token, bias) for row, _ in rows for token, bias in (params[row].logit_bias or {}).items()]
         missing = [0 if edit is None else params[row].min_tokens - len(edit.output) for row, edit in enumerate(edits)]
         early = [(row, token) for row, edit in rows if missing[row] > 0 for token in edit.sampler.banned_until_min]
-        penalties = [(one.repetition_penalty or 1.0, one.presence_penalty, one.frequency_penalty) for one in params]
+        penalties = [
+            (params_of_row.repetition_penalty or 1.0, params_of_row.presence_penalty, params_of_row.frequency_penalty)
+            for params_of_row in params
+        ]
         counted = [(row, token, n) for row, edit in rows for token, n in Counter(edit.output).items()]
         prompts = [(row, token) for row, edit in rows if penalties[row][0] != 1.0 for token in edit.sampler.prompt_set]
 
@@ -497,6 +501,6 @@ def _classed_nucleus(probs: Tensor, top_p: float) -> Tensor:
     ordered = chances[order]
     nucleus = classes > border
     nucleus[order] = above[border] + ordered.cumsum() - ordered < top_p
-    kept = np.zeros(len(values), dtype=np.bool_)
-    kept[able[nucleus]] = True
-    return torch.from_numpy(kept)
+    inside_nucleus = np.zeros(len(values), dtype=np.bool_)
+    inside_nucleus[able[nucleus]] = True
+    return torch.from_numpy(inside_nucleus)

@@ -93,9 +93,9 @@ class TokenTree:
         """Add a child of `parent` and return its node id. If `parent` already has this DETERMINISTIC child, return that
         child's id.
         """
-        given = drawn is Drawn.DETERMINISTIC and not probe
-        twins = self._known_twins()
-        if given and (twin := twins.get((parent, token))) is not None:
+        mergeable = drawn is Drawn.DETERMINISTIC and not probe
+        twins = self._twins_by_token()
+        if mergeable and (twin := twins.get((parent, token))) is not None:
             return twin
         node = len(self.tokens)
         self.tokens.append(token)
@@ -103,7 +103,7 @@ class TokenTree:
         self.depths.append(self.depths[parent] + 1)
         self.drawn.append(drawn)
         self.confidence.append(confidence)
-        if given:
+        if mergeable:
             twins[parent, token] = node
         elif probe:
             self.probes.add(node)
@@ -125,12 +125,15 @@ class TokenTree:
 
     def copy(self) -> TokenTree:
         """Return a copy of the tree that can be modified."""
-        made = TokenTree(self.tokens[0])
+        tree = TokenTree(self.tokens[0])
         for name in _COLUMNS:
-            setattr(made, name, list(getattr(self, name)))
-        made.probes, made.resume, made._twins = set(self.probes), self.resume, None
-        made.draft_probs, made.masses = dict(self.draft_probs), dict(self.masses)
-        return made
+            setattr(tree, name, list(getattr(self, name)))
+        tree.probes = set(self.probes)
+        tree.resume = self.resume
+        tree._twins = None
+        tree.draft_probs = dict(self.draft_probs)
+        tree.masses = dict(self.masses)
+        return tree
 
     def seal(self) -> TokenTree:
         """Make the tree read-only and return it, so that writing to it raises an error instead of changing the
@@ -144,20 +147,20 @@ class TokenTree:
 
     def only(self, nodes: Iterable[int]) -> TokenTree:
         """Return the tree with only the root and these nodes; the parent of each must be among them."""
-        kept = [0, *sorted(nodes)]
-        new = {node: position for position, node in enumerate(kept)}
-        made = TokenTree(self.tokens[0])
+        chosen = [0, *sorted(nodes)]
+        new = {node: position for position, node in enumerate(chosen)}
+        tree = TokenTree(self.tokens[0])
         for name in _COLUMNS:
             column = getattr(self, name)
-            setattr(made, name, [column[node] for node in kept])
-        made.parents = [-1, *(new[parent] for parent in made.parents[1:])]
-        made.probes = {new[node] for node in self.probes if node in new}
-        made.draft_probs = {new[node]: probs for node, probs in self.draft_probs.items() if node in new}
-        made.masses = {new[node]: mass for node, mass in self.masses.items() if node in new}
-        made._twins = None
-        return made
+            setattr(tree, name, [column[node] for node in chosen])
+        tree.parents = [-1, *(new[parent] for parent in tree.parents[1:])]
+        tree.probes = {new[node] for node in self.probes if node in new}
+        tree.draft_probs = {new[node]: probs for node, probs in self.draft_probs.items() if node in new}
+        tree.masses = {new[node]: mass for node, mass in self.masses.items() if node in new}
+        tree._twins = None
+        return tree
 
-    def _known_twins(self) -> dict[tuple[int, int], int]:
+    def _twins_by_token(self) -> dict[tuple[int, int], int]:
         """Return the deterministic node at each (parent, token)."""
         if self._twins is None:
             self._twins = {}
@@ -178,7 +181,7 @@ class TokenTree:
         return tuple(tuple(nodes) for nodes in lists)
 
     @cached_property
-    def asked(self) -> tuple[tuple[int, ...], ...]:
+    def tried(self) -> tuple[tuple[int, ...], ...]:
         """(N,) the children of each node, without probe nodes, in the order in which rules try them: sampled ones
         first.
         """
@@ -191,10 +194,11 @@ class TokenTree:
 
     @cached_property
     def _by_token(self) -> dict[tuple[int, int], int]:
-        found, first = dict[tuple[int, int], int](), [0]
+        children = dict[tuple[int, int], int]()
+        first = [0]  # (N,) the first node with the same tokens from the root on
         for node in range(1, len(self.tokens)):
-            first.append(found.setdefault((first[self.parents[node]], self.tokens[node]), node))
-        return found
+            first.append(children.setdefault((first[self.parents[node]], self.tokens[node]), node))
+        return children
 
     def child(self, node: int | None, token: int) -> int | None:
         """Return the first child of `node` with `token`, probe nodes included, or None. Nodes with the same tokens from
@@ -227,11 +231,11 @@ class TokenTree:
         """Return (N,) the estimated probability that each node is accepted: the product of confidences along its path;
         0 for a probe node.
         """
-        found = [1.0]
+        survival = [1.0]
         for node in range(1, len(self.tokens)):
-            sure = 0.0 if node in self.probes else min(max(self.confidence[node], 0.0), 1.0)
-            found.append(found[self.parents[node]] * sure)
-        return found
+            confidence = 0.0 if node in self.probes else min(max(self.confidence[node], 0.0), 1.0)
+            survival.append(survival[self.parents[node]] * confidence)
+        return survival
 
     def best_path(self) -> tuple[int, ...]:
         """Return the path with the most expected accepted tokens: the largest sum of survival probabilities."""
@@ -267,18 +271,19 @@ def join(base: TokenTree, others: Sequence[TokenTree], nodes: int) -> TokenTree:
     trees are dropped with everything below them: which deterministic nodes exist must not decide whether a sampled node
     is submitted. Probe nodes come last, as far as there is room.
     """
-    whole, fixed = base.copy(), base.size
-    mappings = [graft(whole, other, 0, since=fixed) for other in others]
-    likely = whole.survival()
-    rest = sorted(range(fixed + 1, whole.size + 1), key=lambda node: (-likely[node], node))
-    kept = [*range(fixed + 1), *sorted(rest[: max(0, nodes - fixed)])]
-    tree, new = whole.only(kept[1:]), {node: position for position, node in enumerate(kept)}
+    whole = base.copy()
+    mappings = [graft(whole, other, 0, since=base.size) for other in others]
+    survival = whole.survival()
+    added = sorted(range(base.size + 1, whole.size + 1), key=lambda node: (-survival[node], node))
+    chosen = [*range(base.size + 1), *sorted(added[: max(0, nodes - base.size)])]
+    new = {node: position for position, node in enumerate(chosen)}
+    tree = whole.only(chosen[1:])
     tree.resume = base.resume
     for other, mapped in zip(others, mappings, strict=True):
-        where = {node: new[twin] for node, twin in mapped.items() if twin in new}
+        in_tree = {node: new[twin] for node, twin in mapped.items() if twin in new}
         for node in sorted(other.probes):
-            if tree.size < nodes and other.parents[node] in where:
-                where[node] = tree.add(other.tokens[node], where[other.parents[node]], probe=True)
+            if tree.size < nodes and other.parents[node] in in_tree:
+                in_tree[node] = tree.add(other.tokens[node], in_tree[other.parents[node]], probe=True)
     return tree
 
 
@@ -286,18 +291,19 @@ def graft(tree: TokenTree, other: TokenTree, below: int, *, since: int) -> dict[
     """Attach the deterministic nodes of `other` below a node of `tree`, without duplicates. Return a map from nodes of
     `other` to nodes of `tree`. Nodes of `tree` up to `since` keep their confidence.
     """
-    there: dict[tuple[int, int], int] = {}
+    children: dict[tuple[int, int], int] = {}
     for node in range(1, tree.size + 1):
         if node not in tree.probes:
-            there.setdefault((tree.parents[node], tree.tokens[node]), node)
+            children.setdefault((tree.parents[node], tree.tokens[node]), node)
     mapped = {0: below}
     for node in range(1, other.size + 1):
         parent, token = other.parents[node], other.tokens[node]
         if parent not in mapped or node in other.probes or other.drawn[node] is not Drawn.DETERMINISTIC:
             continue
-        confidence, twin = other.confidence[node], there.get((mapped[parent], token))
+        confidence = other.confidence[node]
+        twin = children.get((mapped[parent], token))
         if twin is None:
-            twin = there[mapped[parent], token] = tree.add(token, mapped[parent], confidence=confidence)
+            twin = children[mapped[parent], token] = tree.add(token, mapped[parent], confidence=confidence)
         elif twin > since:
             tree.confidence[twin] = max(tree.confidence[twin], confidence)
         mapped[node] = twin
@@ -314,12 +320,12 @@ def without(tree: TokenTree, wrong: Mapping[int, float]) -> TokenTree:
     """Return the tree without the sampled children of these nodes and everything below them, none of which has run yet.
     Their ancestors stay: whether a node is submitted must not depend on its own token.
     """
-    kept = {0}
+    sound = {0}
     for node in range(1, tree.size + 1):
         parent = tree.parents[node]
-        if parent in kept and (tree.drawn[node] is Drawn.DETERMINISTIC or parent not in wrong):
-            kept.add(node)
-    return tree.only(kept - {0})
+        if parent in sound and (tree.drawn[node] is Drawn.DETERMINISTIC or parent not in wrong):
+            sound.add(node)
+    return tree.only(sound - {0})
 
 
 def masses_of(probs: Tensor) -> Tensor:
@@ -332,8 +338,8 @@ def fetch_masses(trees: Sequence[TokenTree]) -> None:
     """Fill in the missing `masses` of all trees with one read from the device, or with none if nothing was sampled."""
     unknown = [(tree, node) for tree in trees for node in tree.draft_probs if node not in tree.masses]
     if unknown:
-        found = masses_of(torch.stack([tree.draft_probs[node] for tree, node in unknown])).tolist()
-        for (tree, node), mass in zip(unknown, found, strict=True):
+        masses = masses_of(torch.stack([tree.draft_probs[node] for tree, node in unknown])).tolist()
+        for (tree, node), mass in zip(unknown, masses, strict=True):
             tree.masses[node] = mass
 
 

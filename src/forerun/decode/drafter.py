@@ -85,7 +85,7 @@ class DraftContext:
     def repeatable(self) -> DraftContext:
         """Return the context with `make_repeatable` samplers, for texts that must not depend on learned state."""
         seen = [make_repeatable(sampler) for sampler in self.samplers]
-        same = all(one is other for one, other in zip(seen, self.samplers, strict=True))
+        same = all(repeatable_sampler is other for repeatable_sampler, other in zip(seen, self.samplers, strict=True))
         return self if same else replace(self, samplers=seen)
 
 
@@ -115,17 +115,17 @@ def check_least(method: str, config: object, **least: int) -> None:
 
 def check_share(method: str, config: object, name: str) -> None:
     """Raise ArgumentError if an option of a configuration is not in 0..1."""
-    given = getattr(config, name)
-    if not 0 <= given <= 1:
-        raise ArgumentError(f"{method}: {name} must be in 0..1, got {given}")
+    value = getattr(config, name)
+    if not 0 <= value <= 1:
+        raise ArgumentError(f"{method}: {name} must be in 0..1, got {value}")
 
 
-def check_choice(method: str, config: object, name: str, known: Sequence[str]) -> None:
+def check_choice(method: str, config: object, name: str, values: Sequence[str]) -> None:
     """Raise ArgumentError, naming the nearest value, if an option of a configuration has none of the known values."""
-    given = getattr(config, name)
-    if given not in known:
-        expected = f"one of {', '.join(known)}"
-        raise ArgumentError(f"{method}: {name} is {expected}, got {given!r}.{nearest(str(given), known)}")
+    value = getattr(config, name)
+    if value not in values:
+        expected = f"one of {', '.join(values)}"
+        raise ArgumentError(f"{method}: {name} is {expected}, got {value!r}.{nearest(str(value), values)}")
 
 
 @lru_cache(maxsize=256)
@@ -248,11 +248,12 @@ _CHANGED = WeakKeyDictionary[Sampler, dict[tuple[Any, ...], Sampler]]()
 
 def with_params(sampler: Sampler, **params: Any) -> Sampler:
     """Return the sampler with some other sampling parameters; cached, so that equal calls return the same object."""
-    made, key = _CHANGED.setdefault(sampler, {}), tuple(params.items())
-    if key not in made:
+    variants = _CHANGED.setdefault(sampler, {})
+    key = tuple(params.items())
+    if key not in variants:
         banned, words, other = sampler.banned_until_min, sampler.bad_words, replace(sampler.params, **params)
-        made[key] = Sampler(other, sampler.prompt, banned_until_min=banned, bad_words=words)
-    return made[key]
+        variants[key] = Sampler(other, sampler.prompt, banned_until_min=banned, bad_words=words)
+    return variants[key]
 
 
 def make_repeatable(sampler: Sampler) -> Sampler:

@@ -77,11 +77,11 @@ class Residuals:
             values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._vectors: dict[tuple[int, int], Tensor] = {}
         """Vectors (V,) by (flat node, residual step), for rows whose rng does not draw by `Rng.times`."""
-        made = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
-        made = made | self._logprobs(raw, made)  # A recording overwrites `made`
-        names = [name for name in made if name != "probs"]
+        tensors = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
+        tensors = tensors | self._logprobs(raw, tensors)  # A recording overwrites them
+        names = [name for name in tensors if name != "probs"]
         self._read: dict[str, Any] = {
-            name: tensor.tolist() for name, tensor in zip(names, fetch([made[n] for n in names]), strict=True)
+            name: tensor.tolist() for name, tensor in zip(names, fetch([tensors[n] for n in names]), strict=True)
         }
 
     def row(self, index: int) -> DeviceRow:
@@ -92,36 +92,37 @@ class Residuals:
         """Return a number that was fetched for a node. Raises ArgumentError if the row's rule does not declare it in
         `Reads`.
         """
-        found: Any = self._read.get(name, ())
+        numbers: Any = self._read.get(name, ())
         for index in (*where, flat):
-            if index >= len(found):
+            if index >= len(numbers):
                 raise ArgumentError(
                     f"the rule asks for {name}, which its `reads` does not declare; see `forerun.core.rules.Reads`"
                 )
-            found = found[index]
-        return found
+            numbers = numbers[index]
+        return numbers
 
     # --- on the device ------------------------------------------------------------------------------------------------
 
     def _compute(self, raw: Tensor, values: Tensor | None, top: int, recordings: Recordings) -> dict[str, Tensor]:
         """Run `_form` on this step; it is recorded (CUDA graph) if steps with the same plan recur."""
-        reads, size = [row.reads for row in self.rows], raw.shape[-1]
+        reads = [row.reads for row in self.rows]
+        size = raw.shape[-1]
         levels = self._levels()
         plan = _Plan(
             levels=tuple([(len(level.nodes), tuple([len(step[0]) for step in level.steps])) for level in levels]),
             filters=any(has_filters(row.sampler.params) for row in self.rows),
             greedy=any(row.sampler.greedy for row in self.rows),
-            entropy=any(one.entropy for one in reads),
+            entropy=any(read.entropy for read in reads),
             draft_prob=any(row.draft_probs for row in self.rows),
             probs=any(row.sampler.params.logprobs is not None for row in self.rows),
             top=min(top, size),
         )
         if not levels:
             return _form(plan, raw, values)
-        entries, times, own = self._times(size, widest(raw.device))
+        entries, times, host_drawn = self._times(size, widest(raw.device))
         drafts, draft_entries = self._drafts(size, raw.device)
         settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
-        weighted = [one.weighted for one in reads for _ in range(self.nodes)]
+        weighted = [read.weighted for read in reads for _ in range(self.nodes)]
         columns = [entries, *self._parents()]
         columns += [column for level in levels for column in (level.nodes, *chain.from_iterable(level.steps))]
         host = [settings, times, torch.tensor(weighted), draft_entries]
@@ -129,48 +130,51 @@ class Residuals:
 
         def keep(level: int, step: int, left: Tensor) -> None:
             for node, vector in zip(levels[level].nodes, left, strict=False):
-                if node // self.nodes in own:
+                if node // self.nodes in host_drawn:
                     self._vectors[node, step] = vector
 
         edited, sampled = values is not None, drafts is not None
-        given = [raw, *([] if values is None else [values]), *([] if drafts is None else [drafts])]
+        on_device = [raw, *([] if values is None else [values]), *([] if drafts is None else [drafts])]
 
         def work(packed: Tensor, raw: Tensor, *others: Tensor) -> dict[str, Tensor]:
             values, drafts = others[0] if edited else None, others[-1] if sampled else None
-            return _form(plan, raw, values, drafts, unpack(packed, host), keep if own else None)
+            return _form(plan, raw, values, drafts, unpack(packed, host), keep if host_drawn else None)
 
-        key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *given))
+        key = plan, edited, sampled, *((tensor.dtype, tensor.shape) for tensor in (*host, *on_device))
         packed = send_packed(host, raw.device)
-        found: dict[str, Tensor] = recordings.run(None if own else key, work, packed, *given, after=MET_BEFORE)
-        return found
+        tensors: dict[str, Tensor] = recordings.run(
+            None if host_drawn else key, work, packed, *on_device, after=MET_BEFORE
+        )
+        return tensors
 
     def _levels(self) -> list[_Level]:
-        weighted, found = any(row.reads.weighted for row in self.rows), dict[int, list[int]]()
+        weighted = any(row.reads.weighted for row in self.rows)
+        by_depth = dict[int, list[int]]()
         for index, row in enumerate(self.rows):
             for node in range(0 if row.reads.argmax else row.tree.size + 1):
-                found.setdefault(row.tree.depths[node] if weighted else 0, []).append(index * self.nodes + node)
-        return [self._level(found[depth]) for depth in sorted(found)]
+                by_depth.setdefault(row.tree.depths[node] if weighted else 0, []).append(index * self.nodes + node)
+        return [self._level(by_depth[depth]) for depth in sorted(by_depth)]
 
     def _level(self, nodes: list[int]) -> _Level:
         asked = {flat: self.asked(flat) for flat in nodes}
         level = _Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])), steps=[])
         for step in range(max(map(len, asked.values()), default=0)):
-            children, tokens, given, removed = list[int](), list[int](), list[int](), list[int]()
+            children, tokens, deterministic, removed = list[int](), list[int](), list[int](), list[int]()
             for flat in level.nodes:
                 if len(asked[flat]) > step:
                     row, child = flat // self.nodes, asked[flat][step]
                     tree = self.rows[row].tree
                     children.append(row * self.nodes + child)
                     tokens.append(tree.tokens[child])
-                    given.append(tree.drawn[child] is Drawn.DETERMINISTIC)
+                    deterministic.append(tree.drawn[child] is Drawn.DETERMINISTIC)
                     removed.append(tree.drawn[child] is Drawn.WITHOUT_REPLACEMENT)
-            level.steps.append((children, tokens, given, removed))
+            level.steps.append((children, tokens, deterministic, removed))
         return level
 
     def asked(self, flat: int) -> Sequence[int]:
         """Return the children of a node that its row's rule may reject, in order."""
         row = self.rows[flat // self.nodes]
-        return row.tree.asked[flat % self.nodes][: row.reads.rejections]
+        return row.tree.tried[flat % self.nodes][: row.reads.rejections]
 
     def _parents(self) -> tuple[list[int], list[int]]:
         """Return (B N,) parents, as flat nodes, and (B N,) tokens; roots and padding are their own parents, with
@@ -187,63 +191,72 @@ class Residuals:
         """Return each flat node's index into the random numbers, the numbers (P, T), and the rows whose rng has
         none.
         """
-        entries, numbers, own = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
+        entries, numbers, host_drawn = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
         for index, row in enumerate(self.rows):
             by_depth = dict[int, int]()
             for node in range(0 if row.reads.argmax else row.tree.size + 1):
                 depth = row.tree.depths[node]
-                if depth not in by_depth and index not in own:
-                    found = row.rng.times(depth, vocabulary)
-                    if found is None:
-                        own.add(index)
+                if depth not in by_depth and index not in host_drawn:
+                    exponentials = row.rng.times(depth, vocabulary)
+                    if exponentials is None:
+                        host_drawn.add(index)
                         continue
                     by_depth[depth] = len(numbers)
-                    numbers.append(found)
+                    numbers.append(exponentials)
                 entries[index * self.nodes + node] = by_depth.get(depth, 0)
         if not numbers:
             numbers.append(Rng(0, 0).exponentials(0, vocabulary))
-        made = torch.from_numpy(np.stack(numbers)).to(dtype)
-        return entries, made.clamp_min_(torch.finfo(dtype).tiny), own
+        stacked = torch.from_numpy(np.stack(numbers)).to(dtype)
+        return entries, stacked.clamp_min_(torch.finfo(dtype).tiny), host_drawn
 
     def _drafts(self, vocabulary: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
         """Return (P, V) the distributions that sampled children were drawn from, where entry 0 is all zeros, and each
         flat node's index into them. The first is None if nothing was sampled.
         """
-        found, entries = list[Tensor](), torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
+        distributions = list[Tensor]()
+        entries = torch.zeros(len(self.rows) * self.nodes, dtype=torch.int64)
         for index, row in enumerate(self.rows):
             for node, probs in row.tree.draft_probs.items():
                 missing = vocabulary - len(probs)
-                found.append(pad(probs.to(device), (0, missing)) if missing else probs.to(device))
-                entries[index * self.nodes + node] = len(found)
-        return (torch.stack([torch.zeros_like(found[0]), *found]) if found else None), entries
+                distributions.append(pad(probs.to(device), (0, missing)) if missing else probs.to(device))
+                entries[index * self.nodes + node] = len(distributions)
+        return (torch.stack([torch.zeros_like(distributions[0]), *distributions]) if distributions else None), entries
 
-    def _logprobs(self, raw: Tensor, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _logprobs(self, raw: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors for `logprobs`, for every row whose request has log-probabilities."""
-        found = dict[str, Tensor]()
+        fetched = dict[str, Tensor]()
         for index, row in enumerate(self.rows):
             count = row.sampler.params.logprobs
             if count is None:
                 continue
-            nodes, span = row.tree.size + 1, slice(index * self.nodes, index * self.nodes + row.tree.size + 1)
+            nodes = row.tree.size + 1
+            span = slice(index * self.nodes, index * self.nodes + row.tree.size + 1)
             width = max(map(len, row.tree.children))
             below = [[row.tree.tokens[child] for child in children] for children in row.tree.children]
             padded = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in below], dtype=torch.int64)
             chosen = [send([padded.view(nodes, width)], raw.device)[0]]
-            chosen += [made["argmax"][span].unsqueeze(1)]
-            chosen += [made["drawn"][:, span].T] if "drawn" in made else []
+            chosen += [tensors["argmax"][span].unsqueeze(1)]
+            chosen += [tensors["drawn"][:, span].T] if "drawn" in tensors else []
             tokens = torch.cat(chosen, dim=1)
             if row.sampler.params.logprobs_mode != "processed_logprobs":
                 logs = raw[index, :nodes].float().log_softmax(-1)
-            elif row.sampler.greedy or "drawn" not in made:
+            elif row.sampler.greedy or "drawn" not in tensors:
                 logs = torch.full_like(widen(raw[index, :nodes]), -torch.inf)
-                logs.scatter_(1, made["argmax"][span].unsqueeze(1), 0.0)
+                logs.scatter_(1, tensors["argmax"][span].unsqueeze(1), 0.0)
             else:
-                logs = made["probs"][span].log()
-            own, best = logs.gather(1, tokens), logs.topk(min(count, logs.shape[-1]))
-            ranks = (logs.unsqueeze(1) > own.unsqueeze(2)).sum(-1) + 1
-            looked = {"tokens": tokens, "own": own, "ranks": ranks, "best": best.indices, "best_own": best.values}
-            found |= {f"{name} {index}": tensor for name, tensor in looked.items()}
-        return found
+                logs = tensors["probs"][span].log()
+            chosen_logs = logs.gather(1, tokens)
+            best = logs.topk(min(count, logs.shape[-1]))
+            ranks = (logs.unsqueeze(1) > chosen_logs.unsqueeze(2)).sum(-1) + 1
+            looked = {
+                "tokens": tokens,
+                "own": chosen_logs,
+                "ranks": ranks,
+                "best": best.indices,
+                "best_own": best.values,
+            }
+            fetched |= {f"{name} {index}": tensor for name, tensor in looked.items()}
+        return fetched
 
     # --- on the host --------------------------------------------------------------------------------------------------
 
@@ -263,19 +276,19 @@ class Residuals:
 
     def top_ids(self, rows: Sequence[int], k: int) -> NDArray[np.int64] | None:
         """Return (B', N, k) ids of the largest raw logits of these rows, or None if fewer than k were fetched."""
-        found = np.array(self._read.get("top", ()), dtype=np.int64)
-        if found.ndim < 2 or found.shape[1] < k:
+        ids = np.array(self._read.get("top", ()), dtype=np.int64)
+        if ids.ndim < 2 or ids.shape[1] < k:
             return None
-        return found.reshape(len(self.rows), self.nodes, -1)[list(rows), :, :k]
+        return ids.reshape(len(self.rows), self.nodes, -1)[list(rows), :, :k]
 
     def logprobs(self, index: int, node: int, token: int) -> tuple[TokenLogprob, Mapping[int, TokenLogprob]]:
         """Return the log-probability of `token` after `node`, and those of the likeliest tokens there. The rule must
         have been able to choose the token.
         """
-        found = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
-        position = found["tokens"].index(token)
-        chosen = TokenLogprob(logprob=found["own"][position], rank=found["ranks"][position])
-        best = enumerate(zip(found["best"], found["best_own"], strict=True), start=1)
+        fetched = {name: self._read[f"{name} {index}"][node] for name in ("tokens", "own", "ranks", "best", "best_own")}
+        position = fetched["tokens"].index(token)
+        chosen = TokenLogprob(logprob=fetched["own"][position], rank=fetched["ranks"][position])
+        best = enumerate(zip(fetched["best"], fetched["best_own"], strict=True), start=1)
         return chosen, {token: TokenLogprob(logprob=value, rank=rank) for rank, (token, value) in best}
 
 
@@ -322,20 +335,21 @@ def _form(
         host: values that differ between steps, in the order of `Residuals._compute`.
         keep: called with (level, step, residual vectors).
     """
-    exact, size = widest(raw.device), raw.shape[-1]
-    made = {
+    exact = widest(raw.device)
+    size = raw.shape[-1]
+    tensors = {
         "raw_max": raw.amax(-1).flatten().to(exact),
         "raw_argmax": raw.argmax(-1).flatten(),
     }
     if values is None:
-        made |= {"max": made["raw_max"], "argmax": made["raw_argmax"]}
+        tensors |= {"max": tensors["raw_max"], "argmax": tensors["raw_argmax"]}
         values = widen(raw) if plan.levels else raw
     else:
-        made |= {"max": values.amax(-1).flatten().to(exact), "argmax": values.argmax(-1).flatten()}
+        tensors |= {"max": values.amax(-1).flatten().to(exact), "argmax": values.argmax(-1).flatten()}
     if plan.top:
-        made["top"] = raw.topk(plan.top, dim=-1).indices.flatten(0, 1)
+        tensors["top"] = raw.topk(plan.top, dim=-1).indices.flatten(0, 1)
     if not plan.levels:
-        return made
+        return tensors
     settings, times, is_weighted, draft_at, time_at, parent_at, token_at, *ints = host
     probs = probs_of(values, settings, filters=plan.filters)
     if plan.greedy:
@@ -343,15 +357,15 @@ def _form(
         probs = torch.where(settings[:, :1, None] > 0, probs, point)
     outside = (probs * (values == -torch.inf)).sum(-1)
     probs = probs.flatten(0, 1)
-    made |= {"probs": probs} if plan.probs else {}
-    made |= {
+    tensors |= {"probs": probs} if plan.probs else {}
+    tensors |= {
         "sums": torch.stack([probs.sum(-1), probs.amin(-1), outside.flatten()]),
         "of_child": probs.view(-1).index_select(0, parent_at * size + token_at),
     }
     if plan.entropy:
-        made["entropy"] = torch.special.entr(probs).sum(-1, dtype=exact)
+        tensors["entropy"] = torch.special.entr(probs).sum(-1, dtype=exact)
     if drafts is not None and plan.draft_prob:
-        made["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
+        tensors["draft_prob"] = drafts[draft_at.index_select(0, parent_at), token_at]
     height = max(len(counts) for _, counts in plan.levels)
     steps = torch.zeros(height, 3, len(probs), dtype=exact, device=raw.device)
     drawn = torch.zeros(height + 1, len(probs), dtype=torch.int64, device=raw.device)
@@ -363,16 +377,16 @@ def _form(
         clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
         for step in range(len(counts) + 1):
             if step:
-                children, asked, given, removed, *ints = ints
+                children, asked, deterministic, removed, *ints = ints
                 count = len(children)
                 at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
-                numbers, below, state = state.reject(asked, given > 0, removed > 0, kind)
+                numbers, below, state = state.reject(asked, deterministic > 0, removed > 0, kind)
                 steps[step - 1].index_copy_(1, at, numbers)
                 weights.index_copy_(0, children, below)
             drawn[step].index_copy_(0, at, first_of(state.left, clock))
             if keep is not None:
                 keep(level, step, state.left)
-    return made | {"steps": steps, "drawn": drawn}
+    return tensors | {"steps": steps, "drawn": drawn}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -400,40 +414,42 @@ class _StepResidual:
         return _StepResidual(left=left, mass=mass, draft=draft, draft_mass=self.draft_mass[:count], weights=weights)
 
     def reject(
-        self, tokens: Tensor, given: Tensor, removed: Tensor, weighted: Tensor
+        self, tokens: Tensor, deterministic: Tensor, removed: Tensor, weighted: Tensor
     ) -> tuple[Tensor, Tensor, _StepResidual]:
         """Reject one child of each node. Return (3, M): whether the child may be accepted at all, its ratio, and the
         remaining mass; (M,) its weight; and the residuals after the rejection.
 
         Args:
             tokens: (M,) tokens of the children.
-            given: (M,) bool, whether they are deterministic.
+            deterministic: (M,) bool, whether they are deterministic.
             removed: (M,) bool, whether the token is removed from the next sibling's distribution.
             weighted: (M,) bool, whether the row's rule weights its nodes.
         """
-        at, none = tokens.unsqueeze(1), torch.zeros_like(self.mass)
-        own = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)
+        at = tokens.unsqueeze(1)
+        none = torch.zeros_like(self.mass)
+        target_probs = self.left.gather(1, at).squeeze(1).to(self.mass.dtype)
         left = self.left.scatter(1, at, 0.0)
-        drafted, draft = torch.ones_like(own), self.draft
+        drafted = torch.ones_like(target_probs)
+        draft = self.draft
         if draft is not None:
-            drafted = torch.where(given, drafted, draft.gather(1, at).squeeze(1).to(own.dtype))
+            drafted = torch.where(deterministic, drafted, draft.gather(1, at).squeeze(1).to(target_probs.dtype))
             factor = (self.mass / (self.draft_mass * self.weights)).to(left.dtype).unsqueeze(1)
-            left = torch.where(given.unsqueeze(1), left, (self.left - draft * factor).clamp_min(0))
+            left = torch.where(deterministic.unsqueeze(1), left, (self.left - draft * factor).clamp_min(0))
         possible = drafted > 0
-        draft_mass = torch.where(given, torch.ones_like(own), self.draft_mass)
-        ratio = (own / self.mass) / (drafted / draft_mass)
-        mass = left.sum(1, dtype=own.dtype)
+        draft_mass = torch.where(deterministic, torch.ones_like(target_probs), self.draft_mass)
+        ratio = (target_probs / self.mass) / (drafted / draft_mass)
+        mass = left.sum(1, dtype=target_probs.dtype)
         alive = possible & (self.weights >= TINY) & (mass > 0)
-        kept = torch.where(alive, mass * self.weights / self.mass, none)
-        total = kept + (1.0 - self.weights).clamp_min(0)
-        share = torch.where(total > 0, kept / total, torch.ones_like(total))
+        weighted_mass = torch.where(alive, mass * self.weights / self.mass, none)
+        total = weighted_mass + (1.0 - self.weights).clamp_min(0)
+        share = torch.where(total > 0, weighted_mass / total, torch.ones_like(total))
         after = torch.where(weighted & possible, share, self.weights)
         below = torch.where(weighted, (self.weights * ratio).clamp_max(1.0), torch.ones_like(ratio))
         next_mass = self.draft_mass
         if draft is not None:
             gone = removed & possible
             draft = torch.where(gone.unsqueeze(1), draft.scatter(1, at, 0.0), draft)
-            next_mass = torch.where(gone, draft.sum(1, dtype=own.dtype), next_mass)
+            next_mass = torch.where(gone, draft.sum(1, dtype=target_probs.dtype), next_mass)
         rest = _StepResidual(
             left=torch.where(alive.unsqueeze(1), left, self.left),
             mass=torch.where(alive, mass, self.mass),
@@ -441,7 +457,7 @@ class _StepResidual:
             draft_mass=next_mass,
             weights=after,
         )
-        return torch.stack([possible.to(own.dtype), ratio, kept]), below, rest
+        return torch.stack([possible.to(target_probs.dtype), ratio, weighted_mass]), below, rest
 
 
 class DeviceRow:
@@ -490,7 +506,7 @@ class DeviceResidual:
     def child(self) -> int | None:
         """The next child to try, see `Probs.child`."""
         row = self._residuals.rows[self._flat // self._residuals.nodes]
-        for child in row.tree.asked[self._flat % self._residuals.nodes][self._step :]:
+        for child in row.tree.tried[self._flat % self._residuals.nodes][self._step :]:
             if row.tree.drawn[child] is Drawn.DETERMINISTIC or self._number(0) > 0:
                 return child
             self._step += 1

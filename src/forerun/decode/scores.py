@@ -21,7 +21,7 @@ from forerun.devices import rows_of
 from forerun.errors import Isolation, NumericError
 from forerun.model import largest
 from forerun.model import top_ids as compiled_top_ids
-from forerun.model.padding import Flat
+from forerun.model.inputs import Flat
 from forerun.model.recordings import Recordings
 from forerun.types import TokenLogprob
 
@@ -113,10 +113,10 @@ class Scores:
         """Return (B, N, k) ids of the largest raw logits, the largest first. A drafter that calls
         this declares it in `Drafter.top_ids`.
         """
-        if self._residuals is None or (found := self._residuals.top_ids(self._indices, k)) is None:
+        if self._residuals is None or (fetched := self._residuals.top_ids(self._indices, k)) is None:
             ids = top_ids(self.logits, k).cpu()
             return rows_of(ids if self._flat is None else self._flat.restore(ids), self._indices).numpy()
-        return found
+        return fetched
 
     def _largest(self) -> list[list[int]]:
         """Return the ids of the largest raw logits of all rows' nodes; -1 where a logit is NaN."""
@@ -134,10 +134,10 @@ class Scores:
                     paths = [[tree.tokens[step] for step in tree.path(node)] for node in range(tree.size + 1)]
                     edits = row.sampler.edits(self.logits.shape[-1], self.committed(index), paths)
             reads = rule_named(rule).reads
-            one = ResidualsInput(
+            row_inputs = ResidualsInput(
                 tree=tree, sampler=row.sampler, rng=row.rng(), reads=reads, edits=edits, draft_probs=row.traced
             )
-            inputs.append(one)
+            inputs.append(row_inputs)
         return Residuals(self.logits, inputs, top=top, recordings=recordings)
 
 
@@ -165,8 +165,8 @@ class HostRow:
     def target_prob(self, node: int) -> float | None:
         """Return the target's probability of the token of `node`, or None if no rule read its parent's distribution."""
         tree = self._scores.trees[self._index]
-        known = self._known.get(tree.parents[node])
-        return None if known is None else float(known[tree.tokens[node]])
+        probs = self._known.get(tree.parents[node])
+        return None if probs is None else float(probs[tree.tokens[node]])
 
     def draft_prob(self, node: int) -> float:
         """Return the draft probability of a sampled node's token."""
@@ -211,24 +211,28 @@ def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> Logprobs:
     """Return the log-probability of each token (M,) and of the `top` likeliest tokens at its position, under
     softmax(logits (M, V)).
     """
-    found: Logprobs = []
+    entries: Logprobs = []
     together = _TOGETHER_ON_A_CPU if logits.device.type == "cpu" else _TOGETHER
     for start in range(0, len(tokens), together):
         part = slice(start, start + together)
         values = logits[part].float()
         total = values.logsumexp(-1, keepdim=True)
-        own = values.gather(-1, torch.tensor(tokens[part], device=values.device).unsqueeze(-1))
+        chosen_logits = values.gather(-1, torch.tensor(tokens[part], device=values.device).unsqueeze(-1))
         # Summed as float32, exact below 2**24, in half the time of counting booleans
-        ranks = torch.gt(values, own, out=torch.empty_like(values)).sum(-1).int() + 1
-        ids = top_ids(values.unsqueeze(0), min(top, values.shape[-1]))[0] if top else own.new_empty(len(own), 0).long()
+        ranks = torch.gt(values, chosen_logits, out=torch.empty_like(values)).sum(-1).int() + 1
+        ids = (
+            top_ids(values.unsqueeze(0), min(top, values.shape[-1]))[0]
+            if top
+            else chosen_logits.new_empty(len(chosen_logits), 0).long()
+        )
         best = (values.gather(-1, ids) - total).tolist()
         likeliest = [
             {token: TokenLogprob(logprob=v, rank=rank) for rank, (token, v) in enumerate(zip(*pair, strict=True), 1)}
             for pair in zip(ids.tolist(), best, strict=True)
         ]
-        chosen = zip((own - total).squeeze(-1).tolist(), ranks.tolist(), likeliest, strict=True)
-        found += [(TokenLogprob(logprob=v, rank=r), others) for v, r, others in chosen]
-    return found
+        chosen = zip((chosen_logits - total).squeeze(-1).tolist(), ranks.tolist(), likeliest, strict=True)
+        entries += [(TokenLogprob(logprob=v, rank=r), others) for v, r, others in chosen]
+    return entries
 
 
 _TOGETHER, _TOGETHER_ON_A_CPU = 64, 8

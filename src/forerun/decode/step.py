@@ -250,9 +250,9 @@ def _learning_context(
 ) -> DraftContext:
     """Return the context after a step for a drafter that reads these boundaries."""
     chosen = [verdicts[index] for index in members]
-    wanted = {boundary: hidden_states[boundary] for boundary in boundaries}
+    states_read = {boundary: hidden_states[boundary] for boundary in boundaries}
     return context_for(
-        rows, members, [len(verdict.path) + 1 for verdict in chosen], _gather_states(wanted, members, chosen)
+        rows, members, [len(verdict.path) + 1 for verdict in chosen], _gather_states(states_read, members, chosen)
     )
 
 
@@ -353,7 +353,8 @@ def _raise_unless(isolate: bool, rows: Sequence[Row]) -> None:
 
 
 def _run_rule(row: Row, scores: Scores, index: int, name: str) -> Verified:
-    tree, target = scores.trees[index], scores.row(index)
+    tree = scores.trees[index]
+    target = scores.row(index)
     verdict = rule_named(name).verify(tree, target, row.rng())
     accepted = set(verdict.path)
     for length, node in enumerate(verdict.path):
@@ -364,8 +365,8 @@ def _run_rule(row: Row, scores: Scores, index: int, name: str) -> Verified:
             break
     tokens = [*(tree.tokens[node] for node in verdict.path), verdict.next_token]
     nodes = _traced_nodes(tree, target, accepted) if row.traced else ()
-    wanted = row.sampler.params.logprobs is not None
-    logprobs = target.logprobs((0, *verdict.path), tokens) if wanted else None
+    has_logprobs = row.sampler.params.logprobs is not None
+    logprobs = target.logprobs((0, *verdict.path), tokens) if has_logprobs else None
     return Verified(verdict, tokens, name, nodes, logprobs)
 
 

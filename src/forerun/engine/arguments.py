@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
-from forerun.control.config import NOT_WHILE_SERVING
-from forerun.errors import ArgumentError, nearest
+from forerun.errors import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,13 +82,9 @@ INSTEAD = {
 
 
 def check_keywords(given: Iterable[str]) -> None:
-    """Raise TypeError for an unknown keyword of `LLM`, naming the nearest one or what takes the place of vLLM's;
-    ArgumentError for one that was removed.
-    """
+    """Raise TypeError for an unknown keyword of `LLM`, naming the nearest one or what takes the place of vLLM's."""
     known = EngineArguments.__annotations__
     for name in given:
-        if name == "adapt":
-            raise ArgumentError(f"adapt: {NOT_WHILE_SERVING}")
         if name in INSTEAD:
             raise TypeError(f"LLM() has no argument {name!r}, which is vLLM's: {INSTEAD[name]}")
         if name not in known:

@@ -296,8 +296,8 @@ class AsyncLLM:
             inbox = self._inboxes.get(request_id)
             if inbox is not None:
                 loops[inbox.loop].append((request_id, item))
-        for loop, own in loops.items():
-            self._handover.give(loop, partial(self._deliver, own))
+        for loop, of_loop in loops.items():
+            self._handover.give(loop, partial(self._deliver, of_loop))
 
     def _deliver(self, items: Iterable[tuple[str, _Item]]) -> None:
         """Put each item, in the loop, into its reader's inbox."""
@@ -398,7 +398,7 @@ def _raisable(work: Callable[[], T]) -> T:
 
 async def all_or_none(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results of all awaitables. The first error cancels the others and is raised once they have ended."""
-    tasks = [asyncio.ensure_future(one) for one in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:

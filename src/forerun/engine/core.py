@@ -237,21 +237,21 @@ class Engine:
         prefill = Prefill(completions=[completion], tokens=lacking, requires=requires)
         # Prompt log-probabilities, traces, and hidden states for several completions need the whole prompt prefilled.
         whole = request.params.prompt_logprobs is not None or request.trace or (requires and request.params.n > 1)
-        found = self._take(() if whole else prefill.tokens, completion, needs_drafter=bool(requires))
-        completion.row.cache_row, prefill.done, prefill.known = found.row, found.shared, found.known
+        allocation = self._take(() if whole else prefill.tokens, completion, needs_drafter=bool(requires))
+        completion.row.cache_row, prefill.done, prefill.known = allocation.row, allocation.shared, allocation.known
         self._prefilling.append(prefill)
         if self.scheduling.enable_prefix_caching and not completion.preemptions:
             self.prefix_queries += len(prefill.tokens)
-            self.prefix_hits += found.shared
-            request.cached_tokens = max(request.cached_tokens, found.shared)
+            self.prefix_hits += allocation.shared
+            request.cached_tokens = max(request.cached_tokens, allocation.shared)
 
     def _take(self, wanted: Sequence[int], completion: Completion, *, needs_drafter: bool = False) -> Allocation:
         busy = {other.row.cache_row: self._held(other) for other in self._running}
         salt, drafter = completion.row.cache_salt, completion.drafter
-        found = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
-        if found.drafter is not None:
-            self.drafting.forget(found.drafter, [found.row], [found.known])
-        return found
+        allocation = self._prefixes.acquire(wanted, busy, salt=salt, drafter=drafter, needs_drafter=needs_drafter)
+        if allocation.drafter is not None:
+            self.drafting.forget(allocation.drafter, [allocation.row], [allocation.known])
+        return allocation
 
     def _held(self, completion: Completion) -> CachedText:
         row = completion.row
@@ -345,7 +345,12 @@ class Engine:
         self._prefilling = [prefill for prefill in self._prefilling if not prefill.finished]
         self._unshown += [prefill for prefill in texts if prefill.finished or not prefill.shared]
         finished = ((index, prefill) for index, prefill in enumerate(texts) if prefill.finished)
-        beginning = [(index, one) for index, prefill in finished for one in prefill.completions if not one.tokens]
+        beginning = [
+            (index, completion)
+            for index, prefill in finished
+            for completion in prefill.completions
+            if not completion.tokens
+        ]
         ended = [completion.end_empty() for _, completion in beginning if not completion.row.tokens_left]
         beginning = [(index, completion) for index, completion in beginning if completion.row.tokens_left]
         if not beginning:
@@ -403,8 +408,8 @@ class Engine:
                     new_sequences[completion.drafter].append(new)
             prefill.shown()
         self._unshown.clear()
-        for key, found in new_sequences.items():
-            self.drafting.introduce(key, found)
+        for key, sequences in new_sequences.items():
+            self.drafting.introduce(key, sequences)
         self._introducing_s = time.perf_counter() - began
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
@@ -472,7 +477,7 @@ class PrefixCache:
     @property
     def held(self) -> int:
         """Tokens kept in free rows."""
-        return sum(len(kept.tokens) for kept in self._free.values())
+        return sum(len(free.tokens) for free in self._free.values())
 
     def release(self, row: int, held: CachedText, drafter: str | None) -> None:
         """Free a row. Its content stays in the slots, with the state that `drafter` has of it, if one is given."""
@@ -484,7 +489,7 @@ class PrefixCache:
 
     def disown(self, drafter: str) -> list[int]:
         """Return the free rows of which a drafter keeps a state, and forget that it does; the tokens stay."""
-        rows = [row for row, kept in self._free.items() if kept.drafter == drafter]
+        rows = [row for row, free in self._free.items() if free.drafter == drafter]
         self._free |= {row: replace(self._free[row], drafter=None) for row in rows}
         return rows
 
@@ -493,59 +498,59 @@ class PrefixCache:
         a state to drop, with the drafter's key.
         """
         forgotten = []
-        for row, kept in sorted(self._free.items(), key=lambda entry: entry[1].used):
+        for row, free in sorted(self._free.items(), key=lambda entry: entry[1].used):
             if self.held <= most:
                 break
-            self._free[row] = _FreeRow(used=kept.used)
-            if kept.drafter is not None:
-                forgotten.append((row, kept.drafter))
+            self._free[row] = _FreeRow(used=free.used)
+            if free.drafter is not None:
+                forgotten.append((row, free.drafter))
         return forgotten
 
     def acquire(
         self,
-        wanted: Sequence[int],
+        tokens: Sequence[int],
         running: Mapping[int, CachedText],
         *,
         salt: str | None = None,
         drafter: str | None = None,
         needs_drafter: bool = False,
     ) -> Allocation:
-        """Allocate the free row with the longest prefix of the wanted tokens. If a running row has a longer one, that
+        """Allocate the free row with the longest prefix of the tokens. If a running row has a longer one, that
         is copied to a free row. Without any prefix, it is the row that keeps the busy rows adjacent (the cache reads
         adjacent rows without a copy), and of several such rows the one used least recently.
 
         Args:
-            wanted: tokens of the sequence, at least one of which has to be run.
+            tokens: of the sequence; at least one of them has to be run.
             running: content of the busy rows.
             salt: isolation domain; rows of another domain are not reused.
             drafter: key of the drafter that will draft for the row.
             needs_drafter: the drafter reads hidden states, so a prefix is useless without the drafter's own state of
                 it.
         """
-        row, length = self._find_free(wanted, salt, drafter if needs_drafter else None)
+        row, length = self._find_free(tokens, salt, drafter if needs_drafter else None)
         source, copied = -1, 0
         if self.enabled and not needs_drafter:
-            source, copied = self._find_running(wanted, running, salt)
+            source, copied = self._find_running(tokens, running, salt)
         if length < max(1, copied):
             row = min(self._free, key=lambda row: (*self._row_span((*running, row)), self._free[row].used, row))
             length = 0
-        kept = self._free.pop(row)
+        free = self._free.pop(row)
         self._target.restore(row, length)  # Its slots still hold the tokens, see `_FreeRow.writes`
         self._target.clear(row)
         if copied > length:
             self._target.copy_row(source, row, copied)
-            return Allocation(row=row, shared=copied, drafter=kept.drafter)
-        known = length + 1 if length and kept.drafter == drafter else 0
-        return Allocation(row=row, shared=length, drafter=kept.drafter, known=known)
+            return Allocation(row=row, shared=copied, drafter=free.drafter)
+        known = length + 1 if length and free.drafter == drafter else 0
+        return Allocation(row=row, shared=length, drafter=free.drafter, known=known)
 
     def _find_free(self, wanted: Sequence[int], salt: str | None, drafter: str | None) -> tuple[int, int]:
         """Return the free row with the longest reusable prefix, and that prefix's length; only of rows with a state of
         `drafter`, if it is not None.
         """
         shared = dict[int, int]()
-        for row, kept in self._free.items():
-            lost = kept.writes != self._target.writes[row] or (drafter is not None and kept.drafter != drafter)
-            shared[row] = 0 if lost or kept.salt != salt else self._reusable(row, kept.tokens, wanted)
+        for row, free in self._free.items():
+            lost = free.writes != self._target.writes[row] or (drafter is not None and free.drafter != drafter)
+            shared[row] = 0 if lost or free.salt != salt else self._reusable(row, free.tokens, wanted)
         best = max(shared, key=lambda row: shared[row])
         return best, shared[best]
 

@@ -74,12 +74,13 @@ class DrafterPool:
         """Replace the drafter of a key by one with the model of another directory, and return a new key for the old
         drafter, which works until it is discarded. Raises the ForerunError that keeps the new one from being built;
         nothing changes then."""
-        former, kept = self._active[key], f"{key}, replaced {next(self._numbers)}"
-        made = self._built(former.config.with_model(model))
+        former = self._active[key]
+        former_key = f"{key}, replaced {next(self._numbers)}"
+        fresh = self._built(former.config.with_model(model))
         # Requests name the drafter by its configuration, whichever model it was replaced with.
-        self._active |= {kept: former, key: replace(made, config=former.config)}
-        self.replaced.add(kept)
-        return kept
+        self._active |= {former_key: former, key: replace(fresh, config=former.config)}
+        self.replaced.add(former_key)
+        return former_key
 
     def discard(self, key: str) -> None:
         """Free a replaced drafter."""
@@ -191,19 +192,21 @@ class DrafterPool:
             return active.depth
         return min(asked, active.depth)
 
-    def introduce(self, key: str, found: Sequence[NewSequence]) -> None:
+    def introduce(self, key: str, sequences: Sequence[NewSequence]) -> None:
         """Let drafters read the texts (prompts and first tokens) of rows that are new to them, as far as these are
         prefilled.
         """
-        rows, fresh = [new.row for new in found], [new.length - new.known for new in found]
-        texts = [new.row.tokens if new.length == len(new.row.tokens) else new.row.tokens[: new.length] for new in found]
+        rows, fresh = [new.row for new in sequences], [new.length - new.known for new in sequences]
+        texts = [
+            new.row.tokens if new.length == len(new.row.tokens) else new.row.tokens[: new.length] for new in sequences
+        ]
         hidden_states = {
-            boundary: pad_sequence([new.states[boundary] for new in found], batch_first=True)
+            boundary: pad_sequence([new.states[boundary] for new in sequences], batch_first=True)
             for boundary in self.requires(key)
         }
         for _, drafter in self._active[key].drafters:
-            wanted = {boundary: hidden_states[boundary] for boundary in drafter.requires}
-            drafter.extend(replace(context_for(rows, range(len(rows)), fresh, wanted), tokens=texts))
+            states_read = {boundary: hidden_states[boundary] for boundary in drafter.requires}
+            drafter.extend(replace(context_for(rows, range(len(rows)), fresh, states_read), tokens=texts))
 
     def count_failures(self, rows: Iterable[Row]) -> None:
         """Add to each row's count the drafter failures since the last call."""

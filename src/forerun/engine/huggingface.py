@@ -28,7 +28,7 @@ from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.accelerate import COMPARED
-from forerun.model.layers import base_of, device_of, evaluating, turn_of
+from forerun.model.layers import base_of, device_of, evaluating, pass_lock
 from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
 from forerun.types import LogitsProcessor, OutputToken, SamplingParams, SpeculationStats
@@ -138,7 +138,7 @@ class HuggingFaceGenerate:
         repacks = repacks and not torch.is_autocast_enabled(
             "cpu"
         )  # Autocast gives states another dtype than the weights have
-        with self._turn, turn_of(base_of(model)), evaluating(model):
+        with self._turn, pass_lock(base_of(model)), evaluating(model):
             weights = _WeightWatch(model)
             with packing.packed_for_now(model, model.get_output_embeddings()) if repacks else nullcontext():
                 return self._generate(model, input_ids, mask, generation_config, keywords, weights=weights)
@@ -153,14 +153,15 @@ class HuggingFaceGenerate:
         *,
         weights: _WeightWatch,
     ) -> Any:
-        streamer, processors = self._streamer, keywords.get("logits_processor") or []
+        streamer = self._streamer
+        processors = keywords.get("logits_processor") or []
         criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
         asked = generation_config
         scores = bool(asked.return_dict_in_generate and (asked.output_scores or asked.output_logits))
         processors, warpers = (processors, {}) if scores else _take_warpers(processors)
         rows = list[_BatchRow]()
-        for index, (ids, kept) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
-            prompt = [token for token, real in zip(ids, kept, strict=True) if real]
+        for index, (ids, real_mask) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
+            prompt = [token for token, real in zip(ids, real_mask, strict=True) if real]
             rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
         served = self._engine(model, len(rows), generation_config.max_length)
         llm = served.llm
@@ -344,10 +345,10 @@ def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]
 
 
 def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
-    given = {name for name, value in keywords.items() if isinstance(value, Tensor)} - set(_UNDERSTOOD)
-    if given:
+    tensors = {name for name, value in keywords.items() if isinstance(value, Tensor)} - set(_UNDERSTOOD)
+    if tensors:
         raise ArgumentError(
-            f"forerun.hf reads token ids; generate() was given {', '.join(sorted(given))}, too or instead: pass "
+            f"forerun.hf reads token ids; generate() was given {', '.join(sorted(tensors))}, too or instead: pass "
             "input_ids and attention_mask alone, or leave custom_generate out"
         )
     positions = keywords.get("position_ids")
@@ -356,13 +357,13 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
             "forerun.hf numbers the prompt's tokens from 0, padding left out; generate() was given other position_ids: "
             "leave them out"
         )
-    found = ["num_beams"] if (config.num_beams or 1) > 1 else []
+    unsupported = ["num_beams"] if (config.num_beams or 1) > 1 else []
     if config.return_dict_in_generate:
-        found += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
+        unsupported += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
     names = [type(processor).__name__ for processor in keywords.get("logits_processor") or ()]
-    found += [name for name in names if name in _STATEFUL]
-    if found:
-        raise ArgumentError(f"forerun.hf does not support {', '.join(found)} in generate(); leave it out")
+    unsupported += [name for name in names if name in _STATEFUL]
+    if unsupported:
+        raise ArgumentError(f"forerun.hf does not support {', '.join(unsupported)} in generate(); leave it out")
 
 
 def _refuse_sharded(model: Any) -> None:
@@ -403,9 +404,9 @@ class _BatchRow:
         """Return the parameters of a request for `count` completions of this row's prompt, from those of all rows; with
         `scores` its processor keeps all logits for `append`.
         """
-        own: tuple[LogitsProcessor, ...] = (self._process,) if len(self.processors) else ()
-        own = (self._keep,) if scores else own
-        return replace(params, n=count, seed=int(torch.randint(2**62, (1,))), logits_processors=own)
+        logits_processors: tuple[LogitsProcessor, ...] = (self._process,) if len(self.processors) else ()
+        logits_processors = (self._keep,) if scores else logits_processors
+        return replace(params, n=count, seed=int(torch.randint(2**62, (1,))), logits_processors=logits_processors)
 
     def append(self, token: OutputToken) -> None:
         """Append a token to the output, with its log-probability and logits if these are wanted."""

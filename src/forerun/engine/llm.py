@@ -470,10 +470,10 @@ class LLM:
         Args:
             tags: vLLM's, of ``"weights"`` and ``"kv_cache"``; requests are taken once both are awake. None: both.
         """
-        wanted = SLEEPING_PARTS if tags is None else tags
-        for tag in wanted:
+        parts = SLEEPING_PARTS if tags is None else tags
+        for tag in parts:
             refuse_unknown("there is nothing to wake up named", tag, SLEEPING_PARTS)
-        self._asleep -= set(wanted)
+        self._asleep -= set(parts)
 
     @property
     def is_sleeping(self) -> bool:

@@ -86,11 +86,11 @@ class PromptReader:
 
     def _tokens(self, prompt: Prompt, params: SamplingParams | None) -> tuple[str | None, list[int]]:
         room = 1 if params is None or params.max_tokens is None else params.max_tokens
-        kept = None if params is None else params.truncate_prompt_tokens
-        text, ids = self._read(prompt, whole=kept is None)
-        if kept is not None:
-            kept = max(1, self.context - room) if kept == -1 else kept
-            text, ids = (text, ids) if len(ids) <= kept else (None, ids[-kept:])
+        most = None if params is None else params.truncate_prompt_tokens
+        text, ids = self._read(prompt, whole=most is None)
+        if most is not None:
+            most = max(1, self.context - room) if most == -1 else most
+            text, ids = (text, ids) if len(ids) <= most else (None, ids[-most:])
         if not ids:
             raise ArgumentError("the prompt is empty; give at least one token")
         return text, self._fitting("prompt", ids, room=min(room, 1))
@@ -185,10 +185,12 @@ class PromptReader:
         """Return the token ids of the output that the client predicts; empty if it predicts none. Raises ArgumentError
         if it is longer than the context, has ids outside the vocabulary, or is text without a tokenizer.
         """
-        given = prompt.get("prediction") if isinstance(prompt, Mapping) else None
-        if given is None:
+        predicted = prompt.get("prediction") if isinstance(prompt, Mapping) else None
+        if predicted is None:
             return []
-        ids = self.encode("prediction", given, add_special_tokens=False) if isinstance(given, str) else given
+        ids = (
+            self.encode("prediction", predicted, add_special_tokens=False) if isinstance(predicted, str) else predicted
+        )
         return self._fitting("prediction", token_ids("the prediction", ids))
 
     def encode(self, name: str, text: str, *, add_special_tokens: bool = True, whole: bool = True) -> list[int]:
@@ -244,8 +246,8 @@ class PromptReader:
         samplers, budget = list[Sampler](), MaskBudget()
         for _ in range(params.n):
             grammar = self.grammars.processor(outputs, len(prompt), budget)
-            own = replace(params, logits_processors=(*params.logits_processors, grammar))
-            samplers.append(Sampler(own, prompt, banned_until_min=banned, bad_words=words))
+            with_grammar = replace(params, logits_processors=(*params.logits_processors, grammar))
+            samplers.append(Sampler(with_grammar, prompt, banned_until_min=banned, bad_words=words))
         return samplers
 
     @cached_property
@@ -257,13 +259,13 @@ class PromptReader:
 
     def end_ids(self) -> frozenset[int]:
         """Return the model's end tokens: the generation configuration's and the tokenizer's."""
-        given = getattr(self.generation_config, "eos_token_id", None)
-        ids = set(given) if isinstance(given, list | tuple) else {given}
+        stated = getattr(self.generation_config, "eos_token_id", None)
+        ids = set(stated) if isinstance(stated, list | tuple) else {stated}
         ids.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(int(token) for token in ids if token is not None)
 
     def _read(self, prompt: Prompt, *, whole: bool) -> tuple[str | None, list[int]]:
-        given: Any = prompt
+        content: Any = prompt
         if isinstance(prompt, Mapping):
             if unknown := [name for name in prompt if name not in _PROMPT_KEYS]:
                 keys = ", ".join(map(repr, _PROMPT_KEYS))
@@ -273,10 +275,10 @@ class PromptReader:
                 return prompt.get("prompt"), token_ids("prompt_token_ids", prompt["prompt_token_ids"])
             if "prompt" not in prompt:
                 raise ArgumentError(f"a prompt dict needs 'prompt' or 'prompt_token_ids', got {sorted(prompt)}")
-            given = prompt["prompt"]
-        if isinstance(given, str):
-            return given, self.encode("prompt", given, whole=whole)
-        return None, token_ids("a prompt that is no text", given)
+            content = prompt["prompt"]
+        if isinstance(content, str):
+            return content, self.encode("prompt", content, whole=whole)
+        return None, token_ids("a prompt that is no text", content)
 
     def _bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
         if not words:
@@ -284,8 +286,8 @@ class PromptReader:
         if self.tokenizer is None:
             raise ArgumentError("bad_words needs a tokenizer; use logit_bias with token ids instead")
         texts = [text for word in words for text in (word, " " + word.lstrip())]
-        found = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
-        return [ids for ids in found if ids]
+        sequences = dict.fromkeys(tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+        return [ids for ids in sequences if ids]
 
 
 def _check_bias(rule: str | None, params: SamplingParams) -> None:
@@ -308,11 +310,13 @@ def pair_prompts(
     """Pair each prompt with its parameters; both may be one or many, and a list of ints is one prompt. Raises
     ArgumentError for another type, or if the numbers of prompts and parameters differ.
     """
-    given: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if not isinstance(given, str | Mapping | Sequence) or isinstance(given, bytes | bytearray):
-        raise ArgumentError(f"prompts must be text, token ids, a dict, or a list of these, got {type(given).__name__}")
-    one = isinstance(given, str | Mapping) or (len(given) > 0 and isinstance(given[0], Integral))
-    many: list[Any] = [given] if one else list(given)
+    content: Any = prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    if not isinstance(content, str | Mapping | Sequence) or isinstance(content, bytes | bytearray):
+        raise ArgumentError(
+            f"prompts must be text, token ids, a dict, or a list of these, got {type(content).__name__}"
+        )
+    is_single = isinstance(content, str | Mapping) or (len(content) > 0 and isinstance(content[0], Integral))
+    many: list[Any] = [content] if is_single else list(content)
     if params is None or isinstance(params, SamplingParams):
         params = [params or SamplingParams()] * len(many)
     if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
@@ -353,11 +357,11 @@ def conversation(
         raise ArgumentError('a conversation is a list of messages, each {"role": ..., "content": ...}')
     ending = {"add_generation_prompt": True, "continue_final_message": False}
     check_variables(tokenizer, variables.keys() - ending.keys())
-    given = {**ending, **variables}
-    text = rendered(tokenizer, messages, tools, **given, tokenize=False)
+    options = {**ending, **variables}
+    text = rendered(tokenizer, messages, tools, **options, tokenize=False)
     ids = encode(text)
     if written_mark(tokenizer, [messages, tools, variables]) is not None:
-        ids = rendered(tokenizer, messages, tools, **given, tokenize=True, return_dict=False)
+        ids = rendered(tokenizer, messages, tools, **options, tokenize=True, return_dict=False)
     return {"prompt": text, "prompt_token_ids": list(ids)}
 
 
@@ -375,9 +379,9 @@ def rendered(
         if _SANITIZE not in _arguments(tokenizer):
             raise _cannot(mark, f"{type(tokenizer).__name__} of this version of transformers has no {_SANITIZE}")
         options = {**options, _SANITIZE: True}
-    given = template_messages(tokenizer, messages)
+    formatted = template_messages(tokenizer, messages)
     try:
-        return tokenizer.apply_chat_template(given, tools=[dict(tool) for tool in tools or ()] or None, **options)
+        return tokenizer.apply_chat_template(formatted, tools=[dict(tool) for tool in tools or ()] or None, **options)
     except Exception as error:  # A template is code of the checkpoint and may raise anything
         raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
@@ -426,7 +430,8 @@ def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
     """Return the text of a control token that occurs in the user's messages, or None. Raises ArgumentError if it occurs
     in the name of a field, which transformers does not check.
     """
-    marks, found = _marks.get(tokenizer), None
+    marks = _marks.get(tokenizer)
+    first_mark = None
     if marks is None:
         texts = [text for text in tokenizer.added_tokens_encoder if not text.isspace()]
         marks = _marks[tokenizer] = re.compile("|".join(map(re.escape, texts)) or "(?!)")
@@ -434,22 +439,22 @@ def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:
         mark = marks.search(text)
         if mark is not None and is_name:
             raise _cannot(mark[0], f"it is part of the name of a field, {text[:80]!r}")
-        found = found or (mark and mark[0])
-    return found
+        first_mark = first_mark or (mark and mark[0])
+    return first_mark
 
 
 def _strings(given: Any) -> Iterator[tuple[str, bool]]:
     """Yield every string in nested lists and mappings, and whether it is a field's name."""
     left = [given]
     while left:
-        one = left.pop()
-        if isinstance(one, str):
-            yield one, False
-        elif isinstance(one, Mapping):
-            yield from ((name, True) for name in one if isinstance(name, str))
-            left.extend(one.values())
-        elif isinstance(one, Sequence):
-            left.extend(one)
+        value = left.pop()
+        if isinstance(value, str):
+            yield value, False
+        elif isinstance(value, Mapping):
+            yield from ((name, True) for name in value if isinstance(name, str))
+            left.extend(value.values())
+        elif isinstance(value, Sequence):
+            left.extend(value)
 
 
 def _cannot(mark: str, reason: str) -> ArgumentError:

@@ -74,8 +74,10 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
         return rows, not completion.tokens, due(completion.request), completion.order
 
     first = min(waiting, key=rank)
-    own = [completion for completion in waiting if _groups(completion.request)[0] == _groups(first.request)[0]]
-    return min(own, key=lambda completion: (not completion.tokens, completion.request.priority, *rank(completion)))
+    of_client = [completion for completion in waiting if _groups(completion.request)[0] == _groups(first.request)[0]]
+    return min(
+        of_client, key=lambda completion: (not completion.tokens, completion.request.priority, *rank(completion))
+    )
 
 
 def row_for(completion: Completion, running: Sequence[Completion], lengths: Sequence[int]) -> Completion | None:
@@ -86,15 +88,16 @@ def row_for(completion: Completion, running: Sequence[Completion], lengths: Sequ
     other prompt is due earlier. It is taken from the holder of the most rows: the one with the fewest tokens to prefill
     again, by `lengths`, the tokens in each row of the cache; among equals the youngest.
     """
-    held, own = _held(running), _groups(completion.request)
-    found = list[tuple[int, int, int, Completion]]()
+    held = _held(running)
+    own_groups = _groups(completion.request)
+    candidates = list[tuple[int, int, int, Completion]]()
     for other in running:
-        pairs = zip(_groups(other.request), own, strict=True)
+        pairs = zip(_groups(other.request), own_groups, strict=True)
         theirs, ours = next(((held[group], held[mine]) for group, mine in pairs if group != mine), (0, 0))
         length = lengths[other.row.cache_row]
         if theirs >= ours + 2 or (theirs > ours and not length and due(completion.request) < due(other.request)):
-            found.append((-theirs, length, -other.order, other))
-    return min(found, key=lambda one: one[:3])[3] if found else None
+            candidates.append((-theirs, length, -other.order, other))
+    return min(candidates, key=lambda one: one[:3])[3] if candidates else None
 
 
 def due(request: Request, done: int = 0) -> int:
@@ -148,16 +151,21 @@ class PrefillQueue:
         """Return prompts and the next tokens of each, at most `budget` in all but at least one, ordered by row."""
         self._lift(prefills)
         chosen, left, widest = list[tuple[Prefill, list[int]]](), budget, 0
-        for prefill in sorted(prefills, key=lambda one: (self._read[one.request.client], due(one.request, one.done))):
+
+        def rank(prefill: Prefill) -> tuple[int, int]:
+            return self._read[prefill.request.client], due(prefill.request, prefill.done)
+
+        for prefill in sorted(prefills, key=rank):
             piece = self._piece(prefill, left, budget)
-            ends, longest = prefill.done + len(piece) == len(prefill.tokens), max(widest, len(piece))
-            wide = self._padded or any(one.scores_prompt for one in (prefill, *(other for other, _ in chosen)))
+            ends = prefill.done + len(piece) == len(prefill.tokens)
+            longest = max(widest, len(piece))
+            wide = self._padded or any(each.scores_prompt for each in (prefill, *(other for other, _ in chosen)))
             fits = len(piece) <= left and (len(chosen) + 1) * longest <= (budget if wide else _SPARSE * budget)
             if not chosen or (ends and fits):
                 chosen.append((prefill, piece))
                 left, widest = left - len(piece), longest
         self._charge(chosen)
-        return sorted(chosen, key=lambda one: one[0].row)
+        return sorted(chosen, key=lambda pair: pair[0].row)
 
     def _piece(self, prefill: Prefill, left: int, budget: int) -> list[int]:
         """Return the prompt's next tokens: at most `left`, but at least up to the first position where it may be
@@ -171,9 +179,10 @@ class PrefillQueue:
         """Raise the counters of clients that have come since the last pass, so that being idle earns no credit."""
         in_line = frozenset(prefill.request.client for prefill in prefills)
         staying = [self._read[client] for client in in_line & self._in_line]
-        floor, kept = min(staying, default=0), self._read if staying else {}
-        self._read = {client: read for client, read in kept.items() if read > floor} | {
-            client: max(floor, kept.get(client, 0)) for client in in_line
+        floor = min(staying, default=0)
+        counters = self._read if staying else {}
+        self._read = {client: read for client, read in counters.items() if read > floor} | {
+            client: max(floor, counters.get(client, 0)) for client in in_line
         }
         self._in_line = in_line
 
@@ -285,13 +294,13 @@ class Prefill:
         """
         request = self.completions[0].request
         top = request.params.prompt_logprobs or 0
-        found: list[Mapping[int, TokenLogprob] | None] = [None]
+        logprobs: list[Mapping[int, TokenLogprob] | None] = [None]
         if self.done and request.prompt_logprobs is not None:
-            found = request.prompt_logprobs
+            logprobs = request.prompt_logprobs
         tokens = self.tokens[self.done + 1 : self.done + len(logits) + 1]
         pairs = logprobs_of(logits[: len(tokens)], tokens, top)
-        found += [{**best, token: chosen} for token, (chosen, best) in zip(tokens, pairs, strict=True)]
-        request.prompt_logprobs = found
+        logprobs += [{**best, token: chosen} for token, (chosen, best) in zip(tokens, pairs, strict=True)]
+        request.prompt_logprobs = logprobs
 
 
 def run_prefills(target: Target, pieces: Sequence[tuple[Prefill, list[int]]]) -> Tensor:

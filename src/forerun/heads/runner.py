@@ -33,12 +33,11 @@ from forerun.heads.base import (
 )
 from forerun.model import TransformersTarget
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Nodes
+from forerun.model.inputs import Nodes, Pass
 from forerun.model.kernels.attention import attend
 from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import LayerRange
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
-from forerun.model.padding import Pass
 from forerun.model.recordings import Recordings, bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.types import Boundary
 

@@ -9,15 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from forerun.model.inputs import Scored
+    from forerun.model.inputs import Buckets, Scored
     from forerun.model.kernels.native import largest, top_ids
     from forerun.model.layers import LayerRange
-    from forerun.model.padding import Buckets
     from forerun.model.target import Target
     from forerun.model.transformers_target import TransformersTarget
 
 _HOMES = {
-    "Buckets": "padding",
+    "Buckets": "inputs",
     "LayerRange": "layers",
     "Scored": "inputs",
     "Target": "target",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from forerun.devices import send
 from forerun.errors import OutOfMemoryError
-from forerun.model.padding import Flat, current
+from forerun.model.inputs import Flat, current
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.model.positions import Positions
-from forerun.model.switches import Function, lead, names_of
+from forerun.model.switches import Function, names_of, redirect
 
 KEPT = "store_compression_weights"  # The method of transformers' cache that keeps what entries are made of
 INDEX, OVERLAP = "scorer", "indexer"  # Modules of what chooses among entries, and of what makes overlapping ones
@@ -29,15 +29,15 @@ def compresses(kinds: Iterable[type[nn.Module]]) -> bool:
 
 
 def install(model: nn.Module) -> bool:
-    """Lead what compresses windows in a model to ours while a pass of forerun runs. Returns whether there is any."""
-    found = False
+    """Redirect what compresses windows in a model to ours while a pass of forerun runs, and return whether any does."""
+    compresses_any = False
     for module in model.modules():
         names = set(names_of(type(module)))
         if KEPT in names:
             ours = choose if INDEX in names else attend_to_chosen if OVERLAP in names else attend_to_all
-            lead(type(module), "forward", ours, lambda this: this.positions)
-            found = True
-    return found
+            redirect(type(module), "forward", ours, lambda this: this.positions)
+            compresses_any = True
+    return compresses_any
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +50,28 @@ def attend_to_all(
     positions: Positions, original: Function, module: Any, hidden_states: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the compressor of heavily compressed attention: entries (B, 1, T, D), and the mask (B, 1, N, T)."""
-    found = _compress(positions, original, module, hidden_states, args[2], overlap=False)
-    return found.values.unsqueeze(1), _mask(found.visible, found.values)
+    entries = _compress(positions, original, module, hidden_states, args[2], overlap=False)
+    return entries.values.unsqueeze(1), _mask(entries.visible, entries.values)
 
 
 def attend_to_chosen(
     positions: Positions, original: Function, module: Any, hidden_states: Tensor, *args: Any
 ) -> tuple[Tensor, Tensor]:
     """Run the compressor of compressed sparse attention: entries (B, 1, T, D), and the mask (B, 1, N, T)."""
-    found = _compress(positions, original, module, hidden_states, args[2], overlap=True)
-    return found.values.unsqueeze(1), _mask(module.indexer(hidden_states, *args), found.values)
+    entries = _compress(positions, original, module, hidden_states, args[2], overlap=True)
+    return entries.values.unsqueeze(1), _mask(module.indexer(hidden_states, *args), entries.values)
 
 
 def choose(positions: Positions, original: Function, module: Any, hidden_states: Tensor, *args: Any) -> Tensor:
     """Run the indexer: which entries each token attends to, (B, N, T) bool."""
     residual, position_ids, cache = args[:3]
-    found = _compress(positions, original, module, hidden_states, cache, overlap=True)
+    entries = _compress(positions, original, module, hidden_states, cache, overlap=True)
     cos, sin = module.rotary_emb(hidden_states, position_ids=position_ids, layer_type=module.rope_layer_type)
     queries = module.q_b_proj(residual).view(*hidden_states.shape[:2], -1, module.head_dim).transpose(1, 2)
     queries = _turn(original)(queries, cos, sin).transpose(1, 2)
-    scores = module.scorer(queries, found.values, hidden_states).masked_fill(~found.visible, float("-inf"))
+    scores = module.scorer(queries, entries.values, hidden_states).masked_fill(~entries.visible, float("-inf"))
     best = scores.topk(min(module.index_topk, scores.shape[2]), dim=2).indices
-    return torch.zeros_like(found.visible).scatter(2, best, True) & found.visible
+    return torch.zeros_like(entries.visible).scatter(2, best, True) & entries.visible
 
 
 def _mask(visible: Tensor, like: Tensor) -> Tensor:
@@ -88,25 +88,29 @@ def _compress(
     positions: Positions, original: Function, module: Any, hidden_states: Tensor, cache: Any, *, overlap: bool
 ) -> _Entries:
     """Return the entries that the tokens of a pass may see, and which of them each sees."""
-    rate, both = module.compress_rate, torch.cat([module.kv_proj(hidden_states), module.gate_proj(hidden_states)], 2)
-    kept = cache.update_indexer(both, id(module))  # (B, W, 2 D), or of two series
-    count, lines = kept.shape[1] // rate, torch.arange(len(kept), device=kept.device).view(-1, 1, 1)
-    windows = kept[:, : count * rate].unflatten(1, (count, rate))
+    rate = module.compress_rate
+    both = torch.cat([module.kv_proj(hidden_states), module.gate_proj(hidden_states)], 2)
+    keys = cache.update_indexer(both, id(module))  # (B, W, 2 D), or of two series
+    count = keys.shape[1] // rate
+    lines = torch.arange(len(keys), device=keys.device).view(-1, 1, 1)
+    windows = keys[:, : count * rate].unflatten(1, (count, rate))
     before = functional.pad(windows, (0, 0, 0, 0, 1, 0))[:, :-1]
-    numbers = torch.arange(count, device=kept.device).expand(len(kept), -1)  # (B, T)
+    numbers = torch.arange(count, device=keys.device).expand(len(keys), -1)  # (B, T)
     ends = numbers * rate + rate - 1
     visible = ends.unsqueeze(1) <= positions.queries.unsqueeze(2)
     if positions.tree is not None:
-        tree, nodes = positions.tree, positions.queries.shape[1]
+        tree = positions.tree
+        nodes = positions.queries.shape[1]
         most = -(-tree.sees.shape[2] // rate)
-        own = tree.lengths.unsqueeze(1) // rate + torch.arange(most, device=kept.device)  # (B, E) may end in the tree
-        spans = (own * rate).unsqueeze(2) + torch.arange(-rate, rate, device=kept.device)
-        pieces = kept[lines, tree.slots_of(spans.flatten(1)).view(len(kept), nodes * most, 2 * rate)]
+        # (B, E) windows that may end in the tree
+        in_tree = tree.lengths.unsqueeze(1) // rate + torch.arange(most, device=keys.device)
+        spans = (in_tree * rate).unsqueeze(2) + torch.arange(-rate, rate, device=keys.device)
+        pieces = keys[lines, tree.slots_of(spans.flatten(1)).view(len(keys), nodes * most, 2 * rate)]
         windows = torch.cat([windows, pieces[:, :, rate:]], dim=1)
         before = torch.cat([before, pieces[:, :, :rate]], dim=1)
-        numbers = torch.cat([numbers, own.repeat(1, nodes)], dim=1)
-        ended = (own * rate + rate - 1).unsqueeze(1) <= positions.queries.unsqueeze(2)  # (B, N, E)
-        each = torch.eye(nodes, dtype=torch.bool, device=kept.device).unsqueeze(2)
+        numbers = torch.cat([numbers, in_tree.repeat(1, nodes)], dim=1)
+        ended = (in_tree * rate + rate - 1).unsqueeze(1) <= positions.queries.unsqueeze(2)  # (B, N, E)
+        each = torch.eye(nodes, dtype=torch.bool, device=keys.device).unsqueeze(2)
         committed = ends < tree.lengths.unsqueeze(1)
         visible = torch.cat([visible & committed.unsqueeze(1), (each & ended.unsqueeze(2)).flatten(2)], dim=2)
     values = _pool(module, windows, before, numbers == 0, overlap=overlap)
@@ -127,5 +131,5 @@ def _pool(module: Any, windows: Tensor, before: Tensor, opening: Tensor, *, over
         keys = torch.cat([earlier[..., :size], keys[..., size:]], dim=2)
         gates = torch.cat([their_gates[..., :size], gates[..., size:]], dim=2)
     weights = gates.softmax(dim=2, dtype=torch.float32).to(keys.dtype)
-    found: Tensor = module.kv_norm((keys * weights).sum(dim=2))
-    return found
+    entries: Tensor = module.kv_norm((keys * weights).sum(dim=2))
+    return entries

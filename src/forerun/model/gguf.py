@@ -143,13 +143,13 @@ def _settings(header: GgufHeader) -> dict[str, Any]:
         try:
             settings: dict[str, Any] = legacy.load_gguf_checkpoint(str(twin))["config"]
         except ValueError as error:
-            known = ", ".join(sorted({*legacy.GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS}))
+            read = ", ".join(sorted({*legacy.GGUF_SUPPORTED_ARCHITECTURES, *GGUF_CONFIG_ARCHS}))
             raise UnsupportedModelError(
                 f"{header.path} is of the architecture {header.architecture}, which transformers "
-                f"{version('transformers')} does not read from GGUF files (only {known}): name a checkpoint of "
+                f"{version('transformers')} does not read from GGUF files (only {read}): name a checkpoint of "
                 "transformers instead"
             ) from error
-    embedding = next((one for one in header.everything if one.name == "token_embd.weight"), None)
+    embedding = next((tensor for tensor in header.everything if tensor.name == "token_embd.weight"), None)
     if embedding is not None:
         settings["vocab_size"] = embedding.shape[0]
     settings.pop("_model_name_or_path", None)
@@ -163,11 +163,11 @@ def _complete_settings(header: GgufHeader, settings: dict[str, Any]) -> dict[str
     def stated(key: str) -> Any:
         return header.metadata.get(f"{header.architecture}.{key}")
 
-    known = CONFIG_MAPPING[settings["model_type"]]().to_dict()
-    ropes = known.get("rope_parameters") or {}
-    for key, own in _STATED.items():
-        if stated(key) and (own in known or (own == "rope_theta" and own in ropes)):
-            settings.setdefault(own, stated(key))
+    defaults = CONFIG_MAPPING[settings["model_type"]]().to_dict()
+    ropes = defaults.get("rope_parameters") or {}
+    for key, name in _STATED.items():
+        if stated(key) and (name in defaults or (name == "rope_theta" and name in ropes)):
+            settings.setdefault(name, stated(key))
     if "global_head_dim" in settings:
         settings.pop("head_dim", None)  # Gemma 4 has heads of two sizes, of which a file says the larger
     wide = settings.get("hidden_size", 0) // settings.get("num_attention_heads", 1)
@@ -184,15 +184,16 @@ def _scale_rope(header: GgufHeader, config: Any) -> None:
     the model would be another one. Raises UnsupportedModelError if the configuration has no key for
     it.
     """
-    found = getattr(config, "rope_parameters", None) or {}
-    rope = found.get("full_attention", found)
+    ropes = getattr(config, "rope_parameters", None) or {}
+    rope = ropes.get("full_attention", ropes)
     if rope.get("rope_type", "default") != "default":
         return  # transformers knows more of this architecture
 
     def stated(name: str) -> Any:
         return header.metadata.get(f"{header.architecture}.rope.scaling.{name}")
 
-    kind, tensors = stated("type"), {tensor.name: tensor for tensor in header.everything}
+    kind = stated("type")
+    tensors = {tensor.name: tensor for tensor in header.everything}
     scaling: dict[str, Any] | None = None
     if kind in ("linear", "yarn"):
         scaling = {"rope_type": kind, "factor": stated("factor")}
@@ -214,10 +215,11 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float) -> dict[str, An
     """Return the Llama 3 scaling that these factors (D / 2,) come from, or None if they come from
     none.
     """
-    most, (low, high, original) = float(factors.max()), _LLAMA3.values()
+    most = float(factors.max())
+    low, high, original = _LLAMA3.values()
     turns = original * theta ** -(np.arange(len(factors)) / len(factors)) / (2 * np.pi)  # Within that many positions
-    kept = np.clip((turns - low) / (high - low), 0, 1)
-    fits = np.allclose(factors, 1 / ((1 - kept) / most + kept), rtol=1e-3)
+    share = np.clip((turns - low) / (high - low), 0, 1)
+    fits = np.allclose(factors, 1 / ((1 - share) / most + share), rtol=1e-3)
     return {"rope_type": "llama3", "factor": round(most, 4), **_LLAMA3} if fits else None
 
 

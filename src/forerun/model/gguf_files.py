@@ -49,11 +49,11 @@ def is_gguf(path: Path) -> bool:
 
 def parts_of(path: Path) -> list[Path]:
     """Return the files of the model that `path` is, or is a part of, in their order, there or not."""
-    found = PART.fullmatch(path.stem)
-    if found is None:
+    match = PART.fullmatch(path.stem)
+    if match is None:
         return [path]
-    count = int(found["parts"])
-    return [path.with_name(f"{found['name']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)]
+    count = int(match["parts"])
+    return [path.with_name(f"{match['name']}-{part:05}-of-{count:05}{path.suffix}") for part in range(1, count + 1)]
 
 
 def find_parts(path: Path) -> list[Path]:
@@ -182,11 +182,9 @@ class GgufHeader:
 
     def check(self) -> None:
         """Raise CheckpointError unless this is a whole language model."""
-        kind, parts, found = (
-            self.metadata.get("general.type", "model"),
-            self.metadata.get("split.count", 1),
-            1 + len(self.more),
-        )
+        kind = self.metadata.get("general.type", "model")
+        parts = self.metadata.get("split.count", 1)
+        present = 1 + len(self.more)
         tensors = len(self.everything)
         announced = self.metadata.get("split.tensors.count", tensors)
         refuse(
@@ -200,12 +198,12 @@ class GgufHeader:
                 f"{self.path} holds no language model but {kind!r}: name a model's GGUF file",
             ),
             (
-                parts > 1 and (parts != found or self.metadata.get("split.no", 0) != 0),
+                parts > 1 and (parts != present or self.metadata.get("split.no", 0) != 0),
                 f"{self.path} is one of {parts} parts of a model, which are looked for beside it by their names: "
                 f"call the first NAME-{1:05}-of-{parts:05}.gguf, and the others likewise",
             ),
             (
-                found > 1 and announced != tensors,
+                present > 1 and announced != tensors,
                 f"{self.path} and the parts beside it hold {tensors} tensors, {announced} are announced: they are not "
                 "the parts of one model; download or copy them again",
             ),

@@ -58,36 +58,37 @@ def read_weights(header: GgufHeader, config: Any, dtype: torch.dtype, *, in_bloc
     by_weight = {id(weight): name for name, weight in model.named_parameters()}
     layers = [module for module in model.modules() if type(module) is nn.Linear]
     linear = {by_weight[id(layer.weight)] for layer in layers if in_blocks}
-    found, unplaced = GgufWeights(type(model), {}, {}), list[str]()
-    read: dict[str, Any] = {"tensors": found.tensors}
+    loaded = GgufWeights(type(model), {}, {})
+    unplaced = list[str]()
+    read: dict[str, Any] = {"tensors": loaded.tensors}
     for tensor, content in read_tensors(header):
         name = names.get(tensor.name)
         rows = _stored_rows(converter, names, tensor, content) if dtype is torch.bfloat16 and name else None
         if name is None or rows is None:
             weights = _dequantise(tensor.type, content)
-            made = converter.process(
+            converted = converter.process(
                 weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters=read
             )
-            if made.name in names:
-                found.tensors[names[made.name]] = torch.from_numpy(np.array(made.weights)).to(dtype)
-            elif made.name is not None and not _COMPUTED.fullmatch(
+            if converted.name in names:
+                loaded.tensors[names[converted.name]] = torch.from_numpy(np.array(converted.weights)).to(dtype)
+            elif converted.name is not None and not _COMPUTED.fullmatch(
                 tensor.name
             ):  # None: the converter put it in its place
                 unplaced.append(tensor.name)
             continue
         if name in linear:
-            found.stored[name] = rows
+            loaded.stored[name] = rows
         if name in linear and tensor.name != _EMBEDDING:
-            found.tensors[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
+            loaded.tensors[name] = torch.zeros((), dtype=dtype).expand(tensor.shape)
         else:
-            found.tensors[name] = blocks.dequantise(rows, tensor.shape[1])
+            loaded.tensors[name] = blocks.dequantise(rows, tensor.shape[1])
     if unplaced:
         raise UnsupportedModelError(
             f"{header.path} holds tensors for which a {config.model_type} model of transformers has no place: "
             f"{list_some(unplaced, 4)}. Without them it would be another model: name a checkpoint of transformers "
             "instead"
         )
-    return found
+    return loaded
 
 
 def put_blocks(model: Any, tensors: Mapping[str, Tensor], stored: Mapping[str, StoredRows]) -> None:
@@ -115,12 +116,12 @@ def memory_bytes(header: GgufHeader, itemsize: int, *, in_blocks: bool) -> int:
 
 def find_not_finite(header: GgufHeader) -> str | None:
     """Return the name of a tensor with a number that is NaN or infinite."""
-    found = (
+    names = (
         tensor.name
         for tensor, content in read_tensors(header)
         if not np.isfinite(_dequantise(tensor.type, content)).all()
     )
-    return next(found, None)
+    return next(names, None)
 
 
 def read_values(header: GgufHeader, name: str) -> np.ndarray[Any, Any]:
@@ -185,15 +186,15 @@ def _stored_rows(
         return None
     numbers = np.arange(tensor.shape[0])
     try:
-        made = converter.process(
+        converted = converter.process(
             weights=numbers[:, None], name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
         )
     except Exception as error:  # Bloom's counts the columns
         _log.debug("%s is converted as a whole: %s", tensor.name, error)
         return None
-    order = np.array(made.weights)
+    order = np.array(converted.weights)
     if (
-        made.name != tensor.name
+        converted.name != tensor.name
         or order.shape != (len(numbers), 1)
         or not np.array_equal(np.sort(order[:, 0]), numbers)
     ):

@@ -1,8 +1,15 @@
-"""The inputs of one pass, the nodes of a batch of trees, and its outputs."""
+"""Packs the tokens of a pass: trees and chains into a rectangle, padded to few sizes, or the real tokens alone.
+
+`Nodes` are the tokens. `Buckets` pads nodes and visible cache to few sizes, so that a row's bits depend on little. With
+`Flat` the real tokens of a pass are one sequence to all layers; attention alone puts them back in their rows, where
+their keys are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -11,11 +18,129 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from forerun.core.tree import Resume, TokenTree, ancestor_mask
 from forerun.devices import send_ints
-from forerun.model.padding import Flat
+from forerun.errors import ArgumentError
 from forerun.types import LAST_HIDDEN, Boundary
+
+BLOCK = 512  # Cache slots that the CPU attention kernel takes at a time
+AWKWARD = range(193, 384)
+"""Block lengths that are summed in another order than a full block when they come last. Seen on an
+AMD with AVX-512, where the widths outside always agreed to the bit; with these, a token would get
+other bits as the text grows.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buckets:
+    """Sizes that the nodes and the visible cache of a scoring pass are padded up to. Both are
+    functions of committed length and node count only, never of what other steps did. With one entry
+    in `nodes`, plain and speculative steps have the same shapes: the reproducible mode
+    (docs/losslessness.md).
+    """
+
+    nodes: tuple[int, ...] = ()  # Allowed N, rising; larger passes are not padded. Empty: N is never padded.
+    width: int = 64  # Visible cache slots are a multiple of this; on a CPU `AWKWARD` last blocks are left out
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or any(size < 1 for size in self.nodes) or list(self.nodes) != sorted(set(self.nodes)):
+            raise ArgumentError(f"buckets need a positive width and rising positive node counts, got {self}")
+
+    def pad_nodes(self, count: int) -> int:
+        """Return the smallest allowed N that holds `count` nodes."""
+        return next((size for size in self.nodes if size >= count), count)
+
+    def pad_width(self, used: int, slots: int, *, on_cpu: bool = True) -> int:
+        """Return the visible width that holds `used` slots out of `slots`."""
+        width = -(-used // self.width) * self.width
+        while on_cpu and width % BLOCK in AWKWARD:
+            width += self.width
+        return min(width, slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """The indices of the M real tokens of a pass among its B rows of N."""
+
+    kept: Tensor  # (M,) int64 index into B * N, rising
+    starts: Tensor  # (B + 1,) int64, on the CPU: which of the M are a row's, from its own entry to the next one
+    rows: int
+    nodes: int
+
+    @classmethod
+    def of(cls, real: Tensor) -> Flat | None:
+        """Return the real tokens by the mask `real` (B, N) bool, or None where nothing is padding."""
+        if bool(real.all()):
+            return None
+        kept = real.flatten().nonzero().squeeze(1)
+        return cls(kept, functional.pad(real.sum(1).cumsum(0), (1, 0)), *real.shape)
+
+    def flatten(self, values: Tensor) -> Tensor:
+        """Gather (B, N, ..) -> (1, M, ..)."""
+        return values.flatten(0, 1).index_select(0, self.kept.to(values.device)).unsqueeze(0)
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Scatter (1, M, ..) -> (B, N, ..), zeros for padding."""
+        whole = values.new_zeros(self.rows * self.nodes, *values.shape[2:])
+        whole.index_copy_(0, self.kept.to(values.device), values[0])
+        return whole.view(self.rows, self.nodes, *values.shape[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class TreePaths:
+    """The order in which each node of a tree counts the keys that it sees: the committed tokens,
+    then its ancestors and itself. It is not the order of the slots, where siblings stand between
+    ancestors, but that of plain decoding.
+    """
+
+    lengths: Tensor  # (B,) int64 committed tokens
+    nodes: Tensor  # (B, N, D) int32 from the root down to the node itself, -1 behind it; m stands in slot lengths + m
+
+
+@dataclass(kw_only=True, slots=True)
+class Pass:
+    """The properties of one pass that the attention of all layers needs."""
+
+    flat: Flat | None = None  # How its tokens stand; None: as a rectangle
+    paths: TreePaths | None = None  # None: every token counts the keys that it sees in the order of their slots
+    exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
+    rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
+    prompt: object | None = None
+    """An object that whole passes share from one over a prompt to the next: what is inside the model is looked at
+    in the first of them. None: it is looked at in this pass, too.
+    """
+    states: Any = None  # What its layers do with recurrent states (`states.StatePass`); None: they keep none
+    positions: Any = None  # Those of its tokens (`positions.Positions`), for models that would count them themselves
+    _repeated: tuple[Tensor, int, Tensor] | None = None
+
+    def repeat(self, mask: Tensor, times: int) -> Tensor:
+        """Repeat a mask (B, 1, N, W) -> (B, 1, times * N, W), once for all layers, which share it."""
+        if times == 1:
+            return mask
+        last = self._repeated
+        if last is None or last[0] is not mask or last[1] != times:
+            last = self._repeated = (mask, times, mask.repeat(1, 1, times, 1))
+        return last[2]
+
+
+_RUNNING: ContextVar[Pass | None] = ContextVar("forerun_pass", default=None)
+
+
+@contextmanager
+def running(this: Pass) -> Iterator[None]:
+    """Make `this` the pass of this thread while open; other engines run theirs in other threads."""
+    token = _RUNNING.set(this)
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def current() -> Pass:
+    """Return the pass that runs in this thread; a plain one where somebody else calls the model."""
+    return _RUNNING.get() or Pass()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,24 +244,29 @@ class Nodes:
     def fresh(self) -> int:
         return self.ids.shape[1] - self.start
 
-    def begun(self, writes: Sequence[int], boundaries: Set[Boundary]) -> Begun | None:
+    def resumed(self, writes: Sequence[int], boundaries: Set[Boundary]) -> Resumed | None:
         """Return the part of `resume` that still holds, or None. A row is run anew if its slots
         were written since (`writes` (B,) counts the passes over each row) or if it stands at
         another boundary than the first. None also if a state below the boundary is asked for, which
         only a whole pass computes.
         """
-        good = [one for one, now in zip(self.resume, writes, strict=False) if one is not None and one.stamp == now]
+        good = [
+            resume
+            for resume, now in zip(self.resume, writes, strict=False)
+            if resume is not None and resume.stamp == now
+        ]
         if not good or any(boundary != LAST_HIDDEN and boundary < good[0].boundary for boundary in boundaries):
             return None
-        boundary, counts = good[0].boundary, list[int]()
-        for one, now in zip(self.resume, writes, strict=True):
-            holds = one is not None and one.stamp == now and one.boundary == boundary
-            counts.append(len(one.states) if one is not None and holds else 0)
+        boundary = good[0].boundary
+        counts = list[int]()
+        for resume, now in zip(self.resume, writes, strict=True):
+            holds = resume is not None and resume.stamp == now and resume.boundary == boundary
+            counts.append(len(resume.states) if resume is not None and holds else 0)
         states = good[0].states.new_zeros(len(counts), max(counts), good[0].states.shape[1])
-        for row, (one, count) in enumerate(zip(self.resume, counts, strict=True)):
-            if one is not None and count:
-                states[row, :count] = one.states
-        return Begun(boundary=boundary, states=states, counts=counts)
+        for row, (resume, count) in enumerate(zip(self.resume, counts, strict=True)):
+            if resume is not None and count:
+                states[row, :count] = resume.states
+        return Resumed(boundary=boundary, states=states, counts=counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +279,7 @@ class Scored:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Begun:
+class Resumed:
     """The states of B trees after the target's first layers, where they were run and still hold."""
 
     boundary: int  # Layers that the nodes have run through, at least 1
@@ -165,13 +295,14 @@ def _shape(parents: bytes, shape: tuple[int, ...], counts: tuple[int, ...]) -> d
     """
     above = np.frombuffer(parents, np.int64).reshape(shape)
     sees = ancestor_mask(torch.from_numpy(above.copy()))
-    depths, steps = sees.sum(-1) - 1, np.arange(shape[1])
+    depths = sees.sum(-1) - 1
+    steps = np.arange(shape[1])
     real = torch.arange(shape[1] + 1) <= torch.tensor(counts).unsqueeze(1)
     paths = None
     if ((above != steps) & (steps < np.array(counts)[:, None])).any():
         size = shape[1] + 1
-        found = torch.arange(size).where(sees, size).sort(-1).values[..., : int(depths.max()) + 1]
-        paths = found.where(found < size, -1).to(torch.int32)
+        on_path = torch.arange(size).where(sees, size).sort(-1).values[..., : int(depths.max()) + 1]
+        paths = on_path.where(on_path < size, -1).to(torch.int32)
     reach = (depths * real).amax(1).add(1).tolist()
     return {"sees": sees, "depths": depths, "real": real, "paths": paths, "reach": reach}
 
@@ -180,9 +311,9 @@ def scatter_rows(values: Tensor, rows: Sequence[int], batch: int, rest: int = 0)
     """Scatter (B', ..) into (B, ..): each row at its own index, `rest` elsewhere. Never write to what it returns."""
     if len(rows) == batch and list(rows) == list(range(batch)):
         return values
-    found = values.new_full((batch, *values.shape[1:]), rest)
-    found[list(rows)] = values
-    return found
+    scattered = values.new_full((batch, *values.shape[1:]), rest)
+    scattered[list(rows)] = values
+    return scattered
 
 
 def take_last(values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -97,14 +97,14 @@ def cache_argument(module: nn.Module) -> str:
     keyword, the name is transformers' own.
     """
     taken = inspect.signature(type(module).forward).parameters
-    known = [taken, BaseModelOutputWithPast.__dataclass_fields__]
-    return next(name for names in known for name in CACHE_ARGUMENTS if name in names)
+    places = [taken, BaseModelOutputWithPast.__dataclass_fields__]
+    return next(name for names in places for name in CACHE_ARGUMENTS if name in names)
 
 
 _TURNS: WeakKeyDictionary[nn.Module, threading.RLock] = WeakKeyDictionary()
 
 
-def turn_of(base: nn.Module) -> threading.RLock:
+def pass_lock(base: nn.Module) -> threading.RLock:
     """Return the lock to hold while a base model runs. Two engines may share a model object, and
     its hooks, joint products and skipped sublayers belong to one pass at a time.
     """
@@ -116,10 +116,10 @@ def layers_of(base: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
     nearest to the input embedding; one of half that length where each layer counts as two, since it has two attentions
     (LongCat). Raises UnsupportedModelError if none has that length, or several lie equally near.
     """
-    found = {name: module for name, module in base.named_modules() if name and isinstance(module, nn.ModuleList)}
-    lists = {name: module for name, module in found.items() if len(module) == count}
+    every_list = {name: module for name, module in base.named_modules() if name and isinstance(module, nn.ModuleList)}
+    lists = {name: module for name, module in every_list.items() if len(module) == count}
     if not lists:
-        lists = {name: module for name, module in found.items() if 2 * len(module) == count}
+        lists = {name: module for name, module in every_list.items() if 2 * len(module) == count}
     embedding = None
     with suppress(AttributeError, NotImplementedError):  # A wrapper of a decoder, as BART's
         embedding = base.get_input_embeddings()  # type: ignore[operator]
@@ -142,15 +142,15 @@ def norm_after_layers(base: nn.Module, count: int) -> tuple[str, nn.Module]:
     owner, _, last = layers_of(base, count)[0].rpartition(".")
     children = list(base.get_submodule(owner).named_children())
     after = children[[name for name, _ in children].index(last) + 1 :]
-    found = [
+    norms = [
         (f"{owner}.{name}" if owner else name, child)
         for name, child in after
         if list(child.parameters()) and all(weight.dim() == 1 for weight in child.parameters())
     ]
-    if len(found) != 1:
-        names = ", ".join(name for name, _ in found) or "none"
+    if len(norms) != 1:
+        names = ", ".join(name for name, _ in norms) or "none"
         raise UnsupportedModelError(f"{type(base).__name__}: expected one norm after the layers, found {names}")
-    return found[0]
+    return norms[0]
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -339,7 +339,7 @@ class LayerRanges:
 
     def __init__(self, base: nn.Module, layers_name: str, layers: nn.ModuleList) -> None:
         self._base = base
-        self._turn = turn_of(base)
+        self._lock = pass_lock(base)
         self._name = layers_name
         self._layers = layers
         self._copies: dict[tuple[int, int], tuple[nn.Module, _Inject, _Tap]] = {}
@@ -349,7 +349,7 @@ class LayerRanges:
         """Return the states (B, N, H) at boundary ``plan.stop``; `states` are those at
         ``plan.start``, None for the embeddings.
         """
-        with self._turn, self._without(plan):
+        with self._lock, self._without(plan):
             return self._through(plan.start, plan.stop, inputs, states)[0]
 
     def finish(self, states: Tensor, inputs: dict[str, Any], *, start: int | None = None) -> Tensor:
@@ -357,7 +357,7 @@ class LayerRanges:
         -> LAST_HIDDEN.
         """
         end = len(self._layers)
-        with self._turn:
+        with self._lock:
             return self._through(end if start is None else start, end, inputs, states)[1]
 
     def _through(self, start: int, stop: int, inputs: dict[str, Any], states: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -399,11 +399,12 @@ class LayerRanges:
         twin = replace_module(self._base, self._name, layers)
         config.num_hidden_layers = len(injected) + stop - start + 1
         if types:
-            kinds, made = [*[first for _ in injected], *types[start:stop], first], type(config)
+            kinds = [*[first for _ in injected], *types[start:stop], first]
+            config_class = type(config)
             try:
                 config.layer_types = kinds
             except AttributeError:  # A property of where the attention layers stand (Jamba, Bamba, Mamba)
-                config.__class__ = type(made.__name__, (made,), {"layer_types": kinds})
+                config.__class__ = type(config_class.__name__, (config_class,), {"layer_types": kinds})
         twin.get_submodule(owner).__dict__["config"] = config
         return twin, inject, tap
 

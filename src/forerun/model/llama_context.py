@@ -57,13 +57,13 @@ class Context:
         self._api, self.layers_offloaded = api, layers
         # What decides how fast llama.cpp's passes are here: its version and the instructions that it uses
         self.build = f"{version('llama_cpp_python')} {api.llama_print_system_info().decode()}"
-        said = _Messages(api)
+        messages = _Messages(api)
         model = api.llama_model_default_params()
         model.n_gpu_layers = layers
         self._model = api.llama_model_load_from_file(str(header.path).encode(), model)
         if not self._model:
             raise CheckpointError(
-                f"llama.cpp cannot load {header.path}: {said.last}. If the file is newer than llama-cpp-python "
+                f"llama.cpp cannot load {header.path}: {messages.last}. If the file is newer than llama-cpp-python "
                 f"{version('llama_cpp_python')}, update that: {INSTALL} -U"
             )
         weakref.finalize(self, api.llama_model_free, self._model)
@@ -78,7 +78,9 @@ class Context:
         params.swa_full = True  # Rows are cut back, and prefixes are used again
         self._context = api.llama_init_from_model(self._model, params)
         if not self._context:
-            raise OutOfMemoryError(f"llama.cpp cannot make a cache of {tokens} tokens for {header.path}: {said.last}")
+            raise OutOfMemoryError(
+                f"llama.cpp cannot make a cache of {tokens} tokens for {header.path}: {messages.last}"
+            )
         self._most = int(params.n_batch)
         self._memory = api.llama_get_memory(self._context)
         self._batch = api.llama_batch_init(self._most, 0, self.sequences)
@@ -96,7 +98,8 @@ class Context:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _part(self, batch: LlamaBatch, start: int) -> Tensor:
-        raw, end = self._batch, min(len(batch), start + self._most)
+        raw = self._batch
+        end = min(len(batch), start + self._most)
         raw.n_tokens = end - start
         for index in range(start, end):
             at, sequences = index - start, batch.sequences[index]
@@ -106,8 +109,8 @@ class Context:
                 batch.wanted[index],
             )
             raw.n_seq_id[at] = len(sequences)
-            for place, sequence in enumerate(sequences):
-                raw.seq_id[at][place] = sequence
+            for number, sequence in enumerate(sequences):
+                raw.seq_id[at][number] = sequence
         code = self._api.llama_decode(self._context, raw)
         if code == _NO_SPACE:
             raise OutOfMemoryError(
@@ -118,8 +121,8 @@ class Context:
         count = sum(batch.wanted[start:end])
         if not count:
             return torch.empty(0, self.vocab_size)
-        found = self._api.llama_get_logits(self._context)
-        return torch.from_numpy(np.ctypeslib.as_array(found, (count, self.vocab_size))).clone()
+        logits = self._api.llama_get_logits(self._context)
+        return torch.from_numpy(np.ctypeslib.as_array(logits, (count, self.vocab_size))).clone()
 
     def remove(self, sequence: int, start: int = 0) -> None:
         """Remove a sequence from position `start` on."""

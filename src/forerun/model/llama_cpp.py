@@ -28,11 +28,10 @@ from forerun.errors import ArgumentError, CheckpointError, ForerunError, Unsuppo
 from forerun.model.gguf_files import GgufHeader, read_model_header
 from forerun.model.gguf_weights import find_not_finite
 from forerun.model.identity import keep_verdict, read_verdict
-from forerun.model.inputs import Nodes, Scored
+from forerun.model.inputs import Buckets, Flat, Nodes, Scored
 from forerun.model.llama_context import MOST_SEQUENCES, Context, LlamaBatch, load_api, offloads
 from forerun.model.load import LoadOptions
 from forerun.model.memory import HEADROOM, LEAST_SLOTS, MemoryPlan, available_bytes, default_slots
-from forerun.model.padding import Buckets, Flat
 from forerun.model.recordings import Recordings
 from forerun.model.sample import TEXT
 from forerun.model.self_check import FACTOR, divergence
@@ -118,11 +117,14 @@ class LlamaCppTarget(Target):
             ArgumentError: an option is out of range or makes no sense for a GGUF file.
         """
         options = LoadOptions(**loading)
-        given = [name for name in _FOREIGN if getattr(options, name) != getattr(_DEFAULTS, name)]
+        foreign = [name for name in _FOREIGN if getattr(options, name) != getattr(_DEFAULTS, name)]
         refuse(
             (not 1 <= rows <= MOST_ROWS, f"rows must be in 1..{MOST_ROWS} on llama.cpp, got {rows}"),
             (slots is not None and slots < 1, f"slots must be at least 1, got {slots}"),
-            (bool(given), f"{', '.join(given)}: no option of llama.cpp; backend='transformers' dequantises the file"),
+            (
+                bool(foreign),
+                f"{', '.join(foreign)}: no option of llama.cpp; backend='transformers' dequantises the file",
+            ),
             (
                 options.dtype not in ("auto", None),
                 "llama.cpp runs the file's own quantisation: leave dtype away, or take "
@@ -132,7 +134,8 @@ class LlamaCppTarget(Target):
         api = load_api()
         header = read_model_header(Path(model))
         header.check_generates()
-        asked, context_length = slots, header.context_length
+        asked = slots
+        context_length = header.context_length
         slots = default_slots(context_length) if slots is None else slots
         most = tokens or max(slots, min(rows * slots, TOKENS))
         needed = header.cache_bytes_per_token + reserve_bytes_per_slot
@@ -180,8 +183,8 @@ class LlamaCppTarget(Target):
         for row, chunk in zip(rows, tokens, strict=True):
             self._begin(row)
             for index, token in enumerate(chunk):
-                wanted = all_logits or index == len(chunk) - 1
-                batch.add(token, self.lengths[row] + index, [row], wanted=wanted)
+                wants_logits = all_logits or index == len(chunk) - 1
+                batch.add(token, self.lengths[row] + index, [row], wanted=wants_logits)
         logits = self._run(rows, batch)
         for row, count in zip(rows, counts, strict=True):
             self.lengths[row] += count
@@ -202,12 +205,12 @@ class LlamaCppTarget(Target):
     ) -> Scored:
         self._check_boundaries(boundaries)
         start = trees.start if isinstance(trees, Nodes) else 0
-        given = _trees_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else trees
-        counts = [1 + tree.size for tree in given]
-        self._check_room(rows, counts, [1 + max(tree.depths) for tree in given])
-        groups = self._groups(given, start)
-        found = [self._score([rows[index] for index in group], given, group, start) for group in groups]
-        logits = found[0] if len(found) == 1 else torch.cat(found)
+        row_trees = _trees_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else trees
+        counts = [1 + tree.size for tree in row_trees]
+        self._check_room(rows, counts, [1 + max(tree.depths) for tree in row_trees])
+        groups = self._groups(row_trees, start)
+        parts = [self._score([rows[index] for index in group], row_trees, group, start) for group in groups]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._ran.update(zip(rows, counts, strict=True))
         if len(set(counts)) == 1:
             return Scored(logits=logits.view(len(rows), counts[0] - start, -1))
@@ -245,8 +248,8 @@ class LlamaCppTarget(Target):
         logits = self._run(rows, batch)
         for row in rows:
             state = self._rows[row]
-            own = [position for position, lies in zip(state.positions, state.lies, strict=True) if lies == row]
-            state.held = 1 + max(own)
+            positions = [position for position, lies in zip(state.positions, state.lies, strict=True) if lies == row]
+            state.held = 1 + max(positions)
             if len(group) < len(trees):  # Others need the sequences of its branches
                 self._leave_branches(row)
                 state.lies = [lies if lies == row else None for lies in state.lies]
@@ -512,14 +515,15 @@ class _Check:
 
     def run(self) -> tuple[float, float]:
         """Return the mean divergence (nats) of a chain, and of everything else, from passes over one token each."""
-        target, size = self.target, len(_PARENTS)
+        target = self.target
+        size = len(_PARENTS)
         root, *ids = self.text[: size + 1]
         paths = [[node for node in range(1, size + 1) if node % 2 == odd] for odd in (1, 0)]
         target.prefill([0], [self.prompt])
         chain = TokenTree(root)
         chain.add_path(ids)
         noise = divergence(target.score([0], [chain]).logits[0], self._alone([root, *ids])).mean()
-        found = list[Tensor]()
+        divergences = list[Tensor]()
         tree, nodes = chain, [tuple(range(1, size + 1))] * 2
         if not target.chains_only:
             tree, nodes = TokenTree(root), [tuple(path) for path in paths]
@@ -527,20 +531,23 @@ class _Check:
                 tree.add(token, parent)
         scored = target.score([0], [tree]).logits[0]
         for path in nodes:
-            found.append(divergence(scored[[0, *path]], self._alone([root, *(tree.tokens[node] for node in path)])))
+            divergences.append(
+                divergence(scored[[0, *path]], self._alone([root, *(tree.tokens[node] for node in path)]))
+            )
         target.score([0], [tree])
         target.commit([0], [nodes[1][:2]])
-        kept, row = [*self.prompt, root, *(tree.tokens[node] for node in nodes[1][:2])], 0
+        committed = [*self.prompt, root, *(tree.tokens[node] for node in nodes[1][:2])]
+        row = 0
         if target.rows > 1:
-            target.copy_row(0, 1, len(kept))
+            target.copy_row(0, 1, len(committed))
             target.truncate([0], [0])
             row = 1
         after = target.score([row], [TokenTree(self.text[size + 1])]).logits[0]
         target.truncate([row], [0])
-        target.prefill([0], [kept])
-        found.append(divergence(after, target.score([0], [TokenTree(self.text[size + 1])]).logits[0]))
+        target.prefill([0], [committed])
+        divergences.append(divergence(after, target.score([0], [TokenTree(self.text[size + 1])]).logits[0]))
         target.truncate([0], [0])
-        return float(noise), float(torch.cat(found).mean())
+        return float(noise), float(torch.cat(divergences).mean())
 
     def _alone(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits (N, V) after each of these tokens behind the prompt, each in a pass of its own."""

@@ -73,9 +73,9 @@ def weight_files(directory: Path) -> list[Path]:
         return files
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
-    found = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
+    inside = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{directory} holds no {SINGLE} or {INDEX} (found: {found}). Only safetensors are loaded, never pickle; "
+        f"{directory} holds no {SINGLE} or {INDEX} (found: {inside}). Only safetensors are loaded, never pickle; "
         "convert with model.save_pretrained(directory) of transformers."
     )
 
@@ -87,11 +87,11 @@ def weight_parts(directory: Path) -> list[tuple[Path, int]]:
     header = file_of(directory)
     if header is not None:
         return [(part.path, part.start) for part in (header, *header.more)]
-    found = list[tuple[Path, int]]()
+    parts = list[tuple[Path, int]]()
     for path in weight_files(directory):
         with path.open("rb") as file:
-            found.append((path, 8 + int.from_bytes(file.read(8), "little")))
-    return found
+            parts.append((path, 8 + int.from_bytes(file.read(8), "little")))
+    return parts
 
 
 def listed_files(directory: Path) -> list[Path]:
@@ -152,8 +152,8 @@ class LoadOptions:
         there is no such device.
         """
         if self.device is None:
-            found = torch.accelerator.current_accelerator(check_available=True)
-            return torch.device("cpu") if found is None else torch.device(found.type, 0)
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
         try:
             device = torch.device(self.device)
         except RuntimeError as error:
@@ -210,17 +210,20 @@ def open_model(
 
     `in_blocks`: pack the linear layers of a GGUF file as they stand in it (`gguf_weights`).
     """
-    own, dtype = getattr(config, "dtype", None), resolved_dtype(options, config)
-    if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own), own):
-        _log.info("in %s: on this processor products in %s, the model's own dtype, are slower", dtype, own)
-    placed, parallel = options.device_map, dict[str, Any]()
+    own_dtype = getattr(config, "dtype", None)
+    dtype = resolved_dtype(options, config)
+    if options.dtype in ("auto", None) and dtype is not None and dtype is not getattr(torch, str(own_dtype), own_dtype):
+        _log.info("in %s: on this processor products in %s, the model's own dtype, are slower", dtype, own_dtype)
+    placed = options.device_map
+    parallel = dict[str, Any]()
     if options.tp_plan is not None:
         from transformers.distributed import DistributedConfig
 
         parallel["distributed_config"] = DistributedConfig(tp_plan=options.tp_plan)
     elif placed is None:
         placed = {"": str(options.first_device())}
-    file, dequantised = file_of(name), _dequantises(options, config)
+    file = file_of(name)
+    dequantised = _dequantises(options, config)
     if dequantised:
         dtype = dtype or torch.bfloat16
         quantised_weights.tell(name, config, options.first_device(), dtype)
@@ -229,7 +232,7 @@ def open_model(
             family, plain, weights = _read(name, file, options, config, dtype, in_blocks=in_blocks)
             if weights is not None:
                 parallel["state_dict"] = weights.tensors
-            model, found = family.from_pretrained(
+            model, info = family.from_pretrained(
                 name if weights is None else None,
                 config=plain,
                 dtype=dtype or "auto",
@@ -245,9 +248,9 @@ def open_model(
     except Exception as error:
         raise explain_load_error(name, error) from error
     text = config.get_text_config(decoder=True)
-    unexpected = [key for key in found["unexpected_keys"] if not _of_mtp(text, key)]
+    unexpected = [key for key in info["unexpected_keys"] if not _of_mtp(text, key)]
     source, described = (name, "its config.json") if file is None else (file.path, "its metadata")
-    _check_tensors(source, described, {**found, "unexpected_keys": unexpected})
+    _check_tensors(source, described, {**info, "unexpected_keys": unexpected})
     if weights is not None:
         model.name_or_path = model.config.name_or_path = str(name)
         if file is None:
@@ -316,8 +319,8 @@ def stored_bytes(name: str | Path, options: LoadOptions, config: Any, *, in_bloc
         return weight_bytes(directory, None if resolved is None or quantised else resolved.itemsize)
     with _ONE_LOADS, torch.device("meta"):
         model = auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=options.trust_remote_code)
-    kept = quantised and not dequantised
-    return int(model.num_parameters()) * (1 if kept else (resolved or torch.float32).itemsize)
+    stays_quantised = quantised and not dequantised
+    return int(model.num_parameters()) * (1 if stays_quantised else (resolved or torch.float32).itemsize)
 
 
 def _dequantises(options: LoadOptions, config: Any) -> bool:
@@ -342,9 +345,10 @@ def _fetch(name: str | Path, options: LoadOptions) -> Path:
     """Return the local directory of a checkpoint, downloaded if need be."""
     from huggingface_hub import snapshot_download
 
-    found, patterns = _local(name, options), ["*.safetensors", "*.json"]
-    if found is not None:
-        return found
+    local = _local(name, options)
+    patterns = ["*.safetensors", "*.json"]
+    if local is not None:
+        return local
     return Path(snapshot_download(str(name), revision=options.revision, token=options.token, allow_patterns=patterns))
 
 
@@ -367,9 +371,9 @@ def _local(name: str | Path, options: LoadOptions) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for file in (INDEX, SINGLE):
-        found = try_to_load_from_cache(str(name), file, revision=options.revision)
-        if isinstance(found, str):
-            directory = Path(found).parent
+        file_path = try_to_load_from_cache(str(name), file, revision=options.revision)
+        if isinstance(file_path, str):
+            directory = Path(file_path).parent
             complete = file == SINGLE or all(shard.is_file() for shard in listed_files(directory))
             return directory if complete else None
     return None
@@ -430,11 +434,13 @@ def without_wrapper(model: Any) -> Any:
     return model.get_base_model()
 
 
-def _check_tensors(name: str | Path, described: str, found: dict[str, Any]) -> None:
-    misshapen = [f"{key} {tuple(own)}, expected {tuple(wanted)}" for key, own, wanted in found["mismatched_keys"] or ()]
-    wrong = {"missing": found["missing_keys"], "unexpected": found["unexpected_keys"], "of the wrong shape": misshapen}
+def _check_tensors(name: str | Path, described: str, info: dict[str, Any]) -> None:
+    misshapen = [
+        f"{key} {tuple(shape)}, expected {tuple(expected)}" for key, shape, expected in info["mismatched_keys"] or ()
+    ]
+    wrong = {"missing": info["missing_keys"], "unexpected": info["unexpected_keys"], "of the wrong shape": misshapen}
     complaints = [f"{what}: {list_some(sorted(map(str, names)))}" for what, names in wrong.items() if names]
-    complaints += map(str, found.get("error_msgs") or ())
+    complaints += map(str, info.get("error_msgs") or ())
     if complaints:
         raise CheckpointError(
             f"the tensors of {name} are not those of {described}. {'. '.join(complaints)}. The checkpoint is "
@@ -446,8 +452,8 @@ def _of_mtp(config: Any, name: str) -> bool:
     """Return whether a tensor belongs to the MTP layers that a checkpoint may bring, and
     transformers does not load.
     """
-    found = re.match(r"(?:model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
-    if found is None or found[1]:
-        return found is not None
+    match = re.match(r"(?:model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
+    if match is None or match[1]:
+        return match is not None
     more = getattr(config, "num_nextn_predict_layers", None) or 0
-    return bool(config.num_hidden_layers <= int(found[2]) < config.num_hidden_layers + more)
+    return bool(config.num_hidden_layers <= int(match[2]) < config.num_hidden_layers + more)

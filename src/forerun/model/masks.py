@@ -107,10 +107,11 @@ class Block:
         """Return where the tokens at `positions` (B, P) stand on each query's path: (B, N, P) int64 slots, any for
         positions that a path does not have.
         """
-        count, depth = self.sees.shape[2], self.node_positions - self.lengths.unsqueeze(1)
+        count = self.sees.shape[2]
+        depth = self.node_positions - self.lengths.unsqueeze(1)
         node = torch.where(self.sees, torch.arange(count, device=depth.device), 0)
-        place = depth.clamp(0, count - 1).unsqueeze(1).expand_as(node)
-        path = torch.zeros_like(node).scatter_reduce(2, place, node, "amax")  # (B, N, M) node by depth
+        index_of_depth = depth.clamp(0, count - 1).unsqueeze(1).expand_as(node)
+        path = torch.zeros_like(node).scatter_reduce(2, index_of_depth, node, "amax")  # (B, N, M) node by depth
         behind = positions - self.lengths.unsqueeze(1)
         index = behind.clamp(0, count - 1).unsqueeze(1).expand(-1, node.shape[1], -1)
         slots = self.lengths.view(-1, 1, 1) + path.gather(2, index)
@@ -127,8 +128,8 @@ def build(block: Block, style: MaskStyle, width: int, dtype: torch.dtype) -> Att
     slots = torch.arange(width, device=block.lengths.device)
     real = block.sees.any(2, keepdim=True)
     around = torch.cat([real, block.sees, torch.zeros_like(real)], 2)  # Committed tokens, the nodes, what is behind
-    place = (slots - (block.lengths.unsqueeze(1) - 1)).clamp_(0, block.sees.shape[2] + 1)
-    visible = around.gather(2, place.unsqueeze(1).expand(-1, block.sees.shape[1], -1))
+    index = (slots - (block.lengths.unsqueeze(1) - 1)).clamp_(0, block.sees.shape[2] + 1)
+    visible = around.gather(2, index.unsqueeze(1).expand(-1, block.sees.shape[1], -1))
     visible[..., 0] = True  # The first committed token, or the root
     places = slots if {FULL, INDEXED}.issuperset(style.types) else block.key_positions(width)
     return additive(visible, style, block.query_positions, places, dtype)

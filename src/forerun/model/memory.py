@@ -158,9 +158,9 @@ def cache_bytes_per_token(config: Any, itemsize: int) -> int:
     (DeepSeek) caches its latents.
     """
     by_layer = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
-    types = getattr(config, "layer_types", None) or [FULL] * own
-    keeping = [layer for layer, name in zip(by_layer[:own], types, strict=False) if name not in UNMASKED]
+    caching = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
+    types = getattr(config, "layer_types", None) or [FULL] * caching
+    keeping = [layer for layer, name in zip(by_layer[:caching], types, strict=False) if name not in UNMASKED]
     return sum(map(_count_cached, keeping)) * itemsize
 
 
@@ -199,7 +199,7 @@ def _container_room(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 _TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-"""Where the configuration of a model for images and texts holds that of its language model, which leaves out whatever
+"""Keys under which a model for images and texts holds the configuration of its language model. That leaves out whatever
 is the default of its class.
 """
 

@@ -105,10 +105,10 @@ def tokenizer_beside(source: str | Path) -> PreTrainedTokenizerBase | None:
     from transformers import AutoTokenizer
 
     try:
-        found = tokenizer_source(source)
-        if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
+        folder = tokenizer_source(source)
+        if Path(folder).is_dir() and not _holds_tokenizer(Path(folder)):
             return None
-        return AutoTokenizer.from_pretrained(found)
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # whoever needs it is told that there is none
         _log.debug("%s: no tokenizer: %s", source, error)
         return None
@@ -153,10 +153,10 @@ def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None
             return None
     from transformers import AutoTokenizer
 
-    found = tokenizer_source(source)
-    if Path(found).is_dir() and not _holds_tokenizer(Path(found)):
+    folder = tokenizer_source(source)
+    if Path(folder).is_dir() and not _holds_tokenizer(Path(folder)):
         raise _without_tokenizer(source, "it holds no tokenizer.json or the like")
     try:
-        return AutoTokenizer.from_pretrained(found)
+        return AutoTokenizer.from_pretrained(folder)
     except Exception as error:
         raise _without_tokenizer(source, f"{type(error).__name__}: {first_line(error)}") from error

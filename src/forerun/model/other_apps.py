@@ -42,16 +42,16 @@ def find_kept(name: str | Path) -> Path | None:
 def _in_ollama(name: str) -> Path:
     chosen = os.environ.get("OLLAMA_MODELS")
     folders = [Path(chosen)] if chosen else [Path("~/.ollama/models"), Path("/usr/share/ollama/.ollama/models")]
-    kept = dict[str, Path]()
+    manifests = dict[str, Path]()
     for folder in reversed(folders):
         for manifest in _files(folder.expanduser() / "manifests", "*/*/*/*"):
             host, space, model, tag = manifest.parts[-4:]
-            kept["/".join((*_shortened(host, space), f"{model}:{tag}"))] = manifest
+            manifests["/".join((*_shortened(host, space), f"{model}:{tag}"))] = manifest
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}:{_TAG}"
-    manifest = kept[_known(tagged, list(kept), "Ollama", folders)]
+    manifest = manifests[_known(tagged, list(manifests), "Ollama", folders)]
     layers = _layers(manifest)
     blobs = manifest.parents[4] / "blobs"
-    files = [blobs / f"sha256-{found[1]}" for digest in layers.get("model", []) if (found := _DIGEST.fullmatch(digest))]
+    files = [blobs / f"sha256-{match[1]}" for digest in layers.get("model", []) if (match := _DIGEST.fullmatch(digest))]
     refuse(
         (
             "adapter" in layers,
@@ -74,13 +74,13 @@ def _in_ollama(name: str) -> Path:
 
 def _in_lm_studio(name: str) -> Path:
     folders = [Path("~/.lmstudio/models"), Path("~/.cache/lm-studio/models")]
-    kept = dict[str, Path]()
+    paths = dict[str, Path]()
     for folder in reversed(folders):
         for file in _files(folder.expanduser(), "*/*/*.gguf"):
-            kept["/".join(file.parts[-3:-1])] = file.parent
-            kept["/".join(file.parts[-3:])] = file
+            paths["/".join(file.parts[-3:-1])] = file.parent
+            paths["/".join(file.parts[-3:])] = file
     whole = name if name.count("/") < 2 or name.endswith(".gguf") else f"{name}.gguf"
-    return kept[_known(whole, list(kept), "LM Studio", folders)]
+    return paths[_known(whole, list(paths), "LM Studio", folders)]
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
@@ -99,27 +99,27 @@ def _shortened(host: str, space: str) -> tuple[str, ...]:
     return () if space == _SPACE else (space,)
 
 
-def _known(name: str, kept: list[str], app: str, folders: list[Path]) -> str:
+def _known(name: str, names: list[str], app: str, folders: list[Path]) -> str:
     """Return the name as it is kept, capitals aside, or raise CheckpointError."""
-    found = next((one for one in kept if one.casefold() == name.casefold()), None)
-    if found is None:
+    exact = next((candidate for candidate in names if candidate.casefold() == name.casefold()), None)
+    if exact is None:
         where = " or ".join(str(folder) for folder in folders)
-        there = f"there are {list_some(kept, _LISTED)}" if kept else f"no model is in {where}, or it may not be read"
-        raise CheckpointError(f"{app} keeps no model {name!r} here: {there}.{nearest(name, kept)}")
-    return found
+        there = f"there are {list_some(names, _LISTED)}" if names else f"no model is in {where}, or it may not be read"
+        raise CheckpointError(f"{app} keeps no model {name!r} here: {there}.{nearest(name, names)}")
+    return exact
 
 
 def _layers(manifest: Path) -> dict[str, list[str]]:
     """Return the digests of a manifest's layers by what they hold: model, template, params, ..."""
-    found = dict[str, list[str]]()
+    digests = dict[str, list[str]]()
     try:
         content: Any = parse_json(manifest.read_text(encoding="utf-8"))
         for layer in content["layers"]:
             kind = str(layer["mediaType"]).removeprefix(_LAYER).partition(";")[0]
-            found.setdefault(kind, []).append(str(layer["digest"]))
+            digests.setdefault(kind, []).append(str(layer["digest"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{manifest} is no manifest of Ollama ({type(error).__name__}: {error})") from error
-    return found
+    return digests
 
 
 @cache

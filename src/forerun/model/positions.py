@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.model.masks import Block
-from forerun.model.switches import Function, lead, names_of
+from forerun.model.switches import Function, names_of, redirect
 
 TABLE = {"cache_length", "position_ids"}  # Arguments of a table of positions that counts from the cache's length
 ALIBI = ("build_alibi_tensor", "build_mpt_alibi_tensor")  # What makes a model's biases
@@ -40,12 +40,12 @@ class Positions:
 
 
 def install(model: nn.Module) -> bool:
-    """Lead what counts positions in a model to ours while a pass of forerun runs. Returns whether there is any."""
-    found = _find(model)
-    for kind, wanted in found.items():
-        for name, ours in wanted.items():
-            lead(kind, name, ours, lambda this: this.positions)
-    return bool(found)
+    """Redirect what counts positions in a model to ours while a pass of forerun runs. Returns whether there is any."""
+    functions = _find(model)
+    for kind, by_name in functions.items():
+        for name, ours in by_name.items():
+            redirect(kind, name, ours, lambda this: this.positions)
+    return bool(functions)
 
 
 def counts_positions(model: nn.Module) -> bool:
@@ -54,23 +54,23 @@ def counts_positions(model: nn.Module) -> bool:
 
 
 def _find(model: nn.Module) -> dict[type[nn.Module], dict[str, Function]]:
-    """Return the classes of a model's modules that count positions, and by name what is led to ours of each."""
-    found: dict[type[nn.Module], dict[str, Function]] = {}
+    """Return the classes of a model's modules that count positions, and by name what is redirected to ours of each."""
+    functions: dict[type[nn.Module], dict[str, Function]] = {}
     for kind, module in {type(module): module for module in model.modules()}.items():
         names = set(names_of(kind))
-        wanted: dict[str, Function] = dict.fromkeys(names.intersection(ALIBI), take_biases)
+        by_name: dict[str, Function] = dict.fromkeys(names.intersection(ALIBI), take_biases)
         if names >= TABLE and issubclass(kind, nn.Embedding):
-            wanted["forward"] = look_up
+            by_name["forward"] = look_up
         elif names >= BIASED:
-            wanted["forward"] = attend_with_biases
+            by_name["forward"] = attend_with_biases
         elif LOCAL in names and hasattr(module, "attention_type"):
-            wanted[LOCAL] = attend_locally
+            by_name[LOCAL] = attend_locally
         elif names >= DISTANT:
-            wanted["forward"] = weigh_distances
-        wanted.update(dict.fromkeys(names.intersection({DISTANCE}), take_distances))
-        if wanted or INDEXED in names:
-            found[kind] = wanted
-    return found
+            by_name["forward"] = weigh_distances
+        by_name.update(dict.fromkeys(names.intersection({DISTANCE}), take_distances))
+        if by_name or INDEXED in names:
+            functions[kind] = by_name
+    return functions
 
 
 def look_up(positions: Positions, original: Function, table: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -83,8 +83,8 @@ def look_up(positions: Positions, original: Function, table: nn.Module, *args: A
 def take_biases(positions: Positions, original: Function, *args: Any, **kwargs: Any) -> Tensor:
     """Return ALiBi's biases (B * heads, 1, W), taken from those of a text without padding."""
     text = torch.ones(1, positions.keys.shape[1], dtype=torch.int64, device=positions.keys.device)
-    given = [text if isinstance(one, Tensor) else one for one in args]
-    biases = original(*given, **kwargs).squeeze(1)
+    arguments = [text if isinstance(argument, Tensor) else argument for argument in args]
+    biases = original(*arguments, **kwargs).squeeze(1)
     return biases[:, positions.keys].transpose(0, 1).flatten(0, 1).unsqueeze(1)
 
 
@@ -104,14 +104,14 @@ def attend_with_biases(
     if module.clip_qkv:
         states = states.clamp(-module.clip_qkv, module.clip_qkv)
     shape = *hidden_states.shape[:2], module.n_heads, -1
-    queries, keys, values = (one.reshape(shape).transpose(1, 2) for one in states.chunk(3, dim=2))
+    queries, keys, values = (part.reshape(shape).transpose(1, 2) for part in states.chunk(3, dim=2))
     keys, values = cache.update(keys, values, module.layer_idx)
     biases = position_bias.view(len(queries), module.n_heads, 1, -1)
     scores = queries @ keys.transpose(2, 3) * module.softmax_scale + biases
     scores = scores.masked_fill(attention_mask, torch.finfo(queries.dtype).min)
     weights = scores.float().softmax(-1).to(values.dtype)
-    found: Tensor = module.out_proj((weights @ values).transpose(1, 2).flatten(2))
-    return found, weights
+    output: Tensor = module.out_proj((weights @ values).transpose(1, 2).flatten(2))
+    return output, weights
 
 
 def attend_locally(

@@ -39,8 +39,8 @@ from forerun.model.layers import (
     is_quantised,
     is_spread,
     layers_of,
+    pass_lock,
     replace_module,
-    turn_of,
 )
 from forerun.model.load import (
     LoadOptions,
@@ -80,7 +80,7 @@ def prepare(
     named = isinstance(source, (str, Path))
     sizes = Sizes(rows, slots, reserve, reserve_per_slot)
     model, slots = _open(cls, source, options, sizes) if named else _adopt(source, options, sizes)
-    settle(model)
+    run_first_forward(model)
     # By default only a model that was loaded here is repacked: on one device, not quantised, without an adapter.
     plain = named and not (is_spread(model) or is_quantised(model) or getattr(model, "peft_config", None))
     faster = plain if options.repack is None else options.repack
@@ -108,7 +108,7 @@ def prepare(
 
 
 @torch.inference_mode()
-def settle(model: Any) -> None:
+def run_first_forward(model: Any) -> None:
     """Run a model that changes its weights at its first forward (RWKV scales them), before any is repacked."""
     if getattr(base_of(model), "layers_are_rescaled", True) is False:
         with refusing(model, plainly=True):
@@ -136,10 +136,10 @@ def _let_go_of_files(model: Any) -> None:
     """Copy the few weights that were not repacked. transformers leaves them in the mapped file, and
     one of them keeps everything that was read of it in memory.
     """
-    rest = [own for own in (*model.parameters(), *model.buffers()) if own.device.type == "cpu"]
-    if sum(own.nbytes for own in rest) < freed_bytes(model):
-        for own in rest:
-            own.data = own.data.clone()
+    rest = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu"]
+    if sum(tensor.nbytes for tensor in rest) < freed_bytes(model):
+        for tensor in rest:
+            tensor.data = tensor.data.clone()
 
 
 def open_named(name: str | Path, options: LoadOptions) -> Any:
@@ -328,8 +328,9 @@ def prove_model(
     accepted = read_verdict(key)
     if accepted is not None:
         return _as_before(cls, model, faster, accepted), None
-    limit, removed = None, list[str]()
-    with turn_of(base_of(model)), self_check.short_windows(text_config(model)):
+    limit = None
+    removed = list[str]()
+    with pass_lock(base_of(model)), self_check.short_windows(text_config(model)):
         self_check.check_embeddings(model)
         ids = sample(model, tokenizer)
         twin = None if self_check.is_exact(model) else _copy(model, self_check.whole_parameters(model), room)
@@ -338,12 +339,12 @@ def prove_model(
         expected = self_check.expect(_out_of_blocks(model, room), ids, sizes=twin is None)
         if faster is not None:
             faster(ids, None)
-        trial, found, wrong = _check_trial(cls, model, expected)
+        trial, length, wrong = _check_trial(cls, model, expected)
         if wrong is not None:
             first = wrong
             for piece in accelerate.undo(model):
                 removed.append(piece)
-                trial, found, wrong = _check_trial(cls, model, expected)
+                trial, length, wrong = _check_trial(cls, model, expected)
                 if wrong is None:
                     _log.warning("%s runs without %s: with that, %s", name_of(model), ", ".join(removed), first)
                     break
@@ -351,7 +352,7 @@ def prove_model(
             raise UnsupportedModelError(
                 f"{wrong}. Speculation would not be lossless. {_remedy(cls, model, ids, removed, room)}"
             )
-    least = min((one for one in (limit, found) if one is not None), default=None)
+    least = min((tokens for tokens in (limit, length) if tokens is not None), default=None)
     if least is None and not removed:
         keep_verdict(key, name_of(model), accelerate.list_replaced(model))
     return trial, least

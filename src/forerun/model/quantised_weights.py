@@ -62,22 +62,22 @@ def tell(name: str | Path, config: Any, device: torch.device, dtype: torch.dtype
     """Say that weights are dequantised: where a package is missing that would multiply by them, as a warning."""
     method = method_of(config)
     assert method is not None, "only what is quantised is dequantised"
-    said = "%s: its weights (%s) are dequantised to %s"
+    message = "%s: its weights (%s) are dequantised to %s"
     if device.type in _MULTIPLY:
-        said += ", which takes more memory and time: there is no %s (pip install %s)"
+        message += ", which takes more memory and time: there is no %s (pip install %s)"
         lacking = _lacking(method)
         names = " or ".join(lacking), " ".join(lacking).replace("_", "-")
-        warn_once(_log, f"package for {method}", said, name, method, dtype, *names)
+        warn_once(_log, f"package for {method}", message, name, method, dtype, *names)
     else:
-        _log.info(said, name, method, dtype)
+        _log.info(message, name, method, dtype)
 
 
 def plain_config(config: Any, *, ours: bool) -> Any:
     """Return a copy of a configuration that transformers loads dequantised: one that asks for that, or names no
     quantisation where the weights that it is handed are `ours`.
     """
-    made = copy.deepcopy(config)
-    for part in (made, made.get_text_config(decoder=True)):
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config(decoder=True)):
         settings = getattr(part, "quantization_config", None)
         if settings is None:
             continue
@@ -85,7 +85,7 @@ def plain_config(config: Any, *, ours: bool) -> Any:
             del part.quantization_config
         else:
             part.quantization_config = {**_as_dict(settings), "dequantize": True}
-    return made
+    return plain
 
 
 def reads(config: Any, names: Iterable[str]) -> bool:
@@ -129,27 +129,29 @@ def _convert(
     places: Mapping[str, Tensor], settings: Mapping[str, Any], dtype: torch.dtype, linear: Collection[str]
 ) -> QuantisedWeights:
     """Return what `read_weights` does of tensors that are read one by one."""
-    found, method = QuantisedWeights({}, {}), str(settings["quant_method"])
+    loaded = QuantisedWeights({}, {})
+    method = str(settings["quant_method"])
     kinds = dict[str, list[str]]()  # The tensors of each module
     for name in places:
         module, _, kind = name.rpartition(".")
         kinds.setdefault(module, []).append(kind)
     for name in places:
         module, _, kind = name.rpartition(".")
-        weight, parts = f"{module}.weight", [part for part in kinds[module] if part in _PARTS[method]]
+        weight = f"{module}.weight"
+        parts = [part for part in kinds[module] if part in _PARTS[method]]
         if kind not in parts or _MARKS.isdisjoint(parts):
             if not name.endswith(_ACTIVATIONS):
-                found.tensors[name] = places[name]
-        elif weight not in found.tensors:
-            own = {part: places[f"{module}.{part}"] for part in parts}
-            matrix = _read_matrix(method, settings, module, own)
+                loaded.tensors[name] = places[name]
+        elif weight not in loaded.tensors:
+            tensors = {part: places[f"{module}.{part}"] for part in parts}
+            matrix = _read_matrix(method, settings, module, tensors)
             rows = matrix.to_blocks() if weight in linear else None
             if rows is None:
-                found.tensors[weight] = matrix.values().to(dtype)
+                loaded.tensors[weight] = matrix.values().to(dtype)
             else:
-                found.tensors[weight] = torch.zeros((), dtype=dtype).expand(matrix.codes.shape)
-                found.stored[weight] = rows
-    return found
+                loaded.tensors[weight] = torch.zeros((), dtype=dtype).expand(matrix.codes.shape)
+                loaded.stored[weight] = rows
+    return loaded
 
 
 class _StoredTensors(Mapping[str, Tensor]):
@@ -235,11 +237,11 @@ def memory_bytes(headers: list[Mapping[str, Any]], config: Any, itemsize: int, *
     return total
 
 
-def _read_matrix(method: str, settings: Mapping[str, Any], module: str, own: Mapping[str, Tensor]) -> _Matrix:
+def _read_matrix(method: str, settings: Mapping[str, Any], module: str, tensors: Mapping[str, Tensor]) -> _Matrix:
     try:
-        return READERS[method](own, settings)
+        return READERS[method](tensors, settings)
     except (KeyError, RuntimeError, ValueError, ZeroDivisionError) as error:
-        shapes = ", ".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in own.items())
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors.items())
         package = " ".join(PACKAGES[method]).replace("_", "-")
         raise UnsupportedModelError(
             f"{module}: weights of the method {method} that are packed like this are not read here ({shapes}; "
@@ -248,53 +250,55 @@ def _read_matrix(method: str, settings: Mapping[str, Any], module: str, own: Map
         ) from error
 
 
-def _read_gptq(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
+def _read_gptq(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
     """Read GPTQ: words of inputs below each other, and zeros that its first form holds one too small."""
     form = settings.get("checkpoint_format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise ValueError(f"checkpoint_format {form!r}")
-    scales = own["scales"].float()  # (groups, outputs)
-    bits = _BITS * own["qzeros"].shape[1] // scales.shape[1]
-    codes, zeros = _unpack(own["qweight"].T, bits), _unpack(own["qzeros"], bits) + (form == "gptq")
-    groups = own.get("g_idx")
+    scales = tensors["scales"].float()  # (groups, outputs)
+    bits = _BITS * tensors["qzeros"].shape[1] // scales.shape[1]
+    codes, zeros = _unpack(tensors["qweight"].T, bits), _unpack(tensors["qzeros"], bits) + (form == "gptq")
+    groups = tensors.get("g_idx")
     if groups is None:
         groups = torch.arange(codes.shape[1]) // (codes.shape[1] // len(scales))
     groups = groups.long()
     return _Matrix(codes, scales.T[:, groups], zeros.T[:, groups], bits)
 
 
-def _read_awq(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
+def _read_awq(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
     """Read AWQ for GEMM: words of outputs beside each other, in an order of their own."""
     if settings.get("version", "gemm") != "gemm":
         raise ValueError(f"version {settings['version']!r} instead of 'gemm'")
-    scales, order = own["scales"].float(), torch.tensor(_AWQ_ORDER)  # (groups, outputs)
+    scales = tensors["scales"].float()
+    order = torch.tensor(_AWQ_ORDER)  # (groups, outputs)
     codes, zeros = (
-        torch.unflatten(_unpack(own[name], 4), 1, (-1, 8))[:, :, order].flatten(1).T for name in ("qweight", "qzeros")
+        torch.unflatten(_unpack(tensors[name], 4), 1, (-1, 8))[:, :, order].flatten(1).T
+        for name in ("qweight", "qzeros")
     )
     each = codes.shape[1] // len(scales)
     return _Matrix(codes, scales.T.repeat_interleave(each, 1), zeros.repeat_interleave(each, 1), 4)
 
 
-def _read_compressed(own: Mapping[str, Tensor], _settings: Mapping[str, Any]) -> _Matrix:
+def _read_compressed(tensors: Mapping[str, Tensor], _settings: Mapping[str, Any]) -> _Matrix:
     """Read compressed-tensors: integers in words, or FP8 and int8 as they are, with scales for each row, group or
     block.
     """
-    scales, zeros, bits = own["weight_scale"].float(), own.get("weight_zero_point"), 8
-    if "weight_packed" in own:
-        outputs, inputs = own["weight_shape"].tolist()
-        words = own["weight_packed"]
+    scales, zeros, bits = tensors["weight_scale"].float(), tensors.get("weight_zero_point"), 8
+    if "weight_packed" in tensors:
+        outputs, inputs = tensors["weight_shape"].tolist()
+        words = tensors["weight_packed"]
         if words.dtype is not torch.int32:
             raise ValueError(f"words of {words.dtype}")
         bits = _BITS // -(-inputs // words.shape[1])
         codes = _unpack(words, bits)[:, :inputs]
         zeros = torch.tensor(1 << (bits - 1)) if zeros is None else _unpack(zeros.T, bits).T[:outputs]
-    elif own["weight"].dtype is torch.int8:
-        codes = own["weight"].int() + 128
+    elif tensors["weight"].dtype is torch.int8:
+        codes = tensors["weight"].int() + 128
         zeros = torch.tensor(128) if zeros is None else zeros.int() + 128
     else:
-        codes, zeros = own["weight"].float(), None
+        codes, zeros = tensors["weight"].float(), None
     outputs, inputs = codes.shape
-    groups = own.get("weight_g_idx")
+    groups = tensors.get("weight_g_idx")
 
     def spread(grid: Tensor) -> Tensor:
         ordered = groups is not None and int(groups.min()) >= 0
@@ -303,9 +307,9 @@ def _read_compressed(own: Mapping[str, Tensor], _settings: Mapping[str, Any]) ->
     return _Matrix(codes, spread(scales), zeros if zeros is None or not zeros.dim() else spread(zeros), bits)
 
 
-def _read_fp8(own: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
+def _read_fp8(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> _Matrix:
     """Read DeepSeek's FP8: a scale for each block, whose last ones may be cut."""
-    stored, scales = own["weight"], own["weight_scale_inv"]
+    stored, scales = tensors["weight"], tensors["weight_scale_inv"]
     if stored.itemsize != 1 or not stored.is_floating_point() or not scales.is_floating_point():
         raise ValueError(f"weights of {stored.dtype} with scales of {scales.dtype}")
     codes, (outputs, inputs) = stored.float(), stored.shape
@@ -358,9 +362,9 @@ def _lacking(method: str) -> list[str]:
 
 def _settings(config: Any) -> dict[str, Any] | None:
     """Return the quantisation that a configuration, or that of its text, names."""
-    own = getattr(config, "quantization_config", None)
-    found = own or getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    return None if found is None else _as_dict(found)
+    of_model = getattr(config, "quantization_config", None)
+    settings = of_model or getattr(config.get_text_config(decoder=True), "quantization_config", None)
+    return None if settings is None else _as_dict(settings)
 
 
 def _as_dict(settings: Any) -> dict[str, Any]:

@@ -142,7 +142,7 @@ class CudaGraphs:
         """Record the work, after running it so that what it allocates once is there. Other threads
         may use the device.
         """
-        own = tuple(tensor.clone() for tensor in inputs)
+        held_inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
         with _ONE_AT_A_TIME, torch.cuda.device(self._device):
             here, aside = torch.cuda.current_stream(), _aside(self._device)
@@ -150,14 +150,14 @@ class CudaGraphs:
             try:
                 with torch.cuda.stream(aside):
                     for _ in range(_WARM_UPS):
-                        work(*own)
+                        work(*held_inputs)
                     with torch.cuda.graph(graph, pool=self._pool, stream=aside, capture_error_mode="thread_local"):
-                        result = work(*own)
+                        result = work(*held_inputs)
             finally:
                 here.wait_stream(aside)  # Where it failed, too: the same work is run here next, on the same memory
 
-        def replay(*given: Tensor) -> Any:
-            for held, new in zip(own, given, strict=True):
+        def replay(*new_inputs: Tensor) -> Any:
+            for held, new in zip(held_inputs, new_inputs, strict=True):
                 held.copy_(new)
             graph.replay()
             return result
@@ -184,11 +184,11 @@ def extend_rows(values: Tensor, more: int) -> Tensor:
     return torch.cat([values, values[-1:].expand(more, *values.shape[1:])]) if more else values
 
 
-def first_rows(made: Made, count: int) -> Made:
+def first_rows(results: Made, count: int) -> Made:
     """Return the first `count` rows of what was made for more rows, a dataclass of tensors (B, ..)."""
-    assert is_dataclass(made) and not isinstance(made, type), "what is made is a dataclass"
-    values = {part.name: getattr(made, part.name) for part in fields(made)}
-    return replace(made, **{name: value[:count] for name, value in values.items() if isinstance(value, Tensor)})
+    assert is_dataclass(results) and not isinstance(results, type), "what is made is a dataclass"
+    values = {part.name: getattr(results, part.name) for part in fields(results)}
+    return replace(results, **{name: value[:count] for name, value in values.items() if isinstance(value, Tensor)})
 
 
 def wide(used: int, slots: int) -> int:
@@ -201,6 +201,6 @@ def recordable(config: Any) -> bool:
     largest position.
     """
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    by_layer_type = [one for one in rope.values() if isinstance(one, dict)]
-    kinds = {str(one.get("rope_type", one.get("type", ""))) for one in (rope, *by_layer_type)}
+    by_layer_type = [part for part in rope.values() if isinstance(part, dict)]
+    kinds = {str(part.get("rope_type", part.get("type", ""))) for part in (rope, *by_layer_type)}
     return not kinds & {"dynamic", "longrope"}

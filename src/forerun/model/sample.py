@@ -39,8 +39,8 @@ def sample(model: Any, tokenizer: Callable[[], Any] | None) -> list[int]:
     texts. Without a tokenizer, or with one of another vocabulary, the model draws `DRAWN` ids.
     `tokenizer` returns the model's, or None.
     """
-    found = None if tokenizer is None else tokenizer()
-    ids = [] if found is None else _encode(found)
+    loaded = None if tokenizer is None else tokenizer()
+    ids = [] if loaded is None else _encode(loaded)
     if len(set(ids)) < _LEAST or max(ids) >= text_config(model).vocab_size:
         return draw_tokens(model, DRAWN)
     return ids

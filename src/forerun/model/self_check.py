@@ -168,20 +168,21 @@ def _reference(model: Any, ids: Sequence[int], size: int, passed: int) -> PlainR
     """Run plain forwards in one batch, without cache or mask; the second prompt has `_BEHIND`
     tokens more than `passed`.
     """
-    vocabulary, longer = text_config(model).vocab_size, passed + _BEHIND
+    vocabulary = text_config(model).vocab_size
+    longer = passed + _BEHIND
     shorter, path, behind = max(2, longer - 5), len(_PATHS[0]), 1 + _LATER  # a prompt and a root, at least
     texts = [_text(ids, offset, length + path + behind) for offset, length in ((0, shorter), (len(ids) // 2, longer))]
     prefixes = tuple(text[: -path - behind] for text in texts)
     right = [text[-path - behind : -behind] for text in texts]
     # The other path takes the other row's words: text as well, and other tokens in any case.
     wrong = [
-        [(two + 1) % vocabulary if two == one else two for one, two in zip(own, other, strict=True)]
-        for own, other in zip(right, right[::-1], strict=True)
+        [(other + 1) % vocabulary if other == token else other for token, other in zip(words, others, strict=True)]
+        for words, others in zip(right, right[::-1], strict=True)
     ]
     nodes = tuple([0] * _TREE for _ in texts)
-    for row, (tokens, kept, dropped) in enumerate(zip(nodes, _PATHS, _PATHS[::-1], strict=True)):
-        for first, second, one, two in zip(kept, dropped, right[row], wrong[row], strict=True):
-            tokens[first - 1], tokens[second - 1] = one, two
+    for row, (tokens, path_kept, dropped) in enumerate(zip(nodes, _PATHS, _PATHS[::-1], strict=True)):
+        for first, second, token, other in zip(path_kept, dropped, right[row], wrong[row], strict=True):
+            tokens[first - 1], tokens[second - 1] = token, other
     later = tuple(text[-behind:] for text in texts)
     sequences = [*texts, *(prefix + other for prefix, other in zip(prefixes, wrong, strict=True))]
     most = max(map(len, sequences))
@@ -225,10 +226,10 @@ def _not_finite(model: Any) -> str:
     blame if there is one.
     """
     bad = next((name for name, weight in named_weights(model) if not weight.isfinite().all()), None)
-    said = f"{name_of(model)}: a plain forward gives NaN or infinite logits"
+    message = f"{name_of(model)}: a plain forward gives NaN or infinite logits"
     if bad is not None:
-        return f"{said}: the weight {bad} is not finite. The checkpoint is broken: copy or download it again"
-    return f"{said} in {model.dtype}, although all weights are finite: its numbers are too large for it. Try float32"
+        return f"{message}: the weight {bad} is not finite. The checkpoint is broken: copy or download it again"
+    return f"{message} in {model.dtype}, although all weights are finite: its numbers are too large for it. Try float32"
 
 
 def check_embeddings(model: Any) -> None:
@@ -346,22 +347,25 @@ def _complaint(target: Any, expected: PlainReference, named: str) -> str | None:
     for what, size in worst.items():
         if not size <= expected.limit:
             where = f" past {named}" if named else ""
-            said = f"{name_of(target.model)} failed the self-check{where}: {what} differs from a plain forward by"
+            message = f"{name_of(target.model)} failed the self-check{where}: {what} differs from a plain forward by"
             if expected.noise is None:
                 why = (
                     obstacle(target.model) or "what it computes does not follow the mask and positions that it is given"
                 )
-                return f"{said} {size:.2g} of the logits' spread, {STRUCTURE:g} is allowed in {target.dtype}; {why}"
-            own = f"{FACTOR} times its own noise, {expected.noise:.2g} between token by token and one pass, is allowed"
+                return f"{message} {size:.2g} of the logits' spread, {STRUCTURE:g} is allowed in {target.dtype}; {why}"
+            allowed = (
+                f"{FACTOR} times its own noise, {expected.noise:.2g} between token by token and one pass, is allowed"
+            )
             missing = obstacle(target.model)
             more = f"; {missing}" if missing else ""
-            return f"{said} a KL divergence of {size:.2g} nats, {own} in {target.dtype}{more}"
+            return f"{message} a KL divergence of {size:.2g} nats, {allowed} in {target.dtype}{more}"
     return None
 
 
 def errors(target: Any, expected: PlainReference) -> dict[str, float]:
     """Return, by phase, the `difference` of a target's logits from those of plain forwards."""
-    rows, start = [0, 1], expected.start
+    rows = [0, 1]
+    start = expected.start
     if start:
         target.prefill(rows, [prefix[:start] for prefix in expected.prefixes])
     prompt = target.prefill(rows, [prefix[start:-1] for prefix in expected.prefixes], all_logits=True).logits
@@ -376,20 +380,20 @@ def errors(target: Any, expected: PlainReference) -> dict[str, float]:
     phases = ("a prompt in a batch of unequal lengths", "a branching tree", "a step after a gathered path")
     pairs: dict[str, list[tuple[Tensor, Tensor]]] = {phase: [] for phase in phases}
     for row, prefix in enumerate(expected.prefixes):
-        kept, dropped = expected.kept[row], expected.dropped[row]
+        on_path, dropped = expected.kept[row], expected.dropped[row]
         last, path = len(prefix) - 1 - start, len(_PATHS[row])  # The root's place among the expected logits
         end, other = last + 1 + path, list(_PATHS[1 - row])
-        wanted = torch.cat([kept[last:end], dropped[last + 1 : end]])
+        expected_logits = torch.cat([on_path[last:end], dropped[last + 1 : end]])
         # In 16 bits a text's first tokens are noisier by far than those at which the noise is measured.
         first = 0 if start or expected.noise is None else min(_SHORT_WINDOW, last - 1)
-        pairs[phases[0]].append((prompt[row, first:last], kept[first:last]))
-        pairs[phases[1]].append((tree[row, [0, *_PATHS[row], *other]], wanted))
-        pairs[phases[2]].append((second[row], kept[end : end + 1 + _LATER]))
-    found = {}
+        pairs[phases[0]].append((prompt[row, first:last], on_path[first:last]))
+        pairs[phases[1]].append((tree[row, [0, *_PATHS[row], *other]], expected_logits))
+        pairs[phases[2]].append((second[row], on_path[end : end + 1 + _LATER]))
+    worst = {}
     for phase, both in pairs.items():
         ours, theirs = (torch.cat([side.cpu() for side in sides]) for sides in zip(*both, strict=True))
-        found[phase] = difference(ours, theirs, expected.noise)
-    return found
+        worst[phase] = difference(ours, theirs, expected.noise)
+    return worst
 
 
 def most_difference(noise: float | None) -> float:

@@ -47,8 +47,8 @@ def auto_class(config: Any) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     both = (AutoModelForCausalLM, AutoModelForImageTextToText)
-    known = [each for each in both if type(config) in each._model_mapping]
-    return known[0] if known and not getattr(config, "auto_map", None) else AutoModelForCausalLM
+    classes = [each for each in both if type(config) in each._model_mapping]
+    return classes[0] if classes and not getattr(config, "auto_map", None) else AutoModelForCausalLM
 
 
 def refuse_config(config: Any, model_class: Any = None) -> None:
@@ -64,8 +64,8 @@ def refuse_config(config: Any, model_class: Any = None) -> None:
         code = vars(sys.modules.get(model_class.__module__, object))
         wraps = config.get_text_config(decoder=True) is not config  # Its layers are of another file
         layers = [each for each in code.values() if isinstance(each, type) and issubclass(each, nn.Module)]
-        known = any(of_classes(layers).values()) or compresses(layers)
-        if getattr(model_class, "_is_stateful", False) and not wraps and not known:
+        states_known = any(of_classes(layers).values()) or compresses(layers)
+        if getattr(model_class, "_is_stateful", False) and not wraps and not states_known:
             raise _unknown_states(kind)
     elif not getattr(config, "auto_map", None):
         raise UnsupportedModelError(f"{kind} is no causal language model: transformers has no AutoModelForCausalLM")
@@ -106,17 +106,17 @@ def known_states(model: Any) -> StateLayers:
     """Return the layers of a loaded model that keep states. Raises UnsupportedModelError for one whose state no file
     of `states` knows.
     """
-    found = state_layers(model)
-    if getattr(type(model), "_is_stateful", False) and not found and not compresses(map(type, model.modules())):
+    layers = state_layers(model)
+    if getattr(type(model), "_is_stateful", False) and not layers and not compresses(map(type, model.modules())):
         raise _unknown_states(model.config.model_type)
-    unknown = {kind.__name__: sorted(KEPT.intersection(names_of(kind))) for kind, names in found.items() if not names}
+    unknown = {kind.__name__: sorted(KEPT.intersection(names_of(kind))) for kind, names in layers.items() if not names}
     if unknown:
-        kept = ", ".join(f"{name} ({', '.join(methods)})" for name, methods in sorted(unknown.items()))
+        classes = ", ".join(f"{name} ({', '.join(methods)})" for name, methods in sorted(unknown.items()))
         raise UnsupportedModelError(
-            f"{model.config.model_type}: layers of the class {kept} keep a state in the cache by code of their own, "
+            f"{model.config.model_type}: layers of the class {classes} keep a state in the cache by code of their own, "
             f"with none of {', '.join(KINDS)}. {_HOW}"
         )
-    return found
+    return layers
 
 
 def named_sizes(config: Any) -> dict[str, int]:
@@ -226,9 +226,9 @@ def refusing(model: Any, *, plainly: bool = False) -> Iterator[None]:
     except (ForerunError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         if plainly:
-            raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {said}") from error
+            raise UnsupportedModelError(f"{name_of(model)}: even a plain forward fails: {reason}") from error
         needs = "forerun needs 4D attention masks, explicit positions and a KV cache"
         raise UnsupportedModelError(
             f"{name_of(model)} cannot score a token tree: {obstacle(model, error) or _CLASH}. {needs}. {UNSERVED}"

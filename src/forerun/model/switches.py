@@ -1,4 +1,4 @@
-"""Functions, methods and forwards of transformers' modelling files that lead to ours while a pass of forerun runs.
+"""Redirects functions, methods and forwards of transformers' modelling files to ours while a pass of forerun runs.
 
 At any other time they are the file's own, so that a model which a user handed in stays what it was.
 """
@@ -13,33 +13,33 @@ from typing import Any
 
 from torch import nn
 
-from forerun.model.padding import Pass, current
+from forerun.model.inputs import Pass, current
 
 Function = Callable[..., Any]
 
 
-def lead(owner: type[nn.Module], name: str, ours: Function, of: Callable[[Pass], Any]) -> None:
-    """Lead what the forward of the class `owner` calls `name`, a method of its or a function of its file, to `ours`
+def redirect(owner: type[nn.Module], name: str, ours: Function, of: Callable[[Pass], Any]) -> None:
+    """Redirect what the forward of the class `owner` calls `name`, a method of its or a function of its file, to `ours`
     while ``of(pass)`` is not None.
 
     `ours` is called with ``of(pass)``, with the original and with what the forward handed over.
     """
     of_file: dict[str, Any] = inspect.unwrap(owner.forward).__globals__
-    own = hasattr(owner, name)
-    original = getattr(owner, name) if own else of_file.get(name)
-    if original is None or getattr(original, "leads", False):
+    is_method = hasattr(owner, name)
+    original = getattr(owner, name) if is_method else of_file.get(name)
+    if original is None or getattr(original, "redirects", False):
         return
 
     @functools.wraps(original)
-    def led(*args: Any, **kwargs: Any) -> Any:
-        given = of(current())
-        return original(*args, **kwargs) if given is None else ours(given, original, *args, **kwargs)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        context = of(current())
+        return original(*args, **kwargs) if context is None else ours(context, original, *args, **kwargs)
 
-    vars(led)["leads"] = True
-    if own:
-        setattr(owner, name, led)
+    vars(redirected)["redirects"] = True
+    if is_method:
+        setattr(owner, name, redirected)
     else:
-        of_file[name] = led
+        of_file[name] = redirected
 
 
 def names_of(kind: type[nn.Module]) -> Iterator[str]:

@@ -18,8 +18,7 @@ import torch
 
 from forerun.core.tree import TokenTree
 from forerun.errors import ArgumentError
-from forerun.model.inputs import Nodes, Scored
-from forerun.model.padding import Buckets
+from forerun.model.inputs import Buckets, Nodes, Scored
 from forerun.model.recordings import Recordings
 from forerun.types import Boundary
 

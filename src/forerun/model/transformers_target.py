@@ -17,13 +17,24 @@ from forerun.devices import attention_kernels, device_name, send, send_ints
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import compression, layers, masks, positions, updating
 from forerun.model.cache import SlotCache
-from forerun.model.inputs import Begun, Nodes, Scored, pad_right, scatter_rows, take_last
+from forerun.model.inputs import (
+    Buckets,
+    Flat,
+    Nodes,
+    Pass,
+    Resumed,
+    Scored,
+    TreePaths,
+    pad_right,
+    running,
+    scatter_rows,
+    take_last,
+)
 from forerun.model.kernels import attention, compiling, native
 from forerun.model.kernels.packing import PackedLinear, name_blocks, packed_bytes
 from forerun.model.layers import LayerRange, capture_states, check_boundaries
 from forerun.model.load import LoadOptions
 from forerun.model.memory import Sizes, default_slots, plan_slots_beside
-from forerun.model.padding import Buckets, Flat, Pass, TreePaths, running
 from forerun.model.prepare import prepare
 from forerun.model.recordings import MET_BEFORE, Recordings, Work, bucket, recordable, round_tokens, wide
 from forerun.model.states import install, keep_outside, uses_cache
@@ -60,7 +71,7 @@ class TransformersTarget(Target):
         self.head = layers.OutputHead(model)
         self.dtype = model.dtype
         self._base = layers.base_of(model)
-        self._turn = layers.turn_of(self._base)
+        self.pass_lock = layers.pass_lock(self._base)
         self._prompt = object()  # See `Pass.prompt`; renewed with every prompt
         name, self._layers = layers.layers_of(self._base, self.config.num_hidden_layers)
         self.num_layers = len(self._layers)
@@ -140,16 +151,17 @@ class TransformersTarget(Target):
         check_boundaries(boundaries, self.num_layers)
         if self.records and max(counts) <= SHORT:
             return self._append(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
-        wanted = boundaries | {LAST_HIDDEN} if all_logits else boundaries
+        captured = boundaries | {LAST_HIDDEN} if all_logits else boundaries
         gathered: dict[Boundary, Tensor] = {}
         last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
         for start in range(0, max(counts), PREFILL_CHUNK):
             active = [index for index, count in enumerate(counts) if count > start]
             pieces = [list(tokens[index][start : start + PREFILL_CHUNK]) for index in active]
-            some, nodes = [rows[index] for index in active], Nodes.of_prompt(pieces)
-            with self._turn, attention_kernels(self.device):
+            some = [rows[index] for index in active]
+            nodes = Nodes.of_prompt(pieces)
+            with self.pass_lock, attention_kernels(self.device):
                 flat = self._flat(nodes, padded=False)
-                states, caught = self._forward(some, nodes, wanted, flat, padded=False)
+                states, caught = self._forward(some, nodes, captured, flat, padded=False)
             self._note_appended(some, [len(piece) for piece in pieces])
             for boundary, value in caught.items():
                 if boundary not in gathered:
@@ -176,20 +188,20 @@ class TransformersTarget(Target):
         """Run `Target.score`. Node k stands in slot lengths + k."""
         check_boundaries(boundaries, self.num_layers)
         nodes = self._nodes(rows, trees)
-        begun = nodes.begun([self.writes[row] for row in rows], boundaries)
-        if begun is not None:
-            scored = self._complete(rows, nodes, begun, boundaries)
+        resumed = nodes.resumed([self.writes[row] for row in rows], boundaries)
+        if resumed is not None:
+            scored = self._complete(rows, nodes, resumed, boundaries)
         elif self.records:
             scored = self._score_recorded(rows, nodes, boundaries)
         else:
             flat = self._flat(nodes, padded=True)
-            with self._turn, attention_kernels(self.device):
+            with self.pass_lock, attention_kernels(self.device):
                 states, caught = self._forward(rows, nodes, boundaries, flat, padded=True)
-            kept = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
+            hidden_states = {boundary: value[:, : nodes.fresh] for boundary, value in caught.items()}
             if flat is None or padded:
-                scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=kept)
+                scored = Scored(logits=self._logits(states, flat)[:, : nodes.fresh], hidden_states=hidden_states)
             else:
-                scored = Scored(logits=self.head(flat.flatten(states)), hidden_states=kept, flat=flat)
+                scored = Scored(logits=self.head(flat.flatten(states)), hidden_states=hidden_states, flat=flat)
         self._note_run(rows, nodes)
         return scored
 
@@ -267,7 +279,7 @@ class TransformersTarget(Target):
         return updating.open_weights(self.model, folder, tokenizer)
 
     def write_weights(self, weights: Any, folder: Path) -> None:
-        with self._turn:
+        with self.pass_lock:
             updating.write_weights(self.model, weights)
         self.name_or_path = str(folder)
 
@@ -349,12 +361,12 @@ class TransformersTarget(Target):
         """Return the last layer of that kind, as transformers names kinds, which has keys and values of its own.
         Raises ArgumentError if there is none.
         """
-        own = self.num_layers - (getattr(self.config, "num_kv_shared_layers", None) or 0)
-        kinds = (getattr(self.config, "layer_types", None) or [masks.FULL] * self.num_layers)[:own]
-        found = [layer for layer, other in enumerate(kinds) if other == kind]
-        if not found:
+        keeping = self.num_layers - (getattr(self.config, "num_kv_shared_layers", None) or 0)
+        kinds = (getattr(self.config, "layer_types", None) or [masks.FULL] * self.num_layers)[:keeping]
+        layers = [layer for layer, other in enumerate(kinds) if other == kind]
+        if not layers:
             raise ArgumentError(f"{self.name_or_path} has no layer of the kind {kind} with keys of its own")
-        return found[-1]
+        return layers[-1]
 
     @property
     def keeps_states(self) -> bool:
@@ -380,39 +392,41 @@ class TransformersTarget(Target):
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
-    def _complete(self, rows: Sequence[int], nodes: Nodes, begun: Begun, boundaries: Set[Boundary]) -> Scored:
+    def _complete(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed, boundaries: Set[Boundary]) -> Scored:
         """Return what one whole pass over `nodes` would give."""
-        size, shape = nodes.ids.shape[1], tuple(begun.states.shape)
+        size = nodes.ids.shape[1]
+        shape = tuple(resumed.states.shape)
         if shape[1] > size or shape[2] != self.hidden_size or nodes.start:
             expected, span = f"(1..{size}, {self.hidden_size}), root first", f"nodes {nodes.start}..{size - 1}"
             raise ArgumentError(f"a pass over {span} cannot resume states {shape[1:]} in a row; expected {expected}")
-        if not 1 <= begun.boundary <= self.num_layers:
-            raise ArgumentError(f"cannot resume at boundary {begun.boundary}; there are 1..{self.num_layers}")
-        wanted, flat = sorted(boundaries), self._flat(nodes, padded=True)
+        if not 1 <= resumed.boundary <= self.num_layers:
+            raise ArgumentError(f"cannot resume at boundary {resumed.boundary}; there are 1..{self.num_layers}")
+        captured = sorted(boundaries)
+        flat = self._flat(nodes, padded=True)
 
         def work(inputs: dict[str, Any], states: Tensor) -> list[Tensor]:
             with capture_states(self._layers, boundaries) as caught:
-                final = self._ranges.finish(states, inputs, start=begun.boundary)
-            caught |= {begun.boundary: states, LAST_HIDDEN: final}
-            return [self._logits(final, flat), *(caught[one] for one in wanted)]
+                final = self._ranges.finish(states, inputs, start=resumed.boundary)
+            caught |= {resumed.boundary: states, LAST_HIDDEN: final}
+            return [self._logits(final, flat), *(caught[boundary] for boundary in captured)]
 
-        key = "complete", begun.boundary, tuple(wanted)
-        logits, *found = self._pass(key, work, rows, nodes, self._begin(rows, nodes, begun))
-        return Scored(logits=logits, hidden_states=dict(zip(wanted, found, strict=True)))
+        key = "complete", resumed.boundary, tuple(captured)
+        logits, *states = self._pass(key, work, rows, nodes, self._begin(rows, nodes, resumed))
+        return Scored(logits=logits, hidden_states=dict(zip(captured, states, strict=True)))
 
-    def _begin(self, rows: Sequence[int], nodes: Nodes, begun: Begun) -> Tensor:
+    def _begin(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed) -> Tensor:
         """Return the states (B, N, H) of all nodes at the boundary; those that lack the first
         layers run through them now.
         """
         size = nodes.ids.shape[1]
-        states = nn.functional.pad(begun.states, (0, 0, 0, size - begun.states.shape[1]))
-        lacking = nodes.real & (torch.arange(size) >= torch.tensor(begun.counts).unsqueeze(1))
+        states = nn.functional.pad(resumed.states, (0, 0, 0, size - resumed.states.shape[1]))
+        lacking = nodes.real & (torch.arange(size) >= torch.tensor(resumed.counts).unsqueeze(1))
         if not lacking.any():
             return states
         start = int(lacking.any(0).int().argmax())
         # What nodes feed into recurrent states comes from one pass for all that stand behind `start`.
         run = lacking if self.states is None else nodes.real & (torch.arange(size) >= start)
-        [early] = self._part(rows, replace(nodes, real=run, start=start), LayerRange(stop=begun.boundary), None)
+        [early] = self._part(rows, replace(nodes, real=run, start=start), LayerRange(stop=resumed.boundary), None)
         [fresh] = send([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
@@ -430,14 +444,14 @@ class TransformersTarget(Target):
         computes from them.
         """
 
-        def work(inputs: dict[str, Any], *given: Tensor) -> list[Tensor]:
-            found = self._ranges.run(plan, inputs, *given or [None])
-            return [found] if head is None else [found, head(found)]
+        def work(inputs: dict[str, Any], *states_given: Tensor) -> list[Tensor]:
+            results = self._ranges.run(plan, inputs, *states_given or [None])
+            return [results] if head is None else [results, head(results)]
 
-        found = self._pass(None if tried else ("part", plan, head), work, rows, nodes, states)
+        results = self._pass(None if tried else ("part", plan, head), work, rows, nodes, states)
         if plan.stop == self.num_layers:
             self._note_run(rows, nodes)
-        return found
+        return results
 
     def _pass(
         self, what: Hashable | None, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
@@ -446,14 +460,14 @@ class TransformersTarget(Target):
         nodes, and return its results, (B, N - start, ..) each. It is recorded where passes are, if
         it has a name and has come more than once.
         """
-        given = [] if states is None else [states]
+        tensors = [] if states is None else [states]
         if self.records:
-            return self._replay(what, work, rows, nodes, given, after=MET_BEFORE)
+            return self._replay(what, work, rows, nodes, tensors, after=MET_BEFORE)
         inputs, this = self._place(rows, nodes, padded=True)
         missing = inputs["input_ids"].shape[1] - nodes.fresh
-        with self._turn, running(this), attention_kernels(self.device):
-            found = work(inputs, *(nn.functional.pad(one, (0, 0, 0, missing)) for one in given))
-        return [values[:, : nodes.fresh] for values in found]
+        with self.pass_lock, running(this), attention_kernels(self.device):
+            results = work(inputs, *(nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in tensors))
+        return [values[:, : nodes.fresh] for values in results]
 
     def _logits(self, states: Tensor, flat: Flat | None) -> Tensor:
         """Return the logits of states (B, N, H) after the final norm; with `flat` those of the real
@@ -482,15 +496,18 @@ class TransformersTarget(Target):
 
     def _score_recorded(self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary]) -> Scored:
         """Run `score` as a recorded pass."""
-        wanted = sorted(boundaries)
+        captured = sorted(boundaries)
 
         def work(inputs: dict[str, Any]) -> list[Tensor]:
             with capture_states(self._layers, boundaries) as caught:
                 states: Tensor = self._base(**inputs).last_hidden_state
-            return [self.head(states), *(states if one == LAST_HIDDEN else caught[one] for one in wanted)]
+            return [
+                self.head(states),
+                *(states if boundary == LAST_HIDDEN else caught[boundary] for boundary in captured),
+            ]
 
-        logits, *states = self._replay(("whole", tuple(wanted)), work, rows, nodes, [])
-        return Scored(logits=logits, hidden_states=dict(zip(wanted, states, strict=True)))
+        logits, *states = self._replay(("whole", tuple(captured)), work, rows, nodes, [])
+        return Scored(logits=logits, hidden_states=dict(zip(captured, states, strict=True)))
 
     def _replay(
         self,
@@ -498,7 +515,7 @@ class TransformersTarget(Target):
         work: Work,
         rows: Sequence[int],
         nodes: Nodes,
-        given: Sequence[Tensor],
+        tensors_given: Sequence[Tensor],
         *,
         after: int = 0,
     ) -> list[Tensor]:
@@ -507,27 +524,30 @@ class TransformersTarget(Target):
         """
         index = send_ints(rows, self.device)
         host, drafted, width = self._pack(rows, nodes, index)
-        count, (batch, size) = len(host) + len(drafted), host[1].shape[:2]
+        count = len(host) + len(drafted)
+        batch, size = host[1].shape[:2]
         missing = size - nodes.fresh
         wider = [
-            one.new_zeros(batch, size, one.shape[2]).index_copy_(0, index, nn.functional.pad(one, (0, 0, 0, missing)))
-            for one in given
+            tensor.new_zeros(batch, size, tensor.shape[2]).index_copy_(
+                0, index, nn.functional.pad(tensor, (0, 0, 0, missing))
+            )
+            for tensor in tensors_given
         ]
 
         def recorded(*tensors: Tensor) -> list[Tensor]:
             (*block, places, ids), more = tensors[:count], tensors[count:]
             inputs = self._announce(masks.Block(*block), places, ids, width)
             with running(Pass()), attention_kernels(self.device):
-                found: list[Tensor] = work(inputs, *more)
-            return found
+                results: list[Tensor] = work(inputs, *more)
+            return results
 
         key = what, width, bool(drafted), *(tensor.shape for tensor in host)
-        with self._turn:
-            found = self.recordings.run_sent(
+        with self.pass_lock:
+            results = self.recordings.run_sent(
                 key if what is not None else None, recorded, host, self.device, *drafted, *wider, after=after
             )
         # Copies: what a recording returns lives until the next call.
-        return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in found]
+        return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in results]
 
     def _announce(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
         """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
@@ -598,10 +618,10 @@ class TransformersTarget(Target):
         """
         if self.device.type != "cpu" and not self.buckets.nodes:
             return []
-        found = nodes.paths
-        if found is None and self.device.type == "cpu":
+        node_paths = nodes.paths
+        if node_paths is None and self.device.type == "cpu":
             return []
-        paths = (nodes.chains() if found is None else found)[:, nodes.start :]
+        paths = (nodes.chains() if node_paths is None else node_paths)[:, nodes.start :]
         return [nn.functional.pad(paths, (0, 0, 0, missing), value=-1) if missing else paths]
 
     def _positions(

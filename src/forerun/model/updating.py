@@ -18,7 +18,7 @@ from forerun.model.kernels.packing import PackedLinear, PackedWeight, list_in_bl
 from forerun.model.layers import is_quantised, is_spread
 from forerun.model.load import LoadOptions, open_model, read_config
 from forerun.model.names import tokenizer_beside
-from forerun.model.prepare import settle
+from forerun.model.prepare import run_first_forward
 from forerun.writing import TokenizerIdentity
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def open_weights(model: Any, folder: Path, tokenizer: PreTrainedTokenizerBase | 
     if tokenizer is not None:
         _compare_tokenizers(tokenizer, folder)
     fresh = open_model(folder, options, config, quiet=True)
-    settle(fresh)
+    run_first_forward(fresh)
     bad = [name for name, weight in fresh.named_parameters() if not torch.isfinite(weight).all()]
     if bad:
         raise CheckpointError(

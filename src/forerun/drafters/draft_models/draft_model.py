@@ -34,9 +34,8 @@ from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submit
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import ArgumentError
 from forerun.model.back_ends import load_target
-from forerun.model.inputs import Nodes, scatter_rows
+from forerun.model.inputs import Nodes, Pass, running, scatter_rows
 from forerun.model.masks import Block
-from forerun.model.padding import Pass, running
 from forerun.model.recordings import bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.model.target import Target
 from forerun.model.transformers_target import TransformersTarget, require_layers
@@ -107,7 +106,7 @@ def unroll(
     host = [scatter_rows(part, rows, batch) for part in (torch.tensor(held), torch.tensor(counts), nodes.ids)]
     given = [extend_rows(one, more) for one in numbers]
     whole = "unrolled", key, course.parents, width, batch, nodes.fresh, len(at)
-    with target._turn:
+    with target.pass_lock:
         tree: Tree = target.recordings.run_sent(whole, work, [*host, at], target.device, *given)
     for row, one, own in zip(rows, held, counts, strict=True):
         target.lengths[row] = one + own - bool(tree.run)  # If nodes were run, the root is node 0 and not committed

@@ -37,8 +37,8 @@ class Acceleration:
             "folded attention": self.folded_attention,
             f"{self.forwards} modules in our own kernels": self.forwards,
         }
-        found = ", ".join(what for what, some in done.items() if some)
-        return found or "nothing to accelerate on this device and dtype"
+        words = ", ".join(what for what, some in done.items() if some)
+        return words or "nothing to accelerate on this device and dtype"
 
 
 @torch.inference_mode()

@@ -115,21 +115,21 @@ def difference(forward: ModuleForward, states: Tensor, kwargs: dict[str, Any]) -
     expected = forward.answers(forward.plain, states, kwargs)
     moved = forward.answers(forward.plain, nudge(states), kwargs)
     try:
-        found = forward.answers(forward, states, kwargs)
+        ours = forward.answers(forward, states, kwargs)
     except Exception as error:  # whatever a kernel cannot take, the module's own forward can
         return f"the faster one fails: {type(error).__name__}: {error}"
-    wrong = next(filter(None, map(fault, found, expected, moved)), None)
+    wrong = next(filter(None, map(fault, ours, expected, moved)), None)
     return None if wrong is None else f"the faster one differs by {wrong}"
 
 
-def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
+def fault(ours: Tensor, expected: Tensor, moved: Tensor) -> str | None:
     """Describe how much values (.., C) are wrong; None if they are right. `moved` are the expected
     values for inputs moved by `nudge`.
     """
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"its shape or dtype: {tuple(found.shape)} {found.dtype}"
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
+        return f"its shape or dtype: {tuple(ours.shape)} {ours.dtype}"
     most = UNITS if expected.dtype.itemsize < 4 else UNITS_FLOAT32
-    differs = units(found, expected, moved)
+    differs = units(ours, expected, moved)
     if not (worst := float(differs.abs().max())) <= most:
         return f"{worst:.3g} units of rounding, {most} are allowed"
     if not (bias := float(differs.mean().abs())) <= most * MOST_BIAS:
@@ -137,13 +137,13 @@ def fault(found: Tensor, expected: Tensor, moved: Tensor) -> str | None:
     return None
 
 
-def units(found: Tensor, expected: Tensor, moved: Tensor) -> Tensor:
+def units(values: Tensor, expected: Tensor, moved: Tensor) -> Tensor:
     """Return the differences (N, C) of values (.., C) from the expected ones, in units of each
     value. A difference is positive where the value is too large in size, infinite where only one of
     the two is finite.
     """
     width = expected.shape[-1] if expected.dim() else 1
-    ours, theirs, other = (each.reshape(-1, width).double() for each in (found, expected, moved))
+    ours, theirs, other = (each.reshape(-1, width).double() for each in (values, expected, moved))
     unit = last_place(expected.reshape(-1, width)).double()
     # Rounding hides many a movement, so that single ones say little: a token's share times a channel's, as geometric
     # means, which no single outlier moves. e^(0.635) undoes the mean of the logarithm of a normal variable's square.

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from forerun.errors import UnsupportedModelError
+from forerun.model.inputs import Pass, TreePaths, current
 from forerun.model.kernels import acceptance, fused
-from forerun.model.padding import Pass, TreePaths, current
 
 NAME = "forerun_fold"  # Under which transformers knows it
 TRIAL = "forerun_trial"  # The same while it is compared
@@ -43,7 +43,7 @@ def fold_attention(
     or attention sinks.
 
     Args:
-        query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`padding`).
+        query: (B, heads, N, D); (1, heads, M, D) in a pass whose real tokens run behind each other (`inputs.Flat`).
         key: (B, kv_heads, W, D); those of all rows where the cache leaves it to attention to select them.
         value: (B, kv_heads, W, D')
         attention_mask: (B, 1, N, W), additive or boolean.
@@ -143,7 +143,8 @@ def refusal(model: Any, ids: Tensor) -> str | None:
         right: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **others)
         if others.get("indices") is not None:  # which `sdpa` is given as a part of the mask
             wrong.append(f"in layer {module.layer_idx}, where an index chooses the keys")
-        count, lowest = query.shape[2], torch.finfo(query.dtype).min
+        count = query.shape[2]
+        lowest = torch.finfo(query.dtype).min
         seen = (
             torch.full((count, count), lowest, device=query.device)
             .triu(1)
@@ -155,8 +156,8 @@ def refusal(model: Any, ids: Tensor) -> str | None:
         elif attention_mask is not None:
             seen = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(~attention_mask, lowest)
         moved, _ = sdpa_attention_forward(module, acceptance.nudge(query), key, value, attention_mask, **others)
-        found = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
-        if (fault := acceptance.fault(found, right[0], moved)) is not None:
+        ours = attend(query, key, value, seen, Pass(), scaling=others.get("scaling"))
+        if (fault := acceptance.fault(ours, right[0], moved)) is not None:
             wrong.append(f"in layer {getattr(module, 'layer_idx', '?')} by {fault}")
         return right
 

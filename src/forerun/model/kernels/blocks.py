@@ -70,10 +70,10 @@ def pack(parts: Sequence[StoredRows | Tensor], depth: int) -> Tensor:
     """Lay out matrices below each other as `blocks.h` says. Each but the last has a multiple of `LANES` outputs; those
     of a type that cannot stay in blocks come in bf16.
     """
-    found = _library()
+    lib = _library()
     kinds = [_PLAIN if isinstance(part, Tensor) else part.type for part in parts]
     panels = [-(-len(part if isinstance(part, Tensor) else part.order) // LANES) for part in parts]
-    each = np.repeat([found.forerun_block_bytes(kind, depth) for kind in kinds], panels)
+    each = np.repeat([lib.forerun_block_bytes(kind, depth) for kind in kinds], panels)
     ends = np.cumsum(each)
     head = -(-(len(each) + _BEHIND) * 2 * ctypes.sizeof(ctypes.c_int64) // _LINE) * _LINE
     room = torch.empty(head + int(ends[-1]) + _LINE, dtype=torch.uint8)
@@ -82,16 +82,16 @@ def pack(parts: Sequence[StoredRows | Tensor], depth: int) -> Tensor:
     directory[:, 0], directory[:, 1] = head, _PLAIN
     directory[: len(each), 0] += ends - each
     directory[: len(each), 1] = np.repeat(kinds, panels)
-    place = out.data_ptr() + head
+    address = out.data_ptr() + head
     for part, kind, count in zip(parts, kinds, panels, strict=True):
         if isinstance(part, Tensor):
             laid_out = products.pack(part)
-            ctypes.memmove(place, laid_out.data_ptr(), laid_out.nbytes)
+            ctypes.memmove(address, laid_out.data_ptr(), laid_out.nbytes)
         else:
             rows = part.content.ctypes.data + part.content.shape[1] * part.order
             rows = np.pad(rows, (0, -len(rows) % LANES))
-            found.forerun_pack_blocks(rows.ctypes.data, kind, place, count, depth)
-        place += count * int(found.forerun_block_bytes(kind, depth))
+            lib.forerun_pack_blocks(rows.ctypes.data, kind, address, count, depth)
+        address += count * int(lib.forerun_block_bytes(kind, depth))
     return out
 
 

@@ -88,8 +88,8 @@ def _open(path: Path, loader: Loader) -> ctypes.CDLL:
     Raises OSError if there is none.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
         os.close(descriptor)
         raise PermissionError("it belongs to somebody else, or others may write to it")
     # Not by its name, under which another file may stand by now. Left open: the loader takes a name for what it knew by

@@ -22,6 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from forerun.devices import time_in_turns
 from forerun.model.cache import SlotCache
+from forerun.model.inputs import current
 from forerun.model.kernels import acceptance, products, streamed
 from forerun.model.kernels.acceptance import ModuleForward
 from forerun.model.kernels.module_forwards import (
@@ -35,7 +36,6 @@ from forerun.model.kernels.module_forwards import (
 from forerun.model.kernels.native import Attention, LayerParts, LayerRoom, Layers
 from forerun.model.kernels.packing import JoinedWeight, PackedLinear, PanelWeight
 from forerun.model.layers import Capture, cache_argument, captures_on
-from forerun.model.padding import current
 from forerun.model.recordings import CudaGraphs
 
 _log = logging.getLogger(__name__)
@@ -225,7 +225,8 @@ class _StreamedRun(_Run):
     ) -> list[Tensor]:
         """Run the layers as `_LayerRun` does."""
         stores, places = self.slots(states, cache)
-        squares, outputs = self.tools.square(states), dict[int, Tensor]()
+        squares = self.tools.square(states)
+        outputs = dict[int, Tensor]()
         for number, (part, store) in enumerate(zip(self.parts, stores, strict=True)):
             query = self._project(part, states, squares, angles, store, places)
             scale = self.layers[number].attention.module.scaling
@@ -309,7 +310,8 @@ class LayerForward(ModuleForward):
         sizes = [(attention.joint.sizes[0], width), (inner, width)]
         return (
             mlp.joint.in_features == width
-            and [(getattr(one, "in_features", 0), getattr(one, "out_features", 0)) for one in last] == sizes
+            and [(getattr(projection, "in_features", 0), getattr(projection, "out_features", 0)) for projection in last]
+            == sizes
             and cls.takes([attention.joint, mlp.joint], last)
         )
 
@@ -418,14 +420,14 @@ class ModelForward(ModuleForward):
             end, captures = self._whole_until(at)
             if end > at and (run := self._run(at, end)).fits(states, angles, attention_mask, cache):
                 boundaries = sorted({capture.boundary for capture in captures} - {at} | {end})
-                found = run(states, angles, attention_mask, cache, [boundary - at - 1 for boundary in boundaries])
-                by_boundary = {at: states, **dict(zip(boundaries, found, strict=True))}
+                outputs = run(states, angles, attention_mask, cache, [boundary - at - 1 for boundary in boundaries])
+                by_boundary = {at: states, **dict(zip(boundaries, outputs, strict=True))}
                 for capture in captures:
                     capture.keep(by_boundary[capture.boundary])
                 states, at = by_boundary[end], end
                 continue
-            given = {"attention_mask": attention_mask, "position_embeddings": angles, "position_ids": position_ids}
-            states, at = self.layers[at](states, **given, **kwargs), at + 1
+            arguments = {"attention_mask": attention_mask, "position_embeddings": angles, "position_ids": position_ids}
+            states, at = self.layers[at](states, **arguments, **kwargs), at + 1
         states = module.norm(states)
         return BaseModelOutputWithPast(last_hidden_state=states, **{self.cache_argument: cache})
 
@@ -454,10 +456,10 @@ class ModelForward(ModuleForward):
             if not isinstance(forward, LayerForward) or (key is not None and forward.key != key):
                 break
             if layer._forward_hooks or layer._forward_pre_hooks:
-                found = captures_on(layer)
-                if found is None:
+                hooks = captures_on(layer)
+                if hooks is None:
                     break
-                captures += found
+                captures += hooks
             end, key = end + 1, forward.key
         return end, captures
 
@@ -480,12 +482,12 @@ class ModelForward(ModuleForward):
         cache.begin(range(batch), positions, count)
         lowest = torch.finfo(self.dtype).min
         mask = torch.full((count, count), lowest, dtype=self.dtype, device=self.device).triu(1)
-        given = {"input_ids": ids, "attention_mask": mask.expand(batch, 1, -1, -1), "position_ids": positions}
+        arguments = {"input_ids": ids, "attention_mask": mask.expand(batch, 1, -1, -1), "position_ids": positions}
         others: dict[str, Any] = {self.cache_argument: cache, "use_cache": True}
-        own, found = (forward(**given, **others).last_hidden_state for forward in (self.plain, self))
+        expected, ours = (forward(**arguments, **others).last_hidden_state for forward in (self.plain, self))
         if exact:
-            return torch.equal(own, found)
-        return float((own - found).abs().max()) <= _ROUNDING * float(own.abs().max())
+            return torch.equal(expected, ours)
+        return float((expected - ours).abs().max()) <= _ROUNDING * float(expected.abs().max())
 
 
 def _projections(layer: Any) -> list[tuple[Any, str]]:
@@ -513,7 +515,7 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
         return len(installed)
     # Whole layers, of modules that have faster forwards by now
     layers = install_kinds(modules, (LayerForward, StreamedLayerForward), rooms=_Rooms())
-    if not earn_their_place(layers, timed=accepted is None):
+    if not are_faster(layers, timed=accepted is None):
         for layer in layers:
             del layer.module.forward
         return len(installed)
@@ -531,14 +533,14 @@ def install(model: nn.Module, ids: Tensor | None, accepted: Collection[str] | No
     return len(installed)
 
 
-def earn_their_place(layers: Sequence[LayerForward], *, timed: bool = True) -> bool:
+def are_faster(layers: Sequence[LayerForward], *, timed: bool = True) -> bool:
     """Return whether a plain step and a small tree go through these layers faster than through their parts. That is
     measured on a GPU, where they are to be `timed`; elsewhere whole layers are known to be faster.
     """
     if not layers or layers[0].device.type != "cuda":
         return True
-    if (wanted := os.environ.get(LAYERS_BY)) in ("whole", "parts"):
-        return wanted == "whole"
+    if (chosen := os.environ.get(LAYERS_BY)) in ("whole", "parts"):
+        return chosen == "whole"
     if not timed:
         return True
     try:

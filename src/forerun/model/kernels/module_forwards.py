@@ -259,24 +259,25 @@ class HeadForward(ModuleForward):
 
 
 def run_on_a_cache(
-    own: AttentionForward, forward: Any, states: Tensor, kwargs: dict[str, Any], chosen: Callable[[Any], Tensor]
+    forward_of: AttentionForward, forward: Any, states: Tensor, kwargs: dict[str, Any], chosen: Callable[[Any], Tensor]
 ) -> list[Tensor]:
     """Run a forward on causal rows (B, N, width) with a cache of its own. Returns what `chosen`
     picks from its result, and the keys and values that it wrote.
     """
     batch, count = states.shape[:2]
-    cache, module = SlotCache(batch, count), own.module
+    cache = SlotCache(batch, count)
+    module = forward_of.module
     cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
     mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
     angles = [part.expand(batch, -1, -1).contiguous() for part in kwargs["position_embeddings"]]
-    found = forward(
+    result = forward(
         hidden_states=states.contiguous(),
         position_embeddings=tuple(angles),
         attention_mask=mask.expand(batch, 1, -1, -1),
-        **{own.cache_argument: cache},
+        **{forward_of.cache_argument: cache},
     )
     layer: Any = module.layer_idx
-    return [chosen(found), *(part for row in range(batch) for part in cache.read(layer, row, count))]
+    return [chosen(result), *(part for row in range(batch) for part in cache.read(layer, row, count))]
 
 
 def _epsilon(module: Any) -> float:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from forerun.errors import ArgumentError
+from forerun.model.inputs import Flat, TreePaths
 from forerun.model.kernels.compiling import AMX, AVX512, FLAGS, FLOAT32, compiled_library
-from forerun.model.padding import Flat, TreePaths
 
 DEPTHS = range(32, 257, 32)  # Widths of a head that it takes
 
@@ -103,11 +103,11 @@ class Attention:
         batch, heads, count, depth = query.shape
         held, key_heads, width, _ = key.shape
         self.out = query.new_empty(batch, count, heads, value.shape[-1])
-        tokens, kept, starts = count, None, None
+        tokens, real, starts = count, None, None
         if flat is not None:
-            batch, count, kept, starts = flat.rows, flat.nodes, flat.kept, flat.starts
+            batch, count, real, starts = flat.rows, flat.nodes, flat.kept, flat.starts
         fitting = value.shape[:3] == key.shape[:3] and key.shape[3] == depth
-        fitting = fitting and (kept is None or (len(query), len(kept)) == (1, tokens))
+        fitting = fitting and (real is None or (len(query), len(real)) == (1, tokens))
         if rows is not None:
             fitting = fitting and rows.dtype == torch.int64 and rows.shape == (batch,) and rows.is_contiguous()
         lengths, nodes = (None, None) if paths is None else (paths.lengths, paths.nodes.contiguous())
@@ -119,7 +119,7 @@ class Attention:
         longest = 0 if nodes is None else nodes.shape[-1]
         sizes = (batch, held, heads, key_heads, count, width, depth, value.shape[-1], longest, tokens)
         strides = (*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], wide.stride(0), wide.stride(2))
-        self.tensors = (query, key, value, mask, rows, self.out, lengths, nodes, kept, starts)
+        self.tensors = (query, key, value, mask, rows, self.out, lengths, nodes, real, starts)
         pointers = [None if tensor is None else tensor.data_ptr() for tensor in self.tensors]
         self._problem = _Problem(*pointers, *sizes, *strides, scale, torch.get_num_threads())
         self._paths, self._flat = paths, flat
@@ -486,8 +486,8 @@ class Layers:
         the function at the address `multiply`.
         """
         self._parts, self._kind = parts, kind
-        self._matrices = [matrix for one in parts for matrix in one.matrices]
-        self._norms = [norm for one in parts for norm in one.norms]
+        self._matrices = [matrix for part in parts for matrix in part.matrices]
+        self._norms = [norm for part in parts for norm in part.norms]
         self._layers = (_Layer * len(parts))()
         size = ctypes.sizeof(_Layer)
         self._addresses = [ctypes.addressof(self._layers) + size * at for at in range(len(parts))]
@@ -529,7 +529,9 @@ class Layers:
         width, inner, queries, keys, depth = parts.sizes
 
         def product(matrix: Matrix, states: Tensor | None, out: Tensor | None, outputs: int) -> _Product:
-            pointers = [None if one is None else one.data_ptr() for one in (states, matrix.packed, matrix.bias, out)]
+            pointers = [
+                None if tensor is None else tensor.data_ptr() for tensor in (states, matrix.packed, matrix.bias, out)
+            ]
             how = self._kind, matrix.in_blocks
             return _Product(*pointers, room.wide.data_ptr(), 0, matrix.in_features, outputs, *how)
 
@@ -583,13 +585,15 @@ class Layers:
             asked: attention of the first layer; the others ask the same of their keys and values.
             wanted: numbers of layers.
         """
-        this, room, found = self._pass, self._room, [torch.empty_like(states) for _ in wanted]
+        this = self._pass
+        room = self._room
+        outputs = [torch.empty_like(states) for _ in wanted]
         assert room is not None, "begin() comes first"
         this.states, this.attended = states.data_ptr(), asked.out.data_ptr()
-        between = [one.data_ptr() for one in room.between]
+        between = [buffer.data_ptr() for buffer in room.between]
         for number in range(len(self._layers)):
             self._outputs[number] = between[number % 2]
-        for number, output in zip(wanted, found, strict=True):
+        for number, output in zip(wanted, outputs, strict=True):
             self._outputs[number] = output.data_ptr()
         this.outputs = ctypes.addressof(self._outputs)
         this.attention, this.attend = asked.address(), _attention_part()
@@ -600,7 +604,7 @@ class Layers:
             raise self._outside()
         if failed:
             raise MemoryError("there is no memory for the scores of attention")
-        return found
+        return outputs
 
     def _outside(self) -> ArgumentError:
         return ArgumentError(

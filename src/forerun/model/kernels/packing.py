@@ -40,10 +40,10 @@ class PackedWeight:
             return JoinedWeight(layers)
         return (PanelWeight if _ours(weight) else cls)(layers)
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], packed: Tensor | None = None) -> None:
         self.dtype, self.device = layers[0].weight.dtype, layers[0].weight.device
         biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.packed = self._laid_out([layer.weight.detach() for layer in layers])  # never written to
+        self.packed = self._lay_out(layers) if packed is None else packed  # never written to
         self.bias = torch.cat(biases) if biases else None
         self.in_features = layers[0].in_features
         self.sizes = [layer.out_features for layer in layers]
@@ -62,12 +62,12 @@ class PackedWeight:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
         return result[:1] if single else result
 
-    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return torch.ops.mkldnn._reorder_linear_weight(_below(matrices), PACK_ROWS)
+    def _lay_out(self, layers: Sequence[nn.Linear]) -> Tensor:
+        return torch.ops.mkldnn._reorder_linear_weight(_below(layers), PACK_ROWS)
 
     def rewrite(self, layers: Sequence[nn.Linear]) -> None:
         """Pack other layers of the same shapes in the place of these; whoever refers to this weight reads them."""
-        fresh = self._laid_out([layer.weight.detach() for layer in layers])
+        fresh = self._lay_out(layers)
         if fresh.layout is torch.strided:
             self.packed.copy_(fresh)  # In place: a recorded pass reads it where it stands
         else:
@@ -101,8 +101,8 @@ class PanelWeight(PackedWeight):
             return nn.functional.linear(rows, self.matrix(), self.bias)
         return products.multiply(rows, self.packed, self.bias, sum(self.sizes))
 
-    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return products.pack(*matrices)
+    def _lay_out(self, layers: Sequence[nn.Linear]) -> Tensor:
+        return products.pack(*(layer.weight.detach() for layer in layers))
 
     def matrix(self) -> Tensor:
         return products.unpack(self.packed, sum(self.sizes), self.in_features)
@@ -116,9 +116,8 @@ class BlockWeight(PanelWeight):
     in_blocks = True
 
     def __init__(self, layers: Sequence[nn.Linear], stored: Sequence[StoredRows | None]) -> None:
-        self._stored = stored
-        super().__init__(layers)
-        del self._stored
+        parts = [layer.weight.detach() if rows is None else rows for layer, rows in zip(layers, stored, strict=True)]
+        super().__init__(layers, blocks.pack(parts, layers[0].in_features))
         self.types = Counter[int]()  # How many weights are in blocks of each of GGUF's types
         for layer, rows in zip(layers, stored, strict=True):
             if rows is not None:
@@ -133,10 +132,6 @@ class BlockWeight(PanelWeight):
             return super()._product(rows)
         return blocks.multiply(rows, self.packed, self.bias, sum(self.sizes))
 
-    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        parts = [weight if rows is None else rows for weight, rows in zip(matrices, self._stored, strict=True)]
-        return blocks.pack(parts, matrices[0].shape[1])
-
     def matrix(self) -> Tensor:
         return products.unpack(self.panels(), sum(self.sizes), self.in_features)
 
@@ -150,15 +145,16 @@ class JoinedWeight(PackedWeight):
     def apply(self, states: Tensor) -> Tensor:
         return nn.functional.linear(states, self.packed, self.bias)
 
-    def _laid_out(self, matrices: Sequence[Tensor]) -> Tensor:
-        return _below(matrices)
+    def _lay_out(self, layers: Sequence[nn.Linear]) -> Tensor:
+        return _below(layers)
 
     def matrix(self) -> Tensor:
         return self.packed
 
 
-def _below(matrices: Sequence[Tensor]) -> Tensor:
-    """Concatenate matrices below each other; a single one is returned as it is."""
+def _below(layers: Sequence[nn.Linear]) -> Tensor:
+    """Return the weights of layers below each other; that of a single one as it is."""
+    matrices = [layer.weight.detach() for layer in layers]
     return matrices[0] if len(matrices) == 1 else torch.cat(list(matrices))
 
 
@@ -281,13 +277,13 @@ def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Pa
         layers, rows = _linears(*place), rows_of(place)
         return BlockWeight(layers, rows) if any(rows) else PackedWeight.of(layers)
 
-    found = list(_packable(model))
+    places = list(_packable(model))
     if stored is not None:
-        found = [place for place in found if any(rows_of(place)) and _fit_blocks(_linears(*place))]
-    for (parent, names), weight, group in _made(found, packed):
+        places = [place for place in places if any(rows_of(place)) and _fit_blocks(_linears(*place))]
+    for (parent, names), weight, group in _made(places, packed):
         for index, layer in enumerate(_linears(parent, names)):
             setattr(parent, names[index], PackedLinear(layer, weight, group, index))
-    return Packing(layers=sum(len(names) for _, names in found), fused=sum(len(names) > 1 for _, names in found))
+    return Packing(layers=sum(len(names) for _, names in places), fused=sum(len(names) > 1 for _, names in places))
 
 
 @contextmanager
@@ -298,7 +294,7 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
     Args:
         head: a layer that others refer to, too: it stays in its place and multiplies by a packed copy.
     """
-    found = [
+    places = [
         place
         for place in _packable(model)
         if all(packable(layer) and "forward" not in layer.__dict__ for layer in _linears(*place))
@@ -306,7 +302,7 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
     replaced = list[tuple[nn.Module, str, nn.Linear]]()
     try:
         with torch.no_grad():
-            for (parent, names), weight, group in _made(found, lambda place: PackedWeight.of(_linears(*place))):
+            for (parent, names), weight, group in _made(places, lambda place: PackedWeight.of(_linears(*place))):
                 for index, layer in enumerate(_linears(parent, names)):
                     replaced.append((parent, names[index], layer))
                     if layer is head:
@@ -320,13 +316,13 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _made(found: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_Made]:
+def _made(places: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_Made]:
     """Yield each place with its weight as `packed` makes it, and with a group where several layers share the weight."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.
-        ours = all(_ours(_linears(*each)[0].weight) for each in found)
-        weights = (pool.map if ours else map)(packed, found)
-        for place, weight in zip(found, weights, strict=True):
+        ours = all(_ours(_linears(*each)[0].weight) for each in places)
+        weights = (pool.map if ours else map)(packed, places)
+        for place, weight in zip(places, weights, strict=True):
             yield place, weight, FusedGroup(weight) if len(place[1]) > 1 else None
 
 
@@ -349,11 +345,15 @@ def _packable(model: nn.Module) -> Iterator[_Place]:
     """Yield modules with the names of those of their children that one packed weight will hold."""
     # Skip the inside of an adapter, which reads its base layer's weight.
     for parent in [module for module in model.modules() if not hasattr(module, "base_layer")]:
-        children, merged = parent._modules, set[str]()
+        children = parent._modules
+        merged = set[str]()
         for names in GROUPS:
             members = [children.get(name) for name in names]
             linears = [each for each in members if isinstance(each, nn.Linear) and (packable(each) or joinable(each))]
-            kinds = {(one.in_features, one.weight.dtype, one.weight.device, one.bias is None) for one in linears}
+            kinds = {
+                (linear.in_features, linear.weight.dtype, linear.weight.device, linear.bias is None)
+                for linear in linears
+            }
             if len(linears) == len(names) and len(kinds) == 1:
                 merged.update(names)
                 yield parent, names
@@ -367,22 +367,22 @@ def unpack(model: nn.Module) -> int:
     """Undo `pack`, and return how many layers are plain again: the same weights, tied ones tied
     again.
     """
-    found = [
+    packed_layers = [
         (parent, name, child)
         for parent in list(model.modules())
         for name, child in parent.named_children()
         if isinstance(child, PackedLinear)
     ]
-    for parent, name, packed in found:
+    for parent, name, packed in packed_layers:
         plain = nn.Linear(packed.in_features, packed.out_features, bias=packed.bias is not None, device="meta")
         plain.weight = nn.Parameter(packed.weight.clone(), requires_grad=False)
         if packed.bias is not None:
             plain.bias = nn.Parameter(packed.bias.clone(), requires_grad=False)
         setattr(parent, name, plain)
     tie: Any = getattr(model, "tie_weights", None)
-    if found and tie is not None:
+    if packed_layers and tie is not None:
         tie()
-    return len(found)
+    return len(packed_layers)
 
 
 def list_in_blocks(model: nn.Module) -> list[str]:

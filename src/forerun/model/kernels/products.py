@@ -60,18 +60,18 @@ def library() -> ctypes.CDLL | None:
 
 def open_library(flags: Sequence[str]) -> ctypes.CDLL | None:
     """Load the library as compiled with these flags."""
-    found = compiling.compiled_library("product", flags=flags)
-    if found is None:
+    lib = compiling.compiled_library("product", flags=flags)
+    if lib is None:
         return None
     pointer, count, small = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    found.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, *[small] * 3)
-    found.forerun_pack.argtypes = (pointer, pointer, *[count] * 3)
-    found.forerun_pack_blocks.argtypes = (pointer, count, pointer, *[count] * 2)
-    found.forerun_expand.argtypes = (pointer, pointer, *[count] * 2)
-    found.forerun_pack.restype = found.forerun_pack_blocks.restype = found.forerun_expand.restype = None
-    found.forerun_block_bytes.argtypes, found.forerun_block_bytes.restype = (count, count), count
-    found.forerun_multiply.restype = found.forerun_product_has.restype = small
-    return found
+    lib.forerun_multiply.argtypes = (*[pointer] * 4, *[count] * 3, *[small] * 3)
+    lib.forerun_pack.argtypes = (pointer, pointer, *[count] * 3)
+    lib.forerun_pack_blocks.argtypes = (pointer, count, pointer, *[count] * 2)
+    lib.forerun_expand.argtypes = (pointer, pointer, *[count] * 2)
+    lib.forerun_pack.restype = lib.forerun_pack_blocks.restype = lib.forerun_expand.restype = None
+    lib.forerun_block_bytes.argtypes, lib.forerun_block_bytes.restype = (count, count), count
+    lib.forerun_multiply.restype = lib.forerun_product_has.restype = small
+    return lib
 
 
 def ready(dtype: torch.dtype) -> bool:
@@ -94,19 +94,19 @@ def pack(*matrices: Tensor) -> Tensor:
     depth / 2, LANES, 2). Zeros fill up the last panel, and the depth of bf16 to a multiple of
     `STEP`.
     """
-    found = library()
-    assert found is not None, "ready() is asked first"
+    lib = library()
+    assert lib is not None, "ready() is asked first"
     depth, dtype = matrices[0].shape[1], matrices[0].dtype
     half = dtype is torch.bfloat16
-    lying = [functional.pad(one, (0, 1)) if half and depth % 2 else one.contiguous() for one in matrices]
+    lying = [functional.pad(matrix, (0, 1)) if half and depth % 2 else matrix.contiguous() for matrix in matrices]
     row = lying[0].shape[1] * dtype.itemsize
-    rows = np.concatenate([one.data_ptr() + row * np.arange(len(one)) for one in lying])
+    rows = np.concatenate([matrix.data_ptr() + row * np.arange(len(matrix)) for matrix in lying])
     rows = np.pad(rows, (0, -len(rows) % LANES))
     words = row // _WORD
     padded = words + -words % (STEP // 2) if half else words
     panels = len(rows) // LANES
     out = torch.empty((panels, padded, LANES, 2) if half else (panels, padded, LANES), dtype=dtype)
-    found.forerun_pack(rows.ctypes.data, out.data_ptr(), panels, words, padded)
+    lib.forerun_pack(rows.ctypes.data, out.data_ptr(), panels, words, padded)
     return out
 
 
@@ -125,14 +125,14 @@ def multiply(
     Args:
         kind: how to multiply; None: as this machine does in that dtype.
     """
-    found = library()
-    assert found is not None, "ready() is asked first"
+    lib = library()
+    assert lib is not None, "ready() is asked first"
     kind = kind_of(rows.dtype) if kind is None else kind
-    return _multiply(found, kind, rows, panels, bias, outputs)
+    return _multiply(lib, kind, rows, panels, bias, outputs)
 
 
 def _multiply(
-    found: ctypes.CDLL, kind: ProductKind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
+    lib: ctypes.CDLL, kind: ProductKind, rows: Tensor, panels: Tensor, bias: Tensor | None, outputs: int
 ) -> Tensor:
     depth = rows.shape[1]
     held = panels.shape[1] * (panels.shape[3] if panels.dim() == 4 else 1)
@@ -144,11 +144,11 @@ def _multiply(
             f"rows {tuple(rows.shape)} of {rows.dtype} cannot be multiplied with {outputs} outputs of a depth of "
             f"{held} in {panels.dtype}; expected rows of that depth and dtype, and as many biases, or none"
         )
-    return call(found, kind, rows, panels, bias, outputs, in_blocks=False)
+    return call(lib, kind, rows, panels, bias, outputs, in_blocks=False)
 
 
 def call(
-    found: ctypes.CDLL,
+    lib: ctypes.CDLL,
     kind: ProductKind,
     rows: Tensor,
     packed: Tensor,
@@ -160,11 +160,11 @@ def call(
     """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked."""
     rows = rows.contiguous()
     out = rows.new_empty(len(rows), outputs)
-    given = None if bias is None else bias.contiguous()
-    found.forerun_multiply(
+    biases = None if bias is None else bias.contiguous()
+    lib.forerun_multiply(
         rows.data_ptr(),
         packed.data_ptr(),
-        None if given is None else given.data_ptr(),
+        None if biases is None else biases.data_ptr(),
         out.data_ptr(),
         *(*rows.shape, outputs),
         *(kind, in_blocks, torch.get_num_threads()),
@@ -177,24 +177,24 @@ def kind_of(dtype: torch.dtype) -> ProductKind:
     """Return how this machine multiplies in that dtype: the fastest way it has, measured once and
     kept on disk.
     """
-    found = library()
-    assert found is not None, "ready() is asked first"
+    lib = library()
+    assert lib is not None, "ready() is asked first"
     if dtype is torch.float32:
         return ProductKind.FLOAT32
     kinds = [
-        kind for kind in (ProductKind.TILES, ProductKind.DOTS, ProductKind.WIDENED) if found.forerun_product_has(kind)
+        kind for kind in (ProductKind.TILES, ProductKind.DOTS, ProductKind.WIDENED) if lib.forerun_product_has(kind)
     ]
     return ProductKind[
         measure_once(
             f"bf16 by {', '.join(kind.name for kind in kinds)}, kernels {compiling.version()}",
-            lambda: _fastest(found, kinds).name,
+            lambda: _fastest(lib, kinds).name,
         )
     ]
 
 
-def _fastest(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> ProductKind:
+def _fastest(lib: ctypes.CDLL, kinds: Sequence[ProductKind]) -> ProductKind:
     """Return the kind with the shortest times; a later one only if it is clearly faster."""
-    taken = _seconds(found, kinds) if len(kinds) > 1 else {}
+    taken = _seconds(lib, kinds) if len(kinds) > 1 else {}
     best = kinds[0]
     for kind in taken:
         if taken[kind] < taken[best] * _CLEARLY:
@@ -214,25 +214,27 @@ def decodes(device: torch.device, dtype: torch.dtype) -> bool:
 @cache
 def _takes_of_float32() -> float:
     """Return the time of products of few rows in bf16, as a multiple of that in float32."""
-    found, kind = library(), kind_of(torch.bfloat16)
-    assert found is not None, "ready() is asked first"
+    lib = library()
+    kind = kind_of(torch.bfloat16)
+    assert lib is not None, "ready() is asked first"
 
     def ratio() -> float:
-        taken = _seconds(found, (kind, ProductKind.FLOAT32))
+        taken = _seconds(lib, (kind, ProductKind.FLOAT32))
         return taken[kind] / taken[ProductKind.FLOAT32]
 
     return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {compiling.version()}", ratio))
 
 
-def _seconds(found: ctypes.CDLL, kinds: Sequence[ProductKind]) -> dict[ProductKind, float]:
+def _seconds(lib: ctypes.CDLL, kinds: Sequence[ProductKind]) -> dict[ProductKind, float]:
     """Return the time of a few products in each way, the shortest of several runs, added up."""
     total = dict.fromkeys(kinds, 0.0)
     for count, depth, outputs in _TRIALS:
         runs = []
         for kind in kinds:
             dtype = torch.float32 if kind is ProductKind.FLOAT32 else torch.bfloat16
-            rows, panels = torch.ones(count, depth, dtype=dtype), pack(torch.ones(outputs, depth, dtype=dtype))
-            runs.append(partial(_multiply, found, kind, rows, panels, None, outputs))
+            rows = torch.ones(count, depth, dtype=dtype)
+            panels = pack(torch.ones(outputs, depth, dtype=dtype))
+            runs.append(partial(_multiply, lib, kind, rows, panels, None, outputs))
         for kind, taken in zip(kinds, time_in_turns(runs, _REPEATS), strict=True):
             total[kind] += min(taken)
     return total

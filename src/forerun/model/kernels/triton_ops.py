@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.model.inputs import TreePaths
 from forerun.model.kernels.native import Heads
-from forerun.model.padding import TreePaths
 
 log = logging.getLogger(__name__)
 

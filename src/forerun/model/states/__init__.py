@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forerun.model.padding import Pass
+from forerun.model.inputs import Pass
 from forerun.model.states import convolution, linear_attention, node_by_node
 from forerun.model.states.rows import StatePass
-from forerun.model.switches import lead, names_of
+from forerun.model.switches import names_of, redirect
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **convolution.FUNCTIONS,
@@ -45,12 +45,12 @@ def state_layers(model: nn.Module) -> StateLayers:
 
 def of_classes(kinds: Iterable[type[nn.Module]]) -> StateLayers:
     """Return those among classes that keep a state: in the cache, or in a way of their own that we know."""
-    found: StateLayers = {}
+    layers: StateLayers = {}
     for kind in kinds:
         names = frozenset(names_of(kind))
         if names.intersection(KEPT) or names.intersection((*METHODS, *FORWARDS)):
-            found[kind] = names.intersection(KINDS)
-    return found
+            layers[kind] = names.intersection(KINDS)
+    return layers
 
 
 def keep_outside(layers: StateLayers) -> bool:
@@ -65,16 +65,16 @@ def uses_cache(model: nn.Module) -> bool:
 
 
 def install(layers: StateLayers) -> None:
-    """Lead the functions of these layers to ours while a pass of forerun runs."""
+    """Redirect the functions of these layers to ours while a pass of forerun runs."""
     for kind, names in layers.items():
-        lead(kind, MASKING, _as_it_is, _states)
+        redirect(kind, MASKING, _as_it_is, _states)
         for name in names:
             if name in FORWARDS:
-                lead(kind, "forward", _entered(FORWARDS[name]), _states)
+                redirect(kind, "forward", _entered(FORWARDS[name]), _states)
             elif name in METHODS:
-                lead(kind, name, _entered(METHODS[name]), _states)
+                redirect(kind, name, _entered(METHODS[name]), _states)
             else:
-                lead(kind, name, _plain(FUNCTIONS[name]), _states)
+                redirect(kind, name, _plain(FUNCTIONS[name]), _states)
 
 
 def _states(this: Pass) -> StatePass | None:

@@ -58,13 +58,13 @@ class Convolution(TokenWindow):
 
     def read(self, windows: Tensor) -> Tensor:
         wide = torch.promote_types(self.weight.dtype, torch.float32)
-        found = (windows.to(wide) * self.weight.t().to(wide)).sum(2)
+        outputs = (windows.to(wide) * self.weight.t().to(wide)).sum(2)
         if self.bias is not None:
-            found = found + self.bias.to(wide)
-        found = found.to(self.weight.dtype)
+            outputs = outputs + self.bias.to(wide)
+        outputs = outputs.to(self.weight.dtype)
         if self.activation is not None:
-            found = ACT2FN[self.activation](found)
-        return found.to(windows.dtype)
+            outputs = ACT2FN[self.activation](outputs)
+        return outputs.to(windows.dtype)
 
 
 def shift(this: StatePass, values: Tensor) -> Tensor:
@@ -95,8 +95,9 @@ def project(this: StatePass, module: Any, hidden_states: Tensor, *_args: Any) ->
     mixed = module.conv_qk_grouped(module.conv_qk_depthwise(windows.flatten(0, 1).transpose(1, 2)))
     values = torch.cat([module.v_proj_current(hidden_states), module.v_proj_delayed(shift(this, hidden_states))], dim=2)
     shape = *hidden_states.shape[:2], -1, module.head_dim
-    queries, keys, mixed, values = (one.reshape(shape) for one in (queries, keys, mixed, values))
-    heads, groups = queries.shape[2], module.num_key_value_groups
+    queries, keys, mixed, values = (part.reshape(shape) for part in (queries, keys, mixed, values))
+    heads = queries.shape[2]
+    groups = module.num_key_value_groups
     rest = (queries + keys.repeat_interleave(groups, dim=2)) * 0.5
     shared = rest.view(*shape[:2], -1, groups, module.head_dim).mean(3)
     return mixed[:, :, :heads] + rest, mixed[:, :, heads:] + shared, values
@@ -111,8 +112,8 @@ def convolve_dynamically(
     fresh = module.weight_proj(dynamic_input).float().view(*values.shape[:2], heads, 1, size)
     weights = module.static_weight.float().t().view(heads, -1, size) + fresh
     windows = this.run(TokenWindow((values,), size)).flip(2).transpose(2, 3)
-    found = (windows.reshape(*values.shape[:2], heads, -1, size) * weights).sum(4).view(values.shape)
-    return ((found + values) / (2 * size + 1) ** 0.5).to(hidden_states.dtype)
+    outputs = (windows.reshape(*values.shape[:2], heads, -1, size) * weights).sum(4).view(values.shape)
+    return ((outputs + values) / (2 * size + 1) ** 0.5).to(hidden_states.dtype)
 
 
 def convolve_dilated(this: StatePass, module: Any, hidden_states: Tensor, *_args: Any) -> Tensor:

@@ -35,12 +35,13 @@ class LinearAttention(Recurrence):
         return values.new_zeros(rows, values.shape[2], keys.shape[3], values.shape[3])
 
     def run(self, state: Tensor, inputs: Fed, earlier: Fed | None, tree: Tree) -> tuple[Tensor, Fed]:
-        queries, keys, values, decay = (one.transpose(1, 2) for one in inputs[:4])
+        queries, keys, values, decay = (part.transpose(1, 2) for part in inputs[:4])
         written: Tensor | None = None  # (B, H, M - N, V) what earlier nodes write
         if earlier is not None:
-            before, written, decayed = (one.transpose(1, 2) for one in earlier)
+            before, written, decayed = (part.transpose(1, 2) for part in earlier)
             keys, decay = torch.cat([before, keys], dim=2), torch.cat([decayed, decay], dim=2)
-        start, sees = tree.start, tree.sees.unsqueeze(1)
+        start = tree.start
+        sees = tree.sees.unsqueeze(1)
         total = sees.to(decay.dtype) @ decay  # (B, H, M, 1 or K) up to each node
         fresh, here = total[:, :, start:].exp(), keys[:, :, start:]
         weights = _decays(total, sees, start)
@@ -60,12 +61,12 @@ class LinearAttention(Recurrence):
             values = torch.linalg.solve_triangular(system[..., start:], values, upper=False, unitriangular=True)
         if written is not None:
             values = torch.cat([written, values], dim=2)
-        found = (queries * fresh) @ state + read(queries) @ values
-        return found.transpose(1, 2), (keys.transpose(1, 2), values.transpose(1, 2), decay.transpose(1, 2))
+        outputs = (queries * fresh) @ state + read(queries) @ values
+        return outputs.transpose(1, 2), (keys.transpose(1, 2), values.transpose(1, 2), decay.transpose(1, 2))
 
     @staticmethod
     def advance(state: Tensor, fed: Fed, tree: Tree) -> Tensor:
-        keys, values, decay = (one.transpose(1, 2) for one in fed)
+        keys, values, decay = (part.transpose(1, 2) for part in fed)
         reached = tree.reached.to(decay.dtype).view(len(state), 1, -1, 1)
         total = tree.sees.unsqueeze(1).to(decay.dtype) @ decay
         whole = (decay * reached).sum(2, keepdim=True)  # (B, H, 1, 1 or K)
@@ -100,17 +101,17 @@ def delta_rule(
     **_kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """Run `torch_chunk_gated_delta_rule` or `chunk_kimi_delta_attention`: (B, N, H, V)."""
-    queries, keys, values, decay, share = (one.float() for one in (query, key, value, g, beta))
+    queries, keys, values, decay, share = (part.float() for part in (query, key, value, g, beta))
     if use_qk_l2norm_in_kernel:
         queries, keys = _of_length_one(queries), _of_length_one(keys)
     queries = queries * queries.shape[-1] ** -0.5
     if keys.shape[2] != values.shape[2]:
         times = values.shape[2] // keys.shape[2]
-        queries, keys = (one.repeat_interleave(times, dim=2) for one in (queries, keys))
+        queries, keys = (part.repeat_interleave(times, dim=2) for part in (queries, keys))
     if decay.dim() == 3:
         decay = decay.unsqueeze(3)
-    found = this.run(LinearAttention((queries, keys, values, decay, share)))
-    return found.to(query.dtype), found
+    outputs = this.run(LinearAttention((queries, keys, values, decay, share)))
+    return outputs.to(query.dtype), outputs
 
 
 def scan_heads(
@@ -130,12 +131,13 @@ def scan_heads(
     """Run `mamba2_chunk_scan`: (B, N, H, P)."""
     steps = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
     steps = (functional.softplus(steps) if dt_softplus else steps).clamp(*dt_limit).float()
-    values, times = hidden_states.float(), hidden_states.shape[2] // B.shape[2]
-    keys, queries = (one.float().repeat_interleave(times, dim=2) for one in (B, C))
-    found = this.run(LinearAttention((queries, keys, values * steps.unsqueeze(3), (A * steps).unsqueeze(3))))
+    values = hidden_states.float()
+    times = hidden_states.shape[2] // B.shape[2]
+    keys, queries = (part.float().repeat_interleave(times, dim=2) for part in (B, C))
+    outputs = this.run(LinearAttention((queries, keys, values * steps.unsqueeze(3), (A * steps).unsqueeze(3))))
     if D is not None:
-        found = found + values * D.unsqueeze(-1)
-    return found.contiguous(), found
+        outputs = outputs + values * D.unsqueeze(-1)
+    return outputs.contiguous(), outputs
 
 
 def lightning(this: StatePass, module: Any, hidden_states: Tensor, **_kwargs: Any) -> tuple[Tensor, None]:
@@ -162,13 +164,13 @@ def exponential_gates(
     """Run mLSTM (xLSTM, arXiv 2405.04517) on (B, H, N, ..). A last value of 1 sums the weights that it divides by; the
     exponents are soft-capped, so nothing has to be scaled down by the largest of them.
     """
-    queries, keys, values = (one.float().transpose(1, 2) for one in (query, key, value))
-    strength, decay = (one.float().transpose(1, 2).unsqueeze(3) for one in (igate, fgate))
+    queries, keys, values = (part.float().transpose(1, 2) for part in (query, key, value))
+    strength, decay = (part.float().transpose(1, 2).unsqueeze(3) for part in (igate, fgate))
     values = torch.cat([values, torch.ones_like(values[..., :1])], dim=3)
     keys, queries = keys * strength.exp(), queries * queries.shape[-1] ** -0.5
-    found = this.run(LinearAttention((queries, keys, values, functional.logsigmoid(decay))))
-    found = found[..., :-1] / (found[..., -1:].abs().clamp(min=1) + module.config.eps)
-    return found.transpose(1, 2).to(query.dtype), None
+    outputs = this.run(LinearAttention((queries, keys, values, functional.logsigmoid(decay))))
+    outputs = outputs[..., :-1] / (outputs[..., -1:].abs().clamp(min=1) + module.config.eps)
+    return outputs.transpose(1, 2).to(query.dtype), None
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -40,14 +40,15 @@ class NodeByNode(Recurrence):
         fed = inputs[: len(inputs) - self.read_only]
         if earlier is not None:
             fed = tuple(torch.cat(both, dim=1) for both in zip(earlier, fed, strict=True))
-        rows, count = torch.arange(len(state), device=state.device).unsqueeze(1), fed[0].shape[1]
+        rows = torch.arange(len(state), device=state.device).unsqueeze(1)
+        count = fed[0].shape[1]
         order = torch.arange(1, count + 1, device=state.device)
         before = (tree.sees & ~torch.eye(count, dtype=torch.bool, device=state.device)) * order
         parents = before.amax(2)  # (B, M) the node before each, counted from 1; 0: the committed state
         states = state.new_empty(len(state), count + 1, *state.shape[1:])
         states[:, 0] = state
         for node in range(count):
-            states[:, node + 1] = self.step(states[rows[:, 0], parents[:, node]], *(one[:, node] for one in fed))
+            states[:, node + 1] = self.step(states[rows[:, 0], parents[:, node]], *(part[:, node] for part in fed))
         start = tree.start
         return self.read(states[rows, parents[:, start:]], states[:, start + 1 :], inputs), fed
 
@@ -97,14 +98,14 @@ def scan(
     steps = dt if delta_bias is None else dt + delta_bias.to(dt.dtype).unsqueeze(-1)
     steps = (functional.softplus(steps) if delta_softplus else steps).float().transpose(1, 2).unsqueeze(3)
     values = hidden_states.float().transpose(1, 2).unsqueeze(3)
-    writes, reads = (one.float().transpose(1, 2) for one in (B, C))
-    found = this.run(SelectiveScan((steps * A.float(), steps * values * writes.unsqueeze(2), reads)))
-    found = found.transpose(1, 2)
+    writes, reads = (part.float().transpose(1, 2) for part in (B, C))
+    outputs = this.run(SelectiveScan((steps * A.float(), steps * values * writes.unsqueeze(2), reads)))
+    outputs = outputs.transpose(1, 2)
     if D is not None:
-        found = found + hidden_states * D.unsqueeze(-1)
+        outputs = outputs + hidden_states * D.unsqueeze(-1)
     if z is not None:
-        found = found * functional.silu(z)
-    return found, found
+        outputs = outputs * functional.silu(z)
+    return outputs, outputs
 
 
 def recur(this: StatePass, module: Any, input_states: Tensor, position_ids: Tensor, **_kwargs: Any) -> Any:
@@ -126,8 +127,8 @@ def scan_channels(
     """Run `_rnn_scan` on (B, N, C)."""
     decay = (recurrent_gate * ~reset).float().log().unsqueeze(3)
     whole = decay.new_ones(*decay.shape[:2], 1)
-    found = this.run(SelectiveScan((decay, hidden_states.float().unsqueeze(3), whole)))
-    return found.to(hidden_states.dtype), recurrent_states
+    outputs = this.run(SelectiveScan((decay, hidden_states.float().unsqueeze(3), whole)))
+    return outputs.to(hidden_states.dtype), recurrent_states
 
 
 _LEAST = -1e38  # The exponent of an average of nothing

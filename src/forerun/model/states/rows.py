@@ -52,9 +52,9 @@ class Tree:
             places = torch.arange(count, device=back.device).unsqueeze(1) - back + size - 1
             return places[self.start :].expand(len(self.sees), -1, -1)
         paths = self.paths[:, self.start :]
-        place = (paths >= 0).sum(2, keepdim=True) - 1 - back
-        node = paths.gather(2, place.clamp(min=0))
-        return torch.where(place >= 0, node + size - 1, place + size - 1).clamp(min=0)
+        back_from = (paths >= 0).sum(2, keepdim=True) - 1 - back
+        node = paths.gather(2, back_from.clamp(min=0))
+        return torch.where(back_from >= 0, node + size - 1, back_from + size - 1).clamp(min=0)
 
     def behind(self, size: int) -> Tensor:
         """Return where the last `size` tokens stand behind which each row goes on: (B, size) int64 among so many
@@ -126,33 +126,36 @@ class StatePass:
         key = (type(recurrence), *self._at, self._calls)
         self._calls += 1
         states = self.states.of(key, recurrence)
-        state, tree = _select(states, self.rows), self.tree(states.device)
+        state = _select(states, self.rows)
+        tree = self.tree(states.device)
         if self.appends:
-            found, state = self._append(key, recurrence, state, tree)
+            outputs, state = self._append(key, recurrence, state, tree)
             _replace(states, self.rows, state)
-            return found
+            return outputs
         earlier = self.states.earlier(key, self.rows, tree.start) if tree.start else None
-        found, self.fed[key] = recurrence.run(state, recurrence.inputs, earlier, tree)
-        return found
+        outputs, self.fed[key] = recurrence.run(state, recurrence.inputs, earlier, tree)
+        return outputs
 
     def _append(self, key: StateKey, recurrence: Recurrence, state: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
         """Return what comes out for chains of tokens, piece by piece, and the states behind them."""
-        real, found = tree.sees.diagonal(dim1=1, dim2=2), []
+        real = tree.sees.diagonal(dim1=1, dim2=2)
+        outputs = []
         for start in range(0, real.shape[1], CHUNK):
-            inputs = tuple(one[:, start : start + CHUNK] for one in recurrence.inputs)
+            inputs = tuple(part[:, start : start + CHUNK] for part in recurrence.inputs)
             piece = Tree.chain(real[:, start : start + CHUNK])
             some, fed = recurrence.run(state, inputs, None, piece)
             for line, (before, lengths) in enumerate(zip(self.lengths, self.kept, strict=True)):
                 for length in lengths:
                     end = length - before - start - 1
                     if 0 <= end < CHUNK:
-                        own, last = tuple(one[line : line + 1] for one in fed), torch.tensor([end], device=state.device)
+                        fed_of_line = tuple(part[line : line + 1] for part in fed)
+                        last = torch.tensor([end], device=state.device)
                         alone = Tree(piece.sees[line : line + 1], 0, ends=last)
-                        kept = recurrence.advance(state[line : line + 1], own, alone)[0].clone()
-                        self.states.keep(self.rows[line], length, key, kept)
+                        kept_state = recurrence.advance(state[line : line + 1], fed_of_line, alone)[0].clone()
+                        self.states.keep(self.rows[line], length, key, kept_state)
             state = recurrence.advance(state, fed, piece)
-            found.append(some)
-        return torch.cat(found, dim=1), state
+            outputs.append(some)
+        return torch.cat(outputs, dim=1), state
 
     def tree(self, device: torch.device) -> Tree:
         """Return the tree of the pass on a device."""
@@ -185,12 +188,12 @@ def _select(values: Tensor, rows: Sequence[int]) -> Tensor:
     return values.index_select(0, send_ints(rows, values.device))
 
 
-def _replace(values: Tensor, rows: Sequence[int], found: Tensor) -> None:
+def _replace(values: Tensor, rows: Sequence[int], new: Tensor) -> None:
     """Make ``values[rows]`` what was found."""
     if _span(rows):
-        values.narrow(0, rows[0], len(rows)).copy_(found)
+        values.narrow(0, rows[0], len(rows)).copy_(new)
     else:
-        values.index_copy_(0, send_ints(rows, values.device), found)
+        values.index_copy_(0, send_ints(rows, values.device), new)
 
 
 class RowStates:
@@ -222,7 +225,7 @@ class RowStates:
         """Return a pass over `nodes` of these rows, which hold `lengths` tokens."""
         this = StatePass(self, list(rows), lengths, nodes, missing, appends)
         for line, (row, length, count) in enumerate(zip(rows, lengths, nodes.counts, strict=True)):
-            self._kept[row] = {each: kept for each, kept in self._kept[row].items() if each <= length}
+            self._kept[row] = {each: states for each, states in self._kept[row].items() if each <= length}
             if appends:
                 self.forget(row)
                 this.kept.append(self._plan(row, length, length + count))
@@ -232,20 +235,20 @@ class RowStates:
 
     def earlier(self, key: StateKey, rows: Sequence[int], start: int) -> Fed:
         """Return what the nodes before `start`, which an earlier pass of the step ran, fed into a recurrence."""
-        found = [self._last(row, key) for row in rows]
-        parts = zip(*([one[line, :start] for one in this.fed[key]] for this, line in found), strict=True)
+        passes = [self._last(row, key) for row in rows]
+        parts = zip(*([part[line, :start] for part in this.fed[key]] for this, line in passes), strict=True)
         return tuple(torch.stack(part) for part in parts)
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int], paths: Sequence[tuple[int, ...]]) -> None:
         """Move each row, which holds ``lengths[i]`` tokens, behind its root and the nodes ``paths[i]``."""
         nodes = [(0, *path) for path in paths]
-        kept = [
+        kept_lengths = [
             (row, path[each - length - 1], each)
             for row, length, path in zip(rows, lengths, nodes, strict=True)
             for each in self._plan(row, length, length + len(path))
         ]
         for key, states in self._states.items():
-            for row, end, length in kept:
+            for row, end, length in kept_lengths:
                 self.keep(row, length, key, self._behind(key, [row], [end])[1][0].clone())
             moved, behind = self._behind(key, rows, [path[-1] for path in nodes])
             _replace(states, moved, behind)
@@ -258,25 +261,28 @@ class RowStates:
         for row, end in zip(rows, ends, strict=True):
             this, line = self._last(row, key)
             batches.setdefault(id(this), (this, []))[1].append((row, line, end))
-        moved, found, states = list[int](), list[Tensor](), self._states[key]
+        moved = list[int]()
+        advanced = list[Tensor]()
+        states = self._states[key]
         for this, members in batches.values():
             some, lines, last = map(list, zip(*members, strict=True))
-            fed = tuple(_select(one, lines) for one in this.fed[key])
+            fed = tuple(_select(part, lines) for part in this.fed[key])
             tree = this.ended(lines, last, states.device)
-            found.append(key[0].advance(_select(states, some), fed, tree))
+            advanced.append(key[0].advance(_select(states, some), fed, tree))
             moved += some
-        return moved, torch.cat(found) if len(found) > 1 else found[0]
+        return moved, torch.cat(advanced) if len(advanced) > 1 else advanced[0]
 
     def _plan(self, row: int, before: int, length: int) -> list[int]:
         """Choose the lengths behind which a row keeps states when it goes on from `before` to `length` tokens: return
         those behind `before`, and let go what they take the place of.
         """
         new = range((before // SPACING + 1) * SPACING, length + 1, SPACING)
-        kept, lengths = self._kept[row], sorted({*self._kept[row], *new})
+        states = self._kept[row]
+        lengths = sorted({*self._kept[row], *new})
         while len(lengths) > MOST:
             inner = range(1, len(lengths) - 1)
             del lengths[min(inner, key=lambda place: lengths[place + 1] - lengths[place - 1])]
-        self._kept[row] = {each: kept.get(each, {}) for each in lengths}
+        self._kept[row] = {each: states.get(each, {}) for each in lengths}
         return [each for each in new if each in self._kept[row]]
 
     def keep(self, row: int, length: int, key: StateKey, state: Tensor) -> None:
@@ -296,18 +302,18 @@ class RowStates:
         """Give row `target` the states behind the first `length` tokens of row `source`, which holds `held` now; both
         may be the same. Raises ArgumentError if no state was kept there.
         """
-        kept = self._kept[source]
-        if length not in (0, held, *kept):
-            behind = ", ".join(map(str, [*sorted(kept), held]))
+        kept_states = self._kept[source]
+        if length not in (0, held, *kept_states):
+            behind = ", ".join(map(str, [*sorted(kept_states), held]))
             raise ArgumentError(f"row {source} has recurrent states behind {behind} tokens, none behind {length}")
         self.forget(target)
         for key, states in self._states.items():
             if length in (0, held):
                 states[target] = states[source] if length else 0
             else:
-                states[target] = kept[length][key]
+                states[target] = kept_states[length][key]
         if source != target:
-            self._kept[target] = {each: found for each, found in kept.items() if each <= length}
+            self._kept[target] = {each: state for each, state in kept_states.items() if each <= length}
 
     def nbytes(self) -> int:
         """Return the bytes of the committed states."""
