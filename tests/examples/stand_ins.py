@@ -60,7 +60,7 @@ QUICK: dict[str, dict[str, str]] = {
 ONLY_PARSED = {
     r"^docker run ": "needs Docker; behind the image's name stand options of forerun serve",
     r"python -m benchmarks\.suite": "measures for an hour; tests/bench runs its parts",
-    r"python -m benchmarks\.gpu": "needs a GPU",
+    r"python -m benchmarks\.gpu|--device cuda": "needs a GPU",
     r"^(\S+/)?python \S+\.py": "measures or trains for minutes to hours",
     r"^(\S+/)?forerun demo( --prompt-name edit -t 0)?\s*(#|$)": "downloads a real model; tests/real runs it",
     r"^forerun speedup ": "takes its whole budget of time; tests/speedup runs it",

@@ -13,8 +13,9 @@ from forerun.training.recipe import make_recipe, read_recipe, to_plain
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes" / "eagle3").glob("*.yaml"))
-TRAINING, SELF_SPECULATION, PARD = (
-    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("training.md", "self-speculation.md", "pard.md")
+TRAINING, KEYS, SELF_SPECULATION, PARD = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for page in ("training.md", "recipes.md", "self-speculation.md", "pard.md")
 )
 
 
@@ -46,9 +47,9 @@ def table(text: str, first: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
-def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
+def test_the_keys_and_defaults_of_the_recipes_guide_are_the_recipes() -> None:
     defaults = to_plain(make_recipe("eagle3", {"target": "a", "data": "b", "output": "c"}))
-    rows = table(TRAINING, "key")
+    rows = table(KEYS, "key")
     assert len(rows) > 25
     for key, default, _ in rows:
         value: Any = defaults
@@ -58,7 +59,7 @@ def test_the_keys_and_defaults_of_the_training_guide_are_the_recipes() -> None:
 
 
 def test_the_settings_of_the_other_kinds_are_their_recipes() -> None:
-    rows = table(TRAINING, "kind")
+    rows = table(KEYS, "kind")
     objectives = {name for name, kind in KINDS.items() if kind.objective}
     assert {row[0].strip("`") for row in rows} == objectives - {"eagle3", "distill", "pard", "layerskip"}
     for kind, key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
@@ -84,18 +85,18 @@ def test_the_settings_of_what_trains_whole_models_are_their_recipes(kind: str, p
     own = {f"objective.{name}" for name in plain["objective"]} - {
         *("objective.gradient_checkpointing", "objective.lk_decay", "objective.mix")
     }
-    shared = {row[0].strip("`") for row in table(TRAINING, "key of every kind")}
+    shared = {row[0].strip("`") for row in table(KEYS, "key of every kind")}
     assert {row[0].strip("`") for row in rows} - shared == own - shared | more
     for key, default, _ in ([cell.strip("`") for cell in row] for row in rows):
         section, name = key.split(".")
         assert str(plain[section][name]) == default, key
 
 
-def test_the_variants_of_the_training_guide_are_options_of_a_head() -> None:
-    names = [name for row in table(TRAINING, "option") for name in re.findall(r"`(\w+)`", row[0])]
+def test_the_variants_of_the_recipes_guide_are_options_of_a_head() -> None:
+    names = [name for row in table(KEYS, "option") for name in re.findall(r"`(\w+)`", row[0])]
     assert len(names) > 8 and set(names) <= set(EagleConfig.option_names())
     fields = EagleConfig.__dataclass_fields__
-    for cells in table(TRAINING, "option"):
+    for cells in table(KEYS, "option"):
         for name, shown in zip(re.findall(r"`(\w+)`", cells[0]), cells[1].split(", "), strict=False):
             assert name == "boundaries" or str(fields[name].default).lower() == shown, name
 
