@@ -79,3 +79,14 @@ def test_little_is_lost_by_trying_where_passes_with_nodes_are_dear(nodes: float,
     plain = rows / 30.02
     assert steps.rate(200) > 0.985 * plain
     assert sum(any(depths) for depths in steps.depths[200:]) >= 2
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_a_first_measurement_in_a_bad_moment_is_corrected(model: bool) -> None:
+    """It said that a node costs twelve plain passes, which nothing would have tried again."""
+    machine, draft = Disturbed(), DraftCost(fixed_ms=0.0, level_ms=2.0)
+    spec = Spec(name="m", alpha=0.85, cost=draft) if model else COPY
+    rates = [
+        World(spec, passes=machine, assumed=Nominal(slope), measure=True).run(1200).rate(800) for slope in (0.2, 12.0)
+    ]
+    assert rates[1] > 0.9 * rates[0]

@@ -218,10 +218,13 @@ class SeenTimes:
         if (0, rows) in self._low:
             self._plain_then[size] = self._low[0, rows]
 
-    def curve(self, rows: int, predict: Callable[[int], float], *, trial: bool = False) -> Callable[[int], float]:
+    def curve(
+        self, rows: int, predict: Callable[[int], float], *, trial: Callable[[int], float] | None = None
+    ) -> Callable[[int], float]:
         """Return the time of a pass of `rows` rows, ms, as a function of its nodes. In a trial old measurements of
-        passes with nodes are ignored.
+        passes with nodes are ignored, and `trial` predicts what has none.
         """
+        assume = trial or predict
         sizes, times, least = list[int](), list[float](), math.inf
         for nodes in reversed(self._sizes[rows]):
             if not (trial and nodes) or self._fresh((nodes, rows)):
@@ -230,7 +233,7 @@ class SeenTimes:
                 times.append(least)
         if not sizes:  # Passes of other numbers of rows say how fast the machine is
             pace = self._low[self._latest] if self._latest is not None and not trial else 1.0
-            return lambda nodes: pace * predict(nodes)
+            return lambda nodes: pace * assume(nodes)
         sizes.reverse()
         times.reverse()
 
@@ -238,11 +241,11 @@ class SeenTimes:
             index = bisect_left(sizes, nodes)
             if index == len(sizes) or (index == 0 and sizes[0] != nodes):
                 index = min(index, len(sizes) - 1)
-                return times[index] * predict(nodes) / max(predict(sizes[index]), _LEAST_MS)
+                return times[index] * assume(nodes) / max(assume(sizes[index]), _LEAST_MS)
             if sizes[index] == nodes:
                 return times[index]
-            low, high = predict(sizes[index - 1]), predict(sizes[index])
-            share = (predict(nodes) - low) / (high - low) if high > low else 1.0
+            low, high = assume(sizes[index - 1]), assume(sizes[index])
+            share = (assume(nodes) - low) / (high - low) if high > low else 1.0
             return times[index - 1] + share * (times[index] - times[index - 1])
 
         return time
@@ -297,12 +300,21 @@ class StepCosts:
     def times(self, rows: int, context: int, nodes: int, *, trial: bool = False) -> Times:
         """Return, by size, the time of a pass over `rows` rows of up to `nodes` drafted nodes each, and a plain step's
         host work. The time of querying lookup drafters is not included: it is spent whatever is submitted afterwards.
-        In a trial old measurements of passes with nodes are ignored.
+        In a trial old measurements of passes with nodes are ignored, and nodes cost no more than `Nominal` says: a
+        price that was measured in a bad moment must not keep itself from being measured again.
         """
+
+        def predict(size: int) -> float:
+            return self._predicted(size, rows, context)
+
+        def predict_in_trial(size: int) -> float:
+            nominal = Nominal()
+            share = nominal.pass_ms(1 + self.shape.nodes(size, rows), rows) / nominal.pass_ms(1, rows)
+            return min(predict(size), share * predict(0))
 
         def curve() -> Callable[[int], float]:
             host = self.host_ms(rows)
-            time = self._pass.curve(_about(rows), lambda size: self._predicted(size, rows, context), trial=trial)
+            time = self._pass.curve(_about(rows), predict, trial=predict_in_trial if trial else None)
             return lambda size: time(size) + host
 
         return Times(self.shape.even(rows, nodes), curve)
@@ -312,7 +324,7 @@ class StepCosts:
         In a trial old measurements are ignored.
         """
         predict = partial(self._proposal, key, rows=rows)
-        return self._draft[key].curve(rows, predict, trial=trial)(depth)
+        return self._draft[key].curve(rows, predict, trial=predict if trial else None)(depth)
 
     def reading_ms(self, key: str, tokens: int) -> float:
         """Return the time in which a drafter reads `tokens` tokens, ms; 0 until it is measured."""

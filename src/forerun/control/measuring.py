@@ -94,8 +94,9 @@ def known_or_nominal(target: Target) -> PassCost:
 
     Else a few sizes are timed on a free row, on a CPU, and written to disk until steps correct them: kernels differ,
     and a second node costs between a hundredth and all of the first. Other processes make all sizes look equally slow,
-    so a node counts at least its nominal cost, and nothing is written if the largest size takes less than that. On an
-    accelerator, where the first pass of each size is recorded, the costs start nominal.
+    so a node counts at least its nominal cost, and nothing is written if the largest size takes less than that. Costs
+    start nominal where others made a size look dearer than as many plain passes, where there was no time for sizes
+    above two, and on an accelerator, where the first pass of each size is recorded.
     """
     stored = _read(target)
     if stored is not None:
@@ -106,6 +107,8 @@ def known_or_nominal(target: Target) -> PassCost:
     cost = _measure(target, grid, repeats=3, seconds=0.5, tell=lambda _: None)
     nominal = Nominal()
     [[seen]] = cost.pass_times_ms
+    if cost.nodes[-1] <= _FIRST_NODES[1] or any(ms > seen[0] * n for n, ms in zip(cost.nodes, seen, strict=True)):
+        return nominal
     least = [seen[0] * nominal.pass_ms(nodes) for nodes in cost.nodes]
     if seen[-1] >= least[-1]:
         _write(target, _NOT_CALIBRATED, cost)
@@ -257,11 +260,12 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
 
 def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
     """Convert samples to times in ms. Sizes that were not measured are interpolated; row counts and contexts with too
-    few sizes are dropped.
+    few sizes are dropped, and so are sizes that nothing was measured at.
     """
     # The lower quartile counts, because other processes can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
-    nodes, first = grid["nodes"], grid["contexts"][0]
+    first, timed = grid["contexts"][0], {n for _, _, n in ms}
+    nodes = tuple(n for n in grid["nodes"] if n in timed)
     measured = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
     least = min(2, len(nodes))
     rows = [r for r in grid["rows"] if len(measured[first, r]) >= least]
