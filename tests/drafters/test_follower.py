@@ -41,7 +41,7 @@ class Reader:
 
     def draft(self, most: int, same: bool = False) -> drafts.Draft:
         made = drafts.Draft.of(most)
-        size, _ = follows.draft(self.follower, self.source, drafts.unseen(), made, 0.0, same)
+        size, _ = follows.draft(self.follower, self.source, drafts.zero_counts(), made, 0.0, same)
         return made.first(size)
 
     def drafts(self, most: int, same: bool = False) -> list[int]:

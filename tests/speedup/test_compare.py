@@ -7,8 +7,8 @@ from forerun.speedup.compare import (
     PLAIN,
     STANDSTILL_S,
     AnswerTiming,
+    PauseDetector,
     SpeedupArm,
-    Standstill,
     mean_speedup,
     summarise,
     summarise_arm,
@@ -66,10 +66,10 @@ def test_by_category() -> None:
 
 
 def test_a_process_that_was_stopped_notices_it() -> None:
-    with Standstill() as still:
+    with PauseDetector() as still:
         pass
     assert still.longest_s < STANDSTILL_S
-    with Standstill() as still:
+    with PauseDetector() as still:
         still._last -= 60  # Nothing ran for a minute
     assert still.longest_s >= 60
 

@@ -135,14 +135,14 @@ def entry_named(name: str) -> DrafterEntry:
     """Return the registry's entry for a method. Imports nothing, unless the name is ``module:Class``, a drafter outside
     of this package. Raises ArgumentError, which names the nearest method or says what is wrong with the class.
     """
-    known = methods()
-    if name in known:
-        return known[name]
+    registered = methods()
+    if name in registered:
+        return registered[name]
     if is_outside(name):
         return _from_outside(name)
     raise ArgumentError(
-        f"unknown drafter {name!r}.{choices(name, known)} A file of your own is named module:Class; `forerun drafters` "
-        "says what each is."
+        f"unknown drafter {name!r}.{choices(name, registered)} A file of your own is named module:Class; "
+        "`forerun drafters` says what each is."
     )
 
 
@@ -249,8 +249,8 @@ def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:
         return _class_in(other, cls)
     here = {line.name: line for line in tree.body if isinstance(line, ast.ClassDef)}
     bases = [base.value if isinstance(base, ast.Subscript) else base for base in here[cls].bases]
-    known = [base.id for base in bases if isinstance(base, ast.Name) and base.id in {*here, *where}]
-    return here[cls].body, [(where.get(base) or module, base) for base in known]
+    bases_here = [base.id for base in bases if isinstance(base, ast.Name) and base.id in {*here, *where}]
+    return here[cls].body, [(where.get(base) or module, base) for base in bases_here]
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:

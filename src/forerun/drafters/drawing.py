@@ -456,10 +456,10 @@ class Draws:
         drawn = self._draw_level(logits if vocabulary is None else vocabulary.to_target_vocab(logits), depth, count)
         if not self.greedy:
             return drawn
-        given = likeliest(logits, count, vocabulary)
+        greedy = likeliest(logits, count, vocabulary)
         sampled = self.numbers[1][:, :1, None] > 0
         assert drawn.valid is not None
-        mixed = {name: torch.where(sampled, getattr(drawn, name), getattr(given, name)) for name in _COLUMNS}
+        mixed = {name: torch.where(sampled, getattr(drawn, name), getattr(greedy, name)) for name in _COLUMNS}
         return replace(drawn, **mixed, valid=drawn.valid | ~sampled)
 
     def _draw_level(self, logits: Tensor, depth: int, count: int) -> Children:

@@ -85,16 +85,16 @@ class HeadConfig(ABC):
         (naming the nearest), or one that does not fit the target.
         """
         config = model.config.get_text_config()
-        given = dict(options or {})
+        options_given = dict(options or {})
         known = cls.option_names()
-        for name in given:
+        for name in options_given:
             refuse_unknown(f"a head of the kind {kind} has no option", name, known, "It has")
-        check_types(cls, given, f"a head of the kind {kind}")
+        check_types(cls, options_given, f"a head of the kind {kind}")
         shape = {
             "target_hidden_size": config.hidden_size,
             "vocab_size": config.vocab_size,
             "draft_vocab_size": config.vocab_size if draft_vocab_size is None else draft_vocab_size,
-            **cls.fields_for(kind, config, given),
+            **cls.fields_for(kind, config, options_given),
         }
         made = cls(**shape)
         if max(made.boundaries) > config.num_hidden_layers:

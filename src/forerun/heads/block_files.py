@@ -186,10 +186,12 @@ def _kind_of(keys: Keys) -> type[DFlashConfig]:
     """
     usual = "dspark" if keys.get(RANK) else "dflash2" if keys.get("selector_rank") else "dflash"
     projector = keys.text(PROJECTOR, usual)
-    known = {"dflash": DFlashConfig, "dflash2": DFlash2Config, "dspark": DSparkConfig, "domino": DominoConfig}
-    if projector not in known:
-        raise CheckpointError(f"{PROJECTOR} of {NESTED} is {projector!r}; heads of {', '.join(known)} are supported")
-    return known[projector]
+    by_projector = {"dflash": DFlashConfig, "dflash2": DFlash2Config, "dspark": DSparkConfig, "domino": DominoConfig}
+    if projector not in by_projector:
+        raise CheckpointError(
+            f"{PROJECTOR} of {NESTED} is {projector!r}; heads of {', '.join(by_projector)} are supported"
+        )
+    return by_projector[projector]
 
 
 def _is_shifted(keys: Keys, made: type[DFlashConfig]) -> bool:

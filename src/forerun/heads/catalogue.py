@@ -78,14 +78,14 @@ def check_head_named(kind: HeadKind, head: Any, target_name: str) -> None:
     """Raise ArgumentError if a drafter of that kind was given no head (None), and targets bring none themselves."""
     if head is not None or kind.in_target is not None:
         return
-    known = ", ".join(
+    suggestions = ", ".join(
         suggested.model
         for suggested in suggest(target_name)
         if suggested.loadable and suggested.drafter == kind.stored_as
     )
     raise ArgumentError(
         f"{kind.name} needs a head: name its directory or hub id with --drafter-model (in Python: model). Known for "
-        f"{target_name}: {known or 'none'}. To train one: forerun train {kind.stored_as} --help"
+        f"{target_name}: {suggestions or 'none'}. To train one: forerun train {kind.stored_as} --help"
     )
 
 

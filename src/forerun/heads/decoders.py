@@ -133,14 +133,14 @@ def agree_boundaries(*stated: LayerIds, count: int | None, num_layers: int | Non
     Without ids it is the default for a target of `num_layers`. CheckpointError for what contradicts itself, or if there
     are neither ids nor `num_layers`.
     """
-    given = [ids for ids in stated if ids.ids is not None]
-    if len({ids.boundaries for ids in given}) > 1:
+    lists = [ids for ids in stated if ids.ids is not None]
+    if len({ids.boundaries for ids in lists}) > 1:
         raise CheckpointError(
-            f"config.json contradicts itself about the target's layers: {'; '.join(map(str, given))}. Find out which "
+            f"config.json contradicts itself about the target's layers: {'; '.join(map(str, lists))}. Find out which "
             "ones the head was trained on and correct the others."
         )
-    if given:
-        boundaries = given[0].boundaries
+    if lists:
+        boundaries = lists[0].boundaries
     elif num_layers is None:
         raise CheckpointError(
             f"config.json names no layers ({IDS}), so it means the default, which depends on the target's number of "

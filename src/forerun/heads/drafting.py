@@ -206,13 +206,13 @@ class HeadDrafter(LearningDrafter[Proposal]):
         draws = tree.draws(context, active, self.runner.device, size, recorded=recorded)
 
         def grow(logits: Tensor, *numbers: Tensor) -> Grown:
-            known, runner = self._vocabulary, self.runner
+            vocabulary, runner = self._vocabulary, self.runner
             return tree.grow(
                 draws.with_tensors(numbers),
                 max(within),
                 logits,
                 descend,
-                known,
+                vocabulary,
                 enough=limits.enough,
                 acceptance=lambda: runner.acceptance,
             )

@@ -144,15 +144,15 @@ class EagleConfig(DecoderConfig):
             fields["boundaries"] = (LAST_HIDDEN,)
         elif "boundaries" not in options:
             fields["boundaries"] = default_boundaries(config.num_hidden_layers)
-        given: dict[str, Any] = {
+        tuples: dict[str, Any] = {
             name: tuple(options[name]) for name in ("boundaries", "full_layers") if name in options
         }
         if options.get("latent"):
             latent = LatentConfig.of(options["latent"])
             heads = options.get("num_attention_heads", fields["num_attention_heads"])
-            given |= {"latent": latent, "num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
+            tuples |= {"latent": latent, "num_key_value_heads": heads, "head_dim": latent.qk_rope_head_dim}
         converted = ("boundaries", "full_layers", "latent")
-        return fields | {name: value for name, value in options.items() if name not in converted} | given
+        return fields | {name: value for name, value in options.items() if name not in converted} | tuples
 
 
 def default_boundaries(num_layers: int) -> tuple[int, ...]:
@@ -371,8 +371,8 @@ class Eagle3Objective(DecoderObjective):
         for step in range(self.settings.steps):
             blocks = {size: everything if size is None else mask_of(tokens.documents, size - step) for size in windows}
             ids = shift_left(tokens.tokens, step + 1, 0)
-            features, output, *own = self._advance(ids, features, tokens.positions + step, blocks, past)
-            past.append(tuple(own))
+            features, output, *cached = self._advance(ids, features, tokens.positions + step, blocks, past)
+            past.append(tuple(cached))
             yield UnrolledStep(step=step, output=output, counted=mark_counted(tokens, step))
 
     def _advance(
@@ -388,12 +388,12 @@ class Eagle3Objective(DecoderObjective):
         """
 
         def run(features: Tensor, *flat: Tensor) -> tuple[Tensor, ...]:
-            own: list[Tensor] = []
+            cached: list[Tensor] = []
             size = 2 * len(self.head.layers)
             steps = [flat[start : start + size] for start in range(0, len(flat), size)]
 
             def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-                own.extend((key, value))
+                cached.extend((key, value))
                 line = [(step[2 * layer], step[2 * layer + 1]) for step in steps] + [(key, value)]
                 window = self.head.config.window(layer)
                 near = line[1:] if window is None else line[1:][-window:]
@@ -401,7 +401,7 @@ class Eagle3Objective(DecoderObjective):
 
             embeds = self.embed(ids).to(features.dtype)
             result: Advanced = self.head.advance(embeds, features, self.head.angles(positions, features), attend)
-            return (result.feature, result.output, *own)
+            return (result.feature, result.output, *cached)
 
         flat = [tensor for step in past for tensor in step]
         return run_or_checkpoint(run, features, *flat, again=self.settings.gradient_checkpointing)

@@ -91,18 +91,18 @@ def mismatches(
     have canonical names, a norm above the first layer both of its own.
     """
     expected = LOADERS[engine](config, keys)
-    given = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
-    odd = sorted(name for name in given.keys() & expected.keys() if tuple(given[name].shape) != expected[name])
+    stored = {name: tensor for name, tensor in tensors.items() if name in expected or not SHARED.fullmatch(name)}
+    odd = sorted(name for name in stored.keys() & expected.keys() if tuple(stored[name].shape) != expected[name])
     strict = engine == "llama.cpp"  # Its converter has a name for every tensor, or stops; its loader wants all of them
     # Nothing is lost with the other name of a norm, or with a bias of zeros.
     lost = sorted(
         name
-        for name in given.keys() - expected.keys()
+        for name in stored.keys() - expected.keys()
         if not (config.generation == 3 and UPPER_NORM.fullmatch(name))
-        and (strict or not name.endswith(".bias") or bool(given[name].any()))
+        and (strict or not name.endswith(".bias") or bool(stored[name].any()))
     )
     stopping = [name for name in lost if strict or (engine == "vllm" and not name.endswith(".bias"))]
-    unfilled = sorted(expected.keys() - given.keys())
+    unfilled = sorted(expected.keys() - stored.keys())
     complaints = (
         (odd, fails, f"expects {list_some([f'{name} {expected[name]}' for name in odd])}"),
         (stopping, fails, "has no place for it and stops"),
@@ -257,22 +257,22 @@ def _tensors(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> 
     """Yield tensors that an engine loads otherwise from these files than from an export of the
     head.
     """
-    known = {(finding.engine, finding.what) for finding in loading(head, target)}
+    already_told = {(finding.engine, finding.what) for finding in loading(head, target)}
     engines = [name for name in LOADERS if head.config.generation == 3 or name in FIRST_TOO]
     keys = stored.config
     if KIND in keys:
         engines, keys = ["vllm", "llama.cpp"], {**keys[LAYERS], **keys}
     for engine in engines:
         others = mismatches(engine, head.config, keys, canonical_names(stored.tensors))
-        yield from (other for other in others if (engine, other.what) not in known)
+        yield from (other for other in others if (engine, other.what) not in already_told)
 
 
 def vllm_name(architecture: str, generation: int) -> str:
     """Return the name that vLLM (``EAGLEConfig``) looks for in its registry."""
     if generation == 1:
         return architecture if architecture.startswith("Eagle") else f"Eagle{architecture}"
-    known = architecture.startswith("Eagle3") or architecture.endswith("Eagle3")
-    return architecture if known else f"Eagle3{architecture}"
+    named_eagle3 = architecture.startswith("Eagle3") or architecture.endswith("Eagle3")
+    return architecture if named_eagle3 else f"Eagle3{architecture}"
 
 
 # How an engine is started.

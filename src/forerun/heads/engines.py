@@ -213,8 +213,8 @@ def diagnose(head: HeadCheckpoint, target: TargetFacts) -> list[Finding]:
         why = "nothing is known of it: the engine may compute something else by it"
         remedy = "find out what it means; remove it if it means nothing"
         findings += check(EVERY, f"the key {key}", why, remedy)
-    known = {finding.engine for finding in findings}
-    silent = " ".join(engine for engine in ENGINES if engine not in known)
+    judged = {finding.engine for finding in findings}
+    silent = " ".join(engine for engine in ENGINES if engine not in judged)
     return [*findings, *ok(silent, "everything in this head", "read as it was trained")]
 
 
@@ -271,9 +271,9 @@ def export_head(
         raise ArgumentError(f"{directory} is the head itself; name another directory")
     head = parse(stored, num_layers=target.num_layers)
     kind, engines = head.config.kind, engines_for(head.config.kind)
-    known = {**engines.destinations, "hf": FORERUN}
-    refuse_unknown("cannot export to", to, known, f"Heads of the kind {kind} go to")
-    destination = known[to]
+    destinations = {**engines.destinations, "hf": FORERUN}
+    refuse_unknown("cannot export to", to, destinations, f"Heads of the kind {kind} go to")
+    destination = destinations[to]
     format_name = destination.format_name or format_for(kind)
     findings = [finding for finding in diagnose(head, target) if finding.engine == destination.engine]
     wrong = [finding for finding in findings if finding.severity in ("degrades", "fails")]

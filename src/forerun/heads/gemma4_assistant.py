@@ -134,7 +134,7 @@ class Gemma4AssistantFormat(Format):
             raise CheckpointError(
                 "config.json of an assistant has a text_config and backbone_hidden_size; this has not"
             )
-        known = {"text_config", "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k"}
+        keys_read = {"text_config", "backbone_hidden_size", "num_centroids", "centroid_intermediate_top_k"}
         head = make_config(
             Gemma4AssistantConfig,
             target_hidden_size=size,
@@ -144,7 +144,7 @@ class Gemma4AssistantFormat(Format):
             text_config=text,
             num_centroids=config.get("num_centroids", 2048) if config.get("use_ordered_embeddings") else 0,
             centroid_intermediate_top_k=config.get("centroid_intermediate_top_k", 32),
-            extra={name: value for name, value in config.items() if name not in known},
+            extra={name: value for name, value in config.items() if name not in keys_read},
         )
         renamed = {name.removeprefix("masked_embedding."): tensor for name, tensor in tensors.items()}
         if STORED in renamed:

@@ -469,10 +469,10 @@ class LatentConfig:
         """Build the sizes from a recipe's keys. Raises ArgumentError, naming them, for those that
         are unknown or missing.
         """
-        known = [one.name for one in fields(cls)]
-        wrong = sorted(options.keys() - set(known)) + sorted(set(known[:4]) - options.keys())
+        names = [one.name for one in fields(cls)]
+        wrong = sorted(options.keys() - set(names)) + sorted(set(names[:4]) - options.keys())
         if wrong:
-            raise ArgumentError(f"draft head: latent has {', '.join(known)}; see {', '.join(wrong)}")
+            raise ArgumentError(f"draft head: latent has {', '.join(names)}; see {', '.join(wrong)}")
         check_types(cls, options, "draft head: latent")
         return cls(**options)
 
@@ -537,8 +537,8 @@ class LatentAttention(nn.Module):
         nope, rope = self._split(asked, latent.qk_nope_head_dim, latent.qk_rope_head_dim)
         query = torch.cat([nope, self._rotate(rope, angles)], -1) * self.scaling
         compressed, shared = self.kv_a_proj_with_mqa(states).split([latent.kv_lora_rank, latent.qk_rope_head_dim], -1)
-        known = self.kv_b_proj(self.kv_a_layernorm(compressed))
-        key, value = self._split(known, latent.qk_nope_head_dim, latent.v_head_dim)
+        expanded = self.kv_b_proj(self.kv_a_layernorm(compressed))
+        key, value = self._split(expanded, latent.qk_nope_head_dim, latent.v_head_dim)
         shared = self._rotate(shared.unsqueeze(1), angles).expand(-1, self.heads, -1, -1)
         key = torch.cat([key, shared], -1)
         attended = attend(self.layer, query, key, pad(value, (0, key.shape[-1] - value.shape[-1])))

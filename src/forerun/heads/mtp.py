@@ -88,11 +88,11 @@ def attend_outside(
     factor = scaling * math.sqrt(query.shape[-1])
     if not math.isclose(factor, 1.0):
         query = query * factor
-    given = {} if s_aux is None else {"sinks": s_aux}
+    sinks = {} if s_aux is None else {"sinks": s_aux}
     if indices is not None and keeps_index(attend):
-        given["chosen"] = indices
+        sinks["chosen"] = indices
     wide = pad(value, (0, key.shape[-1] - value.shape[-1]))
-    return attend(number, query, key, wide, **given)[..., : value.shape[-1]], None
+    return attend(number, query, key, wide, **sinks)[..., : value.shape[-1]], None
 
 
 def config_of_layers(target: Mapping[str, Any], kinds: Sequence[str], mlp_kinds: Sequence[str] = ()) -> Any:

@@ -487,14 +487,14 @@ def _head_like_target(config: Config, family: Family, layers: int, tensors: Mapp
     whole = layers + max(counts.values(), default=0)
     # A list with an entry for each layer may go on with those of the MTP layers.
     lists = {name: value for name, value in config.items() if family.behind and isinstance(value, list)}
-    own = {name: value[layers:] for name, value in lists.items() if len(value) == whole}
+    of_mtp = {name: value[layers:] for name, value in lists.items() if len(value) == whole}
     target_keys = {"model_type": family.model_type} | {
-        name: own.get(name, value) for name, value in config.items() if name not in OURS
+        name: of_mtp.get(name, value) for name, value in config.items() if name not in OURS
     }
     mlp = "sparse" if any(".experts." in name for name in tensors) else "dense"
     try:
         known = AutoConfig.for_model(**target_keys, **counts)
-        listed = config.get("mtp_layer_types") or own.get("layer_types") or getattr(known, "mtp_layer_types", None)
+        listed = config.get("mtp_layer_types") or of_mtp.get("layer_types") or getattr(known, "mtp_layer_types", None)
         kinds = _kinds_of_layers(getattr(known, "mtp_layers_block_type", None), listed, tensors)
         mlps = (mlp,) if hasattr(known, "mlp_layer_types") else ()
         vocabulary, known = known.vocab_size, config_of_layers(target_keys, kinds, mlps)
@@ -557,9 +557,9 @@ def _experts(keys: Keys, layers: int) -> ExpertsConfig | None:
     sizes["routed_scaling_factor"] = keys.number("routed_scaling_factor", 1.0)
     if not count or not sparse or layers % every:
         return None
-    given = {name: value for name, value in sizes.items() if value is not None}
+    stated = {name: value for name, value in sizes.items() if value is not None}
     try:
-        return ExpertsConfig(n_routed_experts=count, **given)
+        return ExpertsConfig(n_routed_experts=count, **stated)
     except TypeError as error:
         raise CheckpointError(f"config.json does not describe its experts: {error}") from error
 

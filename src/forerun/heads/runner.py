@@ -554,9 +554,9 @@ class BlockRunner(AttendingRunner):
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
         places, first = self._places, self.head.first
         roots = self._roots[index].unsqueeze(1)
-        known = [] if self.head.places is None else [roots]
-        masks_behind = torch.full_like(roots, self.head.mask_token).expand(-1, places - len(known))
-        tokens = torch.cat([*known, masks_behind], dim=1)
+        before = [] if self.head.places is None else [roots]
+        masks_behind = torch.full_like(roots, self.head.mask_token).expand(-1, places - len(before))
+        tokens = torch.cat([*before, masks_behind], dim=1)
         positions = lengths.unsqueeze(1) + torch.arange(places, device=self.device)
         self._cache.begin(rows, positions, size, index=index, anywhere=recorded)
         masks = dict[tuple[str, bool], Tensor]()

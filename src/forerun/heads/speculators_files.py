@@ -55,22 +55,24 @@ class SpeculatorsFormat(Format):
             one.pass_over("architectures", "torch_dtype", "dtype", "tie_word_embeddings")
         fused = kind in FUSED
         windows = fields["sliding_window"] is not None
-        config_class, own, notes = _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
+        config_class, fields_of_kind, notes = (
+            _eagle3(keys, layers, num_layers) if fused else _dflash(keys, kind, windows)
+        )
         if kind == "peagle":
             config_class = PEagleConfig
-            own = own | {"mask_token_id": keys.integer("mask_token_id")}
+            fields_of_kind = fields_of_kind | {"mask_token_id": keys.integer("mask_token_id")}
             canonical = peagle.with_mask(canonical)
         return decoders.make_head(
             config_class,
             canonical,
             notes,
             **fields,
-            **own,
+            **fields_of_kind,
             target_hidden_size=keys.integer("target_hidden_size", fields["hidden_size"]),
             draft_vocab_size=keys.integer("draft_vocab_size", fields["vocab_size"]),
             **({"fc_bias": "fc.bias" in canonical} if fused else {}),
             qk_norm=layers.get("model_type") == "qwen3",
-            extra=_extra(layers, keys, whole, _usual_tokens(own)),
+            extra=_extra(layers, keys, whole, _usual_tokens(fields_of_kind)),
         )
 
     def write(self, checkpoint: HeadCheckpoint, target: TargetFacts) -> Written:

@@ -174,8 +174,10 @@ class Teacher:
         best, full = logits.argmax(-1), torch.softmax(logits, -1)
         if self.tokens is None:
             return _Probs(best=best, full=full, renormalised=full)
-        known = self.tokens.expand(*logits.shape[:-1], -1)  # gather: many times faster than an index on a CPU
-        return _Probs(best=best, full=full.gather(-1, known), renormalised=torch.softmax(logits.gather(-1, known), -1))
+        token_ids = self.tokens.expand(*logits.shape[:-1], -1)  # gather: many times faster than an index on a CPU
+        return _Probs(
+            best=best, full=full.gather(-1, token_ids), renormalised=torch.softmax(logits.gather(-1, token_ids), -1)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

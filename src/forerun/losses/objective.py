@@ -301,9 +301,9 @@ class HeadObjective(Objective):
 
     def embed(self, ids: Tensor, depth: int = 0) -> Tensor:
         """Embed token ids by the head's own table, or the target's, which is not trained."""
-        own: Tensor | None = self.head.embed(ids, depth)
-        if own is not None:
-            return own
+        embeds: Tensor | None = self.head.embed(ids, depth)
+        if embeds is not None:
+            return embeds
         with torch.no_grad():
             return self.target.embedding(ids)
 
@@ -507,8 +507,8 @@ class Masked:
         depths = self.depths
         same = documents.unsqueeze(2) == documents.unsqueeze(1)
         before = (depths == 0) & (entries.unsqueeze(1) <= entries.unsqueeze(2))
-        own = (entries.unsqueeze(1) == entries.unsqueeze(2)) & (depths.unsqueeze(0) <= depths.unsqueeze(1))
-        return same & (before | own)
+        above = (entries.unsqueeze(1) == entries.unsqueeze(2)) & (depths.unsqueeze(0) <= depths.unsqueeze(1))
+        return same & (before | above)
 
     def metrics(self, agrees: Tensor, overlap: Tensor, settings: DropSettings) -> Metrics:
         """Return ``acceptance_D``, how often a chain of the likeliest tokens got to depth D, and

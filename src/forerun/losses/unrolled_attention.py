@@ -53,8 +53,8 @@ class FlexMask:
         behind = (behind[:, None] - behind) * BLOCK  # from the first key of a block to the first query of another
         seen = (behind >= 0) & (last[:, None, :] >= first[:, :, None]) & ((behind - BLOCK + 1).clamp(min=0) < reach)
         whole = seen & (behind > 0) & (first[:, None, :] == last[:, :, None]) & (behind + BLOCK - 1 < reach)
-        own = torch.eye(count, dtype=torch.bool, device=documents.device).expand(rows, -1, -1)
-        partial = torch.cat([seen & ~whole, *[own] * steps], -1)
+        itself = torch.eye(count, dtype=torch.bool, device=documents.device).expand(rows, -1, -1)
+        partial = torch.cat([seen & ~whole, *[itself] * steps], -1)
         whole = pad(whole, (0, steps * count))
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class AnswerTiming:
     circle: bool  # It ends in a circle (`runs_in_circles`)
 
 
-class Standstill:
+class PauseDetector:
     """Notices how long the process did not run at all: times measured meanwhile say nothing."""
 
     def __init__(self) -> None:
@@ -124,17 +124,17 @@ class SideBySide:
         `done` are those of an earlier call, which are not run again. `tell` is called after each prompt.
         """
         timings = list(done)
-        known = {one.digest for one in timings}
-        waiting = [prompt for prompt in prompts if prompt.digest not in known]
+        done_before = {one.digest for one in timings}
+        waiting = [prompt for prompt in prompts if prompt.digest not in done_before]
         deadline = time.monotonic() + seconds
         if waiting:
             for arm in self.arms:
                 self._answer(arm, waiting[0], 0.0, min(WARM_UP_TOKENS, self.max_tokens))
         for number, prompt in enumerate(waiting):
-            if len(known) + number >= self.fewest and time.monotonic() > deadline:
+            if len(done_before) + number >= self.fewest and time.monotonic() > deadline:
                 break
             for _ in range(ATTEMPTS):
-                with Standstill() as still:
+                with PauseDetector() as still:
                     answers = self._ask(prompt, number)
                 if still.longest_s < STANDSTILL_S:
                     timings += answers
@@ -191,17 +191,17 @@ def summarise_arm(
     chosen = [
         one for one in timings if one.temperature == temperature and (category is None or one.category == category)
     ]
-    own = {one.digest: one for one in chosen if one.arm == arm}
+    by_digest = {one.digest: one for one in chosen if one.arm == arm}
     plain = {one.digest: one for one in chosen if one.arm == base}
     # A completion of one token comes with its prompt: nothing can make it faster.
-    digests = [name for name in own if name in plain and min(own[name].tokens, plain[name].tokens) > 1]
+    digests = [name for name in by_digest if name in plain and min(by_digest[name].tokens, plain[name].tokens) > 1]
     if not digests:
         return None
     # Sums by prompt, (prompts,): a prompt is what the bootstrap draws.
-    tokens, passes, seconds = (_column(own, digests, name) for name in ("tokens", "passes", "seconds"))
+    tokens, passes, seconds = (_column(by_digest, digests, name) for name in ("tokens", "passes", "seconds"))
     plain_tokens, plain_seconds = (_column(plain, digests, name) for name in ("tokens", "seconds"))
     speed, plain_speed = tokens.sum() / seconds.sum(), plain_tokens.sum() / plain_seconds.sum()
-    decoded = decode_speed([own[one] for one in digests]) / decode_speed([plain[one] for one in digests])
+    decoded = decode_speed([by_digest[one] for one in digests]) / decode_speed([plain[one] for one in digests])
     drawn = np.random.default_rng(0).integers(len(digests), size=(RESAMPLES, len(digests)))
     ratios = tokens[drawn].sum(1) / seconds[drawn].sum(1) * plain_seconds[drawn].sum(1) / plain_tokens[drawn].sum(1)
     per_pass = tokens[drawn].sum(1) / passes[drawn].sum(1)
@@ -216,7 +216,7 @@ def summarise_arm(
         "tokens_per_pass_interval": _interval(per_pass, len(digests)),
         "worst_prompt": round(float((tokens / seconds * plain_seconds / plain_tokens).min()), 4),
         "slower_prompts": int((tokens / seconds * plain_seconds / plain_tokens < 1).sum()),
-        "unlike_plain": sum(not own[digest].same for digest in digests),
+        "unlike_plain": sum(not by_digest[digest].same for digest in digests),
     }
 
 

@@ -107,8 +107,11 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
 def _entry(record: Record, *, template: bool) -> dict[str, Any] | None:
     """Return the prompt of a record, its completions left out unless a server wrote them down; None if it has none."""
     if record.tokens:
-        given = record.prompt_tokens
-        ids = {"prompt_token_ids": list(record.tokens[:given]), "token_ids": list(record.tokens[given:])}
+        prompt_tokens = record.prompt_tokens
+        ids = {
+            "prompt_token_ids": list(record.tokens[:prompt_tokens]),
+            "token_ids": list(record.tokens[prompt_tokens:]),
+        }
         return {**ids, "vocabulary": record.vocabulary}
     if not record.messages:
         return {"text": record.text}

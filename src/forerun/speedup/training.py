@@ -265,12 +265,12 @@ def _settings_of(kind: str) -> set[str]:
 
 def _head(llm: LLM, kind: str, vocab_size: int | None, device: str) -> Any:
     """Return a head with random weights."""
-    known = kind_named(kind)
-    config = known.head.Config.for_target(
-        known.name, require_layers(llm.target, kind).model, vocab_size, SETTINGS.head.options.get(kind, {})
+    entry = kind_named(kind)
+    config = entry.head.Config.for_target(
+        entry.name, require_layers(llm.target, kind).model, vocab_size, SETTINGS.head.options.get(kind, {})
     )
     with torch.device(device):
-        return known.head(config)
+        return entry.head(config)
 
 
 def _shape(llm: LLM, kind: str, vocab_size: int | None, share: float) -> HeadShape:

@@ -104,11 +104,11 @@ class DraftStates:
         """Compare with what the model computes itself."""
         ids = torch.arange(2, device=self.model.device).unsqueeze(0)
         with torch.autocast(self.model.device.type, enabled=False):
-            own = self.model(input_ids=ids, use_cache=False).logits[0].float()
+            logits = self.model(input_ids=ids, use_cache=False).logits[0].float()
             states = self._base(input_ids=ids, use_cache=False).last_hidden_state
-            states, weight = self.linear(states, own.shape[-1])
+            states, weight = self.linear(states, logits.shape[-1])
         softcap = FrozenTarget.of(self.model).softcap
-        error = float((states.float() @ weight.float().T - own).abs().max() / own.abs().max().clamp_min(1e-9))
+        error = float((states.float() @ weight.float().T - logits).abs().max() / logits.abs().max().clamp_min(1e-9))
         if softcap is not None or not error < 2e-2:
             why = f"capped (final_logit_softcapping: {softcap})" if softcap else f"off by {error:.1%} otherwise"
             raise UnsupportedModelError(
@@ -143,8 +143,8 @@ class DraftModelObjective(Objective):
         gradient.
         """
         hidden, weight = draft.linear(states, len(self.target.lm_head))
-        known = len(weight)
-        fewer = torch.arange(known, device=weight.device) if known < len(self.target.lm_head) else None
+        vocabulary = len(weight)
+        fewer = torch.arange(vocabulary, device=weight.device) if vocabulary < len(self.target.lm_head) else None
         teacher = self.target.teacher(following, fewer)
         weights = shares.flatten().float()
         if frozen:

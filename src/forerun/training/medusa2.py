@@ -96,13 +96,13 @@ class Medusa2Objective(Objective):
         else:
             states = self.reader.states(batch.batch)
             heads = self.heads(replace(batch, features={LAST_HIDDEN: states}))
-            own = self.reader.loss(states, counts, batch, self.target, self.settings.learn_from)
-            loss = own.loss + joint * self.settings.head_weight * heads.loss
+            target_loss = self.reader.loss(states, counts, batch, self.target, self.settings.learn_from)
+            loss = target_loss.loss + joint * self.settings.head_weight * heads.loss
             known = seen if self.settings.learn_from == "target" else torch.zeros_like(seen)
             target = {
-                "loss": (own.loss.detach(), seen),
-                "agrees": (own.agrees.sum(), known),
-                "overlap": (own.overlap.sum(), known),
+                "loss": (target_loss.loss.detach(), seen),
+                "agrees": (target_loss.agrees.sum(), known),
+                "overlap": (target_loss.overlap.sum(), known),
             }
         return LossReport(
             loss=loss,

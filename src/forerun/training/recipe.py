@@ -281,15 +281,15 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     path: list[str] = [part for part in found["loc"] if isinstance(part, str)]
     key = ".".join(path)
     if found["type"] == "unexpected_keyword_argument":
-        known = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))]
+        keys = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))]
         where = key[: -len(path[-1])]
-        if not nearest(path[-1], known, 0.8):
+        if not nearest(path[-1], keys, 0.8):
             everywhere = _keys(TrainRecipe, settings)
             last_parts = {one.rpartition(".")[2] for one in everywhere}
             for close in difflib.get_close_matches(path[-1], last_parts, n=1, cutoff=0.8):
                 meant = [repr(one) for one in everywhere if one.rpartition(".")[2] == close]
                 return f"unknown key {key!r}. Did you mean {' or '.join(meant)}?"
-        return f"unknown key {key!r}.{choices(key, [where + name for name in known])}"
+        return f"unknown key {key!r}.{choices(key, [where + name for name in keys])}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):
         return f"{key} is missing (--{key}, or {key}: in the recipe)"

@@ -103,9 +103,9 @@ def space_evenly(count: int, layers: int) -> list[int]:
 
 def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
     """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
-    known = ("layers", *WIDTHS)
+    names = ("layers", *WIDTHS)
     for name in options:
-        refuse_unknown("a target cannot be shrunk by", name, known, "draft.options has")
+        refuse_unknown("a target cannot be shrunk by", name, names, "draft.options has")
     most = {"layers": config.num_hidden_layers} | {name: getattr(config, name) for name in WIDTHS}
     chosen = options.get("layers", config.num_hidden_layers)
     listed = isinstance(chosen, Sequence) and not isinstance(chosen, str)
@@ -229,10 +229,10 @@ class Trained(ABC):
                 "objective.writer=target needs the whole target on each process: target_parallel=none",
             ),
         )
-        known = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
-        if (metric := recipe.training.best_metric) is not None and metric not in known:
+        metrics = metric_names(self.drafts_by, recipe.evaluation.settings.num_speculative_tokens)
+        if (metric := recipe.training.best_metric) is not None and metric not in metrics:
             raise ArgumentError(
-                f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, known)}"
+                f"training.best_metric={metric!r} is not among the values of evaluation.{choices(metric, metrics)}"
             )
 
     @classmethod
@@ -331,10 +331,10 @@ class TrainedHead(Trained):
                 checkpoint = import_named(kind.in_target or "")(self.recipe.target)
             else:
                 checkpoint = read_head(draft.start, num_layers=model.config.get_text_config().num_hidden_layers)
-            own = checkpoint.config.kind
-            if own != kind.stored_as:
+            own_kind = checkpoint.config.kind
+            if own_kind != kind.stored_as:
                 raise ArgumentError(
-                    f"draft.start holds a head of the kind {own}; go on with it by: forerun train {own}"
+                    f"draft.start holds a head of the kind {own_kind}; go on with it by: forerun train {own_kind}"
                 )
             if draft.start is not None:
                 check_fits(checkpoint.config, TargetFacts.of(model.config, self.recipe.target), "draft.start")

@@ -119,11 +119,13 @@ class FirstOfConfig(ComposedConfig):
     def __post_init__(self) -> None:
         check_specs("first_of", self.drafters)
         wanted = len(self.drafters) - 1
-        given = self.min_tokens
-        if not isinstance(given, int | float) and len(given) != wanted:
-            raise ArgumentError(f"first_of: min_tokens needs {wanted} numbers for {wanted + 1} drafters, got {given}")
+        min_tokens = self.min_tokens
+        if not isinstance(min_tokens, int | float) and len(min_tokens) != wanted:
+            raise ArgumentError(
+                f"first_of: min_tokens needs {wanted} numbers for {wanted + 1} drafters, got {min_tokens}"
+            )
         if min(self.thresholds) < 0:
-            raise ArgumentError(f"first_of: min_tokens must be 0 or more, got {given}")
+            raise ArgumentError(f"first_of: min_tokens must be 0 or more, got {min_tokens}")
 
     @property
     def thresholds(self) -> tuple[float, ...]:

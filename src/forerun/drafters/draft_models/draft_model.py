@@ -227,11 +227,15 @@ class DraftModelDrafter(LearningDrafter[Proposal]):
         rows, paths = list[int](), list[tuple[int, ...]]()
         for row_id, tokens, fresh in zip(context.rows, context.tokens, context.fresh, strict=True):
             cached = self._cached[row_id]
-            known = len(tokens) - fresh
+            known_tokens = len(tokens) - fresh
             drafted = self._drafted.get(row_id)
-            if isinstance(drafted, Submitted) and drafted.run and cached == self._draft_length(row_id, known) - 1:
+            if (
+                isinstance(drafted, Submitted)
+                and drafted.run
+                and cached == self._draft_length(row_id, known_tokens) - 1
+            ):
                 rows.append(row_id)
-                paths.append(drafted.accepted(tokens[known:-1]))
+                paths.append(drafted.accepted(tokens[known_tokens:-1]))
                 cached += 1 + len(paths[-1])
             self._cached[row_id] = max(0, min(cached, len(self._draft_tokens(row_id, tokens)) - 1))
         if rows:

@@ -73,8 +73,8 @@ class SlemDrafter(LearningDrafter[Drafted]):
         silent = self._target.tokenizer.bos_token_id if opening else None
 
         def row() -> _SlemRow:
-            own = TextAlignment(encoder=encoder, shown=shown, look_behind=back, opening=opening, silent=silent)
-            return _SlemRow(alignment=own)
+            alignment = TextAlignment(encoder=encoder, shown=shown, look_behind=back, opening=opening, silent=silent)
+            return _SlemRow(alignment=alignment)
 
         self._rows = defaultdict[int, _SlemRow](row)
 
@@ -135,9 +135,9 @@ class SlemDrafter(LearningDrafter[Drafted]):
             text.row.held, text.row.alignment.agreed = list(text.ids), len(text.ids)
         going = list(texts)
         for left in range(self.config.num_speculative_tokens - 1, -1, -1):
-            known = logits[:, 0, : len(self._draft)]  # Padding of the embedding is excluded
-            values, ids = known.max(-1)
-            probs = (values.float() - known.float().logsumexp(-1)).exp()
+            logits_of_ids = logits[:, 0, : len(self._draft)]  # Padding of the embedding is excluded
+            values, ids = logits_of_ids.max(-1)
+            probs = (values.float() - logits_of_ids.float().logsumexp(-1)).exp()
             for text, token, prob in zip(going, ids.tolist(), probs.tolist(), strict=True):
                 # A special token ends the draft, and is part of it only if the target has the same one.
                 text.last, piece = token, self._written[token]

@@ -108,7 +108,7 @@ class Draft(NamedTuple):
         return TokenTree.of(root, tokens, parents, self.confidence[1:].tolist())
 
 
-def unseen() -> Floats:
+def zero_counts() -> Floats:
     """Return zero counts (KEYS, 2) of accepted and tried nodes by key."""
     return np.zeros((KEYS, 2))
 

@@ -52,7 +52,7 @@ from forerun.drafters.lookup.drafts import (
     compiled,
     likelihood,
     put,
-    unseen,
+    zero_counts,
 )
 from forerun.drafters.lookup.following import FOUND, follower_of
 from forerun.errors import ArgumentError
@@ -321,7 +321,7 @@ class NgramDrafter(LookupDrafter[Floats]):
 
     def __init__(self, config: NgramConfig, setup: DrafterSetup) -> None:
         branches, length = config.max_branches, config.num_speculative_tokens
-        super().__init__(PerDomain(unseen), setup, columns=COLUMNS, nodes=branches * length)
+        super().__init__(PerDomain(zero_counts), setup, columns=COLUMNS, nodes=branches * length)
         self.config = config
         self._choice = tuple(
             Choice(

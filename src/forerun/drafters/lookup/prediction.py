@@ -18,7 +18,7 @@ from forerun.core.sampling import Sampler, check_token_ids
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain, check_least
 from forerun.drafters.lookup import following
-from forerun.drafters.lookup.drafts import NONE, Draft, Floats, Ints, compiled, learn, unseen
+from forerun.drafters.lookup.drafts import NONE, Draft, Floats, Ints, compiled, learn, zero_counts
 from forerun.drafters.lookup.following import CHANGED, FOUND, PARTED, Following
 from forerun.errors import ArgumentError
 from forerun.types import Budget, DraftKind
@@ -62,7 +62,7 @@ class PredictionDrafter(Drafter):
         self.config = config
         self._default = _token_ids(config.text, setup)
         self._rows: dict[int, _PredictionRow] = {}
-        self._counts = PerDomain(unseen)
+        self._counts = PerDomain(zero_counts)
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(chain=True)
@@ -116,11 +116,11 @@ class PredictionDrafter(Drafter):
         return self._rows[row_id]
 
     def _read(self, row: _PredictionRow, tokens: Sequence[int], prompt: int) -> None:
-        known = len(row.text)
-        if known < len(tokens):
+        length = len(row.text)
+        if length < len(tokens):
             row.drafted = None
-            row.text = np.append(row.text, np.asarray(tokens[known:], np.int32))
-        for at in range(max(known, prompt), len(tokens)):
+            row.text = np.append(row.text, np.asarray(tokens[length:], np.int32))
+        for at in range(max(length, prompt), len(tokens)):
             state = row.follower.place
             following.read(row.follower, row.source, row.text, at, at + 1, False)
             if not state[FOUND]:

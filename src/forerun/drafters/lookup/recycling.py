@@ -381,8 +381,8 @@ def rates_of(where: Where, ranks: int) -> list[float]:
     """Return the measured rates at which a successor of each rank is right; beyond the table they halve with each
     rank.
     """
-    known = _MEASURED[where]
-    return [known[min(rank, len(known) - 1)] * 0.5 ** max(0, rank - len(known) + 1) for rank in range(ranks)]
+    measured = _MEASURED[where]
+    return [measured[min(rank, len(measured) - 1)] * 0.5 ** max(0, rank - len(measured) + 1) for rank in range(ranks)]
 
 
 def measured_rates(depth: int, ranks: int) -> list[list[float]]:

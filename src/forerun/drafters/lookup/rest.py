@@ -151,17 +151,18 @@ class Manifest:
         """Raise VocabularyMismatchError if the target's token ids, which are below `vocabulary`, stand for other
         tokens. `given` is the target's tokenizer; None: only the sizes are compared.
         """
-        own = self.tokenizer
-        if given is not None and given.vocabulary != own.vocabulary:
+        recorded = self.tokenizer
+        if given is not None and given.vocabulary != recorded.vocabulary:
             raise VocabularyMismatchError(
-                f"{where} was built with the tokenizer of {own.name!r} ({own.vocab_size} tokens, sha256 "
-                f"{own.vocabulary[:12]}), which is not that of {given.name!r} ({given.vocab_size} tokens, sha256 "
+                f"{where} was built with the tokenizer of {recorded.name!r} ({recorded.vocab_size} tokens, sha256 "
+                f"{recorded.vocabulary[:12]}), which is not that of {given.name!r} ({given.vocab_size} tokens, sha256 "
                 f"{given.vocabulary[:12]}); build a datastore for this target: forerun datastore build --target"
             )
-        if max(self.largest_token + 1, own.vocab_size if given is None else 0) > vocabulary:
+        if max(self.largest_token + 1, recorded.vocab_size if given is None else 0) > vocabulary:
             raise VocabularyMismatchError(
-                f"{where} was built with the tokenizer of {own.name!r} ({own.vocab_size} tokens, the largest in use "
-                f"{self.largest_token}), the target has {vocabulary} token ids; build a datastore for this target"
+                f"{where} was built with the tokenizer of {recorded.name!r} ({recorded.vocab_size} tokens, the largest "
+                f"in use {self.largest_token}), the target has {vocabulary} token ids; build a datastore for "
+                "this target"
             )
 
 
@@ -207,8 +208,8 @@ class RestDrafter(LearningDrafter[Drafted]):
         super().__init__()
         self.config = config
         self.store = Datastore.open(config.datastore)
-        given = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
-        self.store.manifest.check_tokenizer(given, setup.target.vocab_size, self.store.folder)
+        identity = None if setup.tokenizer is None else TokenizerIdentity.of(setup.tokenizer)
+        self.store.manifest.check_tokenizer(identity, setup.target.vocab_size, self.store.folder)
         self._estimates = PerDomain(Acceptance)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:

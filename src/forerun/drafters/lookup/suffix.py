@@ -46,7 +46,7 @@ from forerun.drafters.lookup.batch import (
     spare_of,
     without_room,
 )
-from forerun.drafters.lookup.drafts import NONE, REQUEST, SEPARATOR, STORE, Ints, compiled, room_for, unseen
+from forerun.drafters.lookup.drafts import NONE, REQUEST, SEPARATOR, STORE, Ints, compiled, room_for, zero_counts
 from forerun.drafters.lookup.following import FOUND, PLACE, follower_of
 from forerun.drafters.lookup.suffixes import ROOT, SIZE, Arrays, SuffixLimits, SuffixMatch, automaton_at
 from forerun.errors import ArgumentError
@@ -415,7 +415,7 @@ class _Domain:
     def __init__(self, config: SuffixConfig) -> None:
         depth, tokens, requests = config.max_tree_depth, config.max_cached_tokens, config.max_cached_requests
         self.store = OutputStore(depth=depth, tokens=tokens, requests=requests)
-        self.counts = unseen()
+        self.counts = zero_counts()
         shape = GENERATIONS, STORE_COLUMNS
         self.stored = np.zeros(shape, np.int64)  # The store, for compiled code
         self._point()

@@ -55,20 +55,21 @@ def parse(given: Iterable[str], layers: int) -> SkipSet:
     """Return the set of sub-layers with names such as ``"3.attn"``. Raises ArgumentError for an unknown name, and if
     none or all are named.
     """
-    known = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
+    by_name = {name: sublayer for sublayer in every(layers) for name in names([sublayer])}
     chosen = list(given)
     for name in chosen:
-        if name not in known:
+        if name not in by_name:
             every_name = f"0.attn, 0.mlp, ..., {layers - 1}.attn, {layers - 1}.mlp"
             raise ArgumentError(
-                f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}.{nearest(str(name), known)}"
+                f"skip_layers: there is no sub-layer {name!r}; the model's are {every_name}."
+                f"{nearest(str(name), by_name)}"
             )
-    skip = frozenset(known[name] for name in chosen)
+    skip = frozenset(by_name[name] for name in chosen)
     refuse(
         (not skip, "skip_layers: nothing is skipped, so a draft would cost what the target costs"),
         (
-            len(skip) == len(known),
-            f"skip_layers: all {len(known)} sub-layers are skipped; leave at least one to draft with",
+            len(skip) == len(by_name),
+            f"skip_layers: all {len(by_name)} sub-layers are skipped; leave at least one to draft with",
         ),
     )
     return skip
@@ -78,8 +79,8 @@ def evenly(allowed: Sequence[Sublayer], count: int) -> SkipSet:
     """Return `count` evenly spaced sub-layers of the allowed ones, half of them attention, to start a search with."""
     chosen = list[Sublayer]()
     for part, share in zip(PARTS, ((count + 1) // 2, count // 2), strict=True):
-        own = [sublayer for sublayer in allowed if sublayer[1] == part]
-        chosen += (own[(2 * index + 1) * len(own) // (2 * share)] for index in range(share))
+        candidates = [sublayer for sublayer in allowed if sublayer[1] == part]
+        chosen += (candidates[(2 * index + 1) * len(candidates) // (2 * share)] for index in range(share))
     return frozenset(chosen)
 
 
@@ -173,12 +174,12 @@ def propose(space: Space, trials: Sequence[SkipTrial], random: np.random.Generat
     pool = [skip for skip in dict.fromkeys(pool) if skip not in tried]
     if not pool:
         return None
-    latest, known = trials[-_REMEMBERED // 2 :], trials
+    latest, fitted = trials[-_REMEMBERED // 2 :], trials
     if len(trials) > _REMEMBERED:
         best = sorted(trials[: -_REMEMBERED // 2], key=lambda trial: -trial.value)
-        known = [*best[: _REMEMBERED // 2], *latest]
-    points = np.stack([space.vector(trial.skip) for trial in known])
-    values = [trial.value for trial in known]
+        fitted = [*best[: _REMEMBERED // 2], *latest]
+    points = np.stack([space.vector(trial.skip) for trial in fitted])
+    values = [trial.value for trial in fitted]
     mean, spread = predict(points, np.array(values), np.stack([space.vector(skip) for skip in pool]))
     return pool[int((mean + _KAPPA * spread).argmax())]
 
@@ -239,9 +240,9 @@ class SkipFile:
         body = read_object(path, "tune a set: forerun tune skip-layers")
         if body.get("format") != FORMAT:
             raise DataError(f"{path} is not a file that forerun tune skip-layers wrote: it lacks 'format': {FORMAT!r}")
-        known = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
+        fields_read = {name: value for name, value in body.items() if name in cls.__dataclass_fields__}
         try:
-            stored = cls(**known | {"skip": parse(body["skip"], body["num_layers"])})
+            stored = cls(**fields_read | {"skip": parse(body["skip"], body["num_layers"])})
         except (KeyError, TypeError) as error:
             raise DataError(f"{path} is damaged ({error!r}); tune again") from error
         remedy = f"Tune a set for this model: forerun tune skip-layers MODEL --output {path.name}"
@@ -366,8 +367,8 @@ class SkipLayersDrafter(SelfDrafter):
                     len(verdict.path), depth, self.config.target_acceptance, whole=depth == len(self._tree.shape.widths)
                 )
             if self.search is not None and not self.search.done:
-                own = agreement(scores, index)
-                right, judged = right + own[0], judged + own[1]
+                agreed = agreement(scores, index)
+                right, judged = right + agreed[0], judged + agreed[1]
         if self.search is not None and judged:
             self.search.observe(self.skip, right, judged)
 
@@ -388,8 +389,8 @@ def agreement(scores: Scores, index: int) -> tuple[int, int]:
         if not children:
             continue
         judged += 1
-        given = tree.drawn[children[0]] is Drawn.DETERMINISTIC
-        favourite = tree.tokens[children[0]] if given else int(tree.draft_probs[node].argmax())
+        deterministic = tree.drawn[children[0]] is Drawn.DETERMINISTIC
+        favourite = tree.tokens[children[0]] if deterministic else int(tree.draft_probs[node].argmax())
         right += favourite == probs.argmax(node)
     return right, judged
 

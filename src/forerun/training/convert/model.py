@@ -145,8 +145,8 @@ def write_adapters(state: Mapping[str, Tensor], values: Mapping[str, Any], folde
 def read_adapters(model: Any, folder: Path) -> None:
     """Put adapters that were saved into the model's own."""
     stored = load_file(folder / "adapter_model.safetensors")
-    own = model.state_dict()
-    for name, tensor in own.items():
+    parameters = model.state_dict()
+    for name, tensor in parameters.items():
         if _ADAPTER.search(name):
             tensor.copy_(stored[_PREFIX + _ADAPTER.sub(r".\1.weight", name)])
 
@@ -530,11 +530,11 @@ def converted_class(base: type) -> type:
     ``forward`` takes what the base's takes, and `EXTRA`.
     """
     plain = cast(Any, base).forward
-    own = inspect.signature(plain)
+    plain_signature = inspect.signature(plain)
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in EXTRA]
     # Sorted stably by kind, so that the new ones stand before ``**kwargs``.
-    parameters = [*(item for item in own.parameters.values() if item.name not in EXTRA), *added]
-    signature = own.replace(parameters=sorted(parameters, key=lambda item: item.kind))
+    parameters = [*(item for item in plain_signature.parameters.values() if item.name not in EXTRA), *added]
+    signature = plain_signature.replace(parameters=sorted(parameters, key=lambda item: item.kind))
     names = [name for name in signature.parameters if name not in ("self", *EXTRA)]
 
     @functools.wraps(plain)

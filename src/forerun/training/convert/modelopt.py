@@ -95,9 +95,9 @@ def restore(model: Any, f: str | Path) -> Any:
         raise CheckpointError(
             f"restore: {folder} is no directory of a converted model; forerun.modelopt.save writes one"
         )
-    own = model.state_dict().keys()
+    names = model.state_dict().keys()
     stored = plain_names(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
-    model.load_state_dict({name: tensor for name, tensor in stored.items() if name in own})
+    model.load_state_dict({name: tensor for name, tensor in stored.items() if name in names})
     return restore_head(model, folder)
 
 

@@ -149,13 +149,13 @@ class EagleMode(Mode):
         super().__init__(config)
         self.given[VOCABULARY_IDS] = None  # which are saved with the head
         decoder = self.values["eagle_decoder_type"]
-        given = self.values[ARCHITECTURE] or {}
+        architecture = self.values[ARCHITECTURE] or {}
         refuse_unknown("convert: there is no eagle_decoder_type", decoder, ARCHITECTURES, "There are")
         keys = ARCHITECTURES[decoder]
         if decoder == "kimik2":
             unread = {*MEANINGLESS, "model_type", "tie_word_embeddings"} - keys.keys()
-            given = {name: value for name, value in given.items() if name not in unread}
-        self.architecture = check_config(given, keys, f"{ARCHITECTURE}.")
+            architecture = {name: value for name, value in architecture.items() if name not in unread}
+        self.architecture = check_config(architecture, keys, f"{ARCHITECTURE}.")
         _check_generation(self.values, self.architecture)
         if self.lora and self.values["eagle_base_lora_logits_detach_prob"] != 1.0:
             raise ArgumentError(
@@ -200,9 +200,11 @@ class EagleMode(Mode):
         _check_sizes(shape, text, ARCHITECTURE)
         _check_layers(shape["eagle_aux_hidden_state_layer_ids"], text.num_hidden_layers)
         draft_vocab_size = shape["draft_vocab_size"] or text.vocab_size
-        own = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
+        own_lm_head = bool(shape["has_lm_head"]) or draft_vocab_size != text.vocab_size
         config_class = PEagleConfig if self.kind == "peagle" else EagleConfig
-        return config_class.for_target(self.kind, model, draft_vocab_size, self.options() | {"own_lm_head": own})
+        return config_class.for_target(
+            self.kind, model, draft_vocab_size, self.options() | {"own_lm_head": own_lm_head}
+        )
 
     def settings(self) -> dict[str, Any]:
         if self.kind == "peagle":
@@ -562,9 +564,9 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
         elif key in RENAMED:
             _put(recipe, RENAMED[key], value)
         elif key not in ANYTHING:
-            known = [*RENAMED, *REFUSED, *ANYTHING]
+            keys = [*RENAMED, *REFUSED, *ANYTHING]
             raise ArgumentError(
-                f"unknown key {key} in a recipe of ModelOpt's.{choices(key, known)} Ours are in docs/training.md"
+                f"unknown key {key} in a recipe of ModelOpt's.{choices(key, keys)} Ours are in docs/training.md"
             )
     if "features" in recipe:
         recipe["mode"] = "offline"

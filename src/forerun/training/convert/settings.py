@@ -194,11 +194,11 @@ def _check_type(value: Any, default: Any, name: str) -> None:
 def rope_of(shape: Mapping[str, Any], default: float = 10_000) -> dict[str, Any]:
     """Return ``rope_theta`` and ``rope_scaling``; the base, if it is not the `default`, may stand in either place."""
     scaling = dict(shape.get("rope_scaling") or {})
-    given = shape.get("rope_theta", default)
-    stated = {value for value in (scaling.pop("rope_theta", default), given) if value != default}
+    theta = shape.get("rope_theta", default)
+    stated = {value for value in (scaling.pop("rope_theta", default), theta) if value != default}
     if len(stated) > 1:
         raise ArgumentError(
-            f"rope_theta is {given}, but rope_scaling.rope_theta says otherwise "
+            f"rope_theta is {theta}, but rope_scaling.rope_theta says otherwise "
             f"({', '.join(map(str, sorted(stated)))}); give one"
         )
     if "type" in scaling:

@@ -167,14 +167,14 @@ class RecordEncoder:
         template, or a usable mask.
         """
         if record.tokens:
-            tokens, given = own_tokens(record, self._vocabulary), record.prompt_tokens
-            return Encoded(tokens, [index >= given for index in range(len(tokens))])
+            tokens, prompt_length = own_tokens(record, self._vocabulary), record.prompt_tokens
+            return Encoded(tokens, [index >= prompt_length for index in range(len(tokens))])
         if not record.messages:
-            tokens, given = self._ids(record.text), record.prompt_tokens
+            tokens, prompt_length = self._ids(record.text), record.prompt_tokens
             # A tokenizer may close a text, but what a limit cut off has no end.
             while record.truncated and tokens and tokens[-1] in self.tokenizer.all_special_ids:
                 tokens.pop()
-            return Encoded(tokens, [index >= given for index in range(len(tokens))])
+            return Encoded(tokens, [index >= prompt_length for index in range(len(tokens))])
         if not self.tokenizer.chat_template and record.pair is not None:
             prompt, answer = self._ids(record.pair[0]), self._ids(record.pair[1], special=False)
             if self.tokenizer.eos_token_id is not None and answer and not record.truncated:

@@ -437,8 +437,8 @@ class Director:
         text = prompt + answer.text  # all of it prompt where the target ends it at once: nothing to learn, no failure
         offsets = self._offsets(text)
         # A token that reaches across the prompt's end belongs to the prompt.
-        given = next((n for n, (start, end) in enumerate(offsets) if end > start >= len(prompt)), len(offsets))
-        line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": given}
+        prompt_length = next((n for n, (start, end) in enumerate(offsets) if end > start >= len(prompt)), len(offsets))
+        line: dict[str, Any] = {"id": record.id, "text": text, "prompt_tokens": prompt_length}
         return line | ({"truncated": True} if answer.truncated else {})
 
     def _offsets(self, text: str) -> list[tuple[int, int]]:

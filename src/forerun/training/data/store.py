@@ -122,16 +122,16 @@ class PreparedData:
         """Raise VocabularyMismatchError for another vocabulary; for another template where there
         are conversations.
         """
-        own, again = self.tokenizer, "prepare the data with the target's own tokenizer"
+        recorded, again = self.tokenizer, "prepare the data with the target's own tokenizer"
         refuse(
             (
-                own.vocabulary != given.vocabulary,
-                f"{self.folder} was prepared with the tokenizer of {own.name!r} ({own.vocab_size} tokens), "
+                recorded.vocabulary != given.vocabulary,
+                f"{self.folder} was prepared with the tokenizer of {recorded.name!r} ({recorded.vocab_size} tokens), "
                 f"which is not that of {given.name!r} ({given.vocab_size} tokens); {again}",
             ),
             (
-                own.template != given.template and self.manifest["counts"].get("conversations", 0),
-                f"{self.folder} holds conversations written with the chat template of {own.name!r}, "
+                recorded.template != given.template and self.manifest["counts"].get("conversations", 0),
+                f"{self.folder} holds conversations written with the chat template of {recorded.name!r}, "
                 f"which is not that of {given.name!r}; {again}",
             ),
             error=VocabularyMismatchError,

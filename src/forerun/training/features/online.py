@@ -254,14 +254,16 @@ def compare(
 
     DataError where they have other boundaries or shapes.
     """
-    own = {boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]}
+    references_by_boundary = {
+        boundary: torch.cat([reference[boundary].float() for reference in references]) for boundary in references[0]
+    }
     checks = []
     for boundary in captured[0]:
         states = torch.cat([document[boundary].float().cpu() for document in captured])
-        if boundary not in own or states.shape != own[boundary].shape:
-            expected = tuple(own[boundary].shape) if boundary in own else "none"
+        if boundary not in references_by_boundary or states.shape != references_by_boundary[boundary].shape:
+            expected = tuple(references_by_boundary[boundary].shape) if boundary in references_by_boundary else "none"
             raise DataError(f"boundary {name_of(boundary)}: features {tuple(states.shape)}, the target has {expected}")
-        checks.append(BoundaryCheck(boundary, states, own))
+        checks.append(BoundaryCheck(boundary, states, references_by_boundary))
     return checks
 
 

@@ -46,16 +46,16 @@ class Parallel:
             raise ArgumentError(f"mode={mode!r} is unknown; expected single, ddp or fsdp.")
         world = int(os.environ.get("WORLD_SIZE", "1"))
         local = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-        own = torch.device(local if device is None else device)
+        device_here = torch.device(local if device is None else device)
         if world == 1:
-            return cls(device=own)
+            return cls(device=device_here)
         if mode == "single":
             raise ArgumentError(f"mode='single', but torchrun started {world} processes; choose ddp or fsdp.")
-        if own.type == "cuda":
-            torch.cuda.set_device(own)
+        if device_here.type == "cuda":
+            torch.cuda.set_device(device_here)
         if not dist.is_initialized():
-            dist.init_process_group("nccl" if own.type == "cuda" else "gloo")
-        return cls(rank=dist.get_rank(), world=world, mode=mode, device=own)
+            dist.init_process_group("nccl" if device_here.type == "cuda" else "gloo")
+        return cls(rank=dist.get_rank(), world=world, mode=mode, device=device_here)
 
     @property
     def first(self) -> bool:
@@ -145,8 +145,8 @@ def wrap_parallel(objective: Objective, parallel: Parallel) -> nn.Module:
             parallel.broadcast(tensor.detach())
     if parallel.mode == "ddp":
         # Buffers are constants (position tables, vocabulary maps). torch 2.13 has renamed the option.
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        parameters = inspect.signature(DistributedDataParallel.__init__).parameters
+        name = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
         return DistributedDataParallel(forward, **{name: False})  # type: ignore[arg-type]
     frozen = {parameter for parameter in forward.parameters() if not parameter.requires_grad}
     fully_shard(forward, mesh=init_device_mesh(parallel.device.type, (parallel.world,)), ignored_params=frozen)

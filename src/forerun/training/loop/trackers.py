@@ -97,8 +97,8 @@ class Bar(Tracker):
                 self._held_out = f"  held out {value:.2f}"
             return
         rate, speed = values.get("learning_rate", math.nan), values.get("tokens_per_second", math.nan)
-        given = [value for name, value in values.items() if name.startswith("acceptance_")]
-        accepted = f"  accepts {1 + sum(given):.2f} of given text" if given else ""
+        rates = [value for name, value in values.items() if name.startswith("acceptance_")]
+        accepted = f"  accepts {1 + sum(rates):.2f} of given text" if rates else ""
         text = f"loss {values['loss']:.4f}{accepted}{self._held_out}  rate {rate:.2e}  {speed:,.0f} tokens/s"
         if self._console.is_terminal:
             self._bar.update(self._task, total=self._total(), completed=step, description=text)
