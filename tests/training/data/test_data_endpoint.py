@@ -276,9 +276,10 @@ def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
         todo(tmp_path, [{"prompt": "q"}], limit=0)
     with pytest.raises(ArgumentError, match="is the input"):
         AnswerRun(tmp_path / "in.jsonl", tmp_path / "in.jsonl", Director(tokenizer=None))
-    (tmp_path / "out.jsonl").write_text('{"no": "id"}\n', encoding="utf-8")
-    with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
-        todo(tmp_path, [{"prompt": "q"}])
+    for others in ('{"no": "id"}\n', '{"somebody": "else, without a line break"}'):
+        (tmp_path / "out.jsonl").write_text(others, encoding="utf-8")
+        with pytest.raises(DataError, match=r"out\.jsonl, line 1"):
+            todo(tmp_path, [{"prompt": "q"}])
     (tmp_path / "new").mkdir()
     with pytest.raises(ArgumentError, match="http://"):
         with_endpoint(todo(tmp_path / "new", [{"prompt": "q"}]), Endpoint(url="here:8000", model="m"), concurrency=1)

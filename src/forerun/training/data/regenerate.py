@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # Longest time for an endpoint's response
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 SAMPLING = SamplingParams(max_tokens=1024)
+_BEGINNING = b'{"id": '  # Every line of an output begins like this
 Write = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
 
@@ -275,20 +276,21 @@ def _read_finished(path: Path) -> dict[str, list[Mapping[str, Any]]]:
 
 def read_lines(path: Path, what: str, read: Callable[[Any], T]) -> Iterator[T]:
     """Yield what `read` returns for each complete JSON line of an earlier run's output, if there is one. Raises
-    DataError if a line is not a `what`.
+    DataError if a line is not a `what`, or the beginning of one at the end, which `append_lines` will remove.
     """
     if not path.exists():
         return
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
+            foreign = f"{path}, line {number} is no {what} of an earlier run; choose another --output"
             if not line.endswith(b"\n"):
+                if not _BEGINNING.startswith(line[: len(_BEGINNING)]):
+                    raise DataError(foreign)
                 break
             try:
                 item = read(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DataError(
-                    f"{path}, line {number} is no {what} of an earlier run; choose another --output"
-                ) from error
+                raise DataError(foreign) from error
             yield item
 
 
