@@ -264,7 +264,7 @@ FLOORS: dict[str, dict[str, dict[str, str]]] = {
         },
         "tests/model/test_cache.py": {
             "an accepted path is moved a slot too far": "row * stride + start + offset« →  + 1»\n",
-            "the root is not kept": "self.lengths[row] += «1 +  → »len(path)",
+            "the root is not kept": "self.hold(row, self.lengths[row] + «1 +  → »len(path))",
             "a cache of many rows places tokens without the slot for padding": (
                 "return rows.unsqueeze(1) * «(self.slots + 1) → self.slots» + slot_ids"
             ),

@@ -176,7 +176,7 @@ class LlamaCppTarget(Target):
     ) -> Scored:
         self._check_boundaries(boundaries)
         counts = [len(chunk) for chunk in tokens]
-        self._check_room(rows, counts, counts)
+        self.check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         batch = LlamaBatch()
@@ -187,9 +187,8 @@ class LlamaCppTarget(Target):
                 batch.add(token, self.lengths[row] + index, [row], wanted=wants_logits)
         logits = self._run(rows, batch)
         for row, count in zip(rows, counts, strict=True):
-            self.lengths[row] += count
+            self.hold(row, self.lengths[row] + count)
             self._rows[row].held = self.lengths[row]
-            self._ran.pop(row, None)
         if not all_logits:
             return Scored(logits=logits.unsqueeze(1))
         return Scored(logits=_by_row(logits, counts))
@@ -207,7 +206,7 @@ class LlamaCppTarget(Target):
         start = trees.start if isinstance(trees, Nodes) else 0
         row_trees = _trees_of(self._nodes(rows, trees)) if isinstance(trees, Nodes) else trees
         counts = [1 + tree.size for tree in row_trees]
-        self._check_room(rows, counts, [1 + max(tree.depths) for tree in row_trees])
+        self.check_room(rows, counts, [1 + max(tree.depths) for tree in row_trees])
         groups = self._groups(row_trees, start)
         parts = [self._score([rows[index] for index in group], row_trees, group, start) for group in groups]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)

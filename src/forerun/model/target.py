@@ -124,8 +124,7 @@ class Target:
                 raise ArgumentError(f"row {row}: cannot commit the path {path}: {ran} nodes were run in this step")
         self._keep(rows, paths)
         for row, path in zip(rows, paths, strict=True):
-            self.lengths[row] += 1 + len(path)
-            del self._ran[row]
+            self.hold(row, self.lengths[row] + 1 + len(path))
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[i]`` tokens of row ``rows[i]``; 0 frees it. `clear` zeroes the others."""
@@ -133,16 +132,19 @@ class Target:
             if not 0 <= length <= self.lengths[row]:
                 raise ArgumentError(f"row {row} holds {self.lengths[row]} tokens and cannot be truncated to {length}")
             self._cut(row, length)
-            self.lengths[row] = length
-            self._ran.pop(row, None)
+            self.hold(row, length)
 
     def copy_row(self, source: int, target: int, length: int) -> None:
         """Make row `target` hold the first `length` tokens of row `source`."""
         if not 0 <= length <= self.lengths[source]:
             raise ArgumentError(f"row {source} holds {self.lengths[source]} tokens, {length} were asked for")
         self._copy(source, target, length)
-        self.lengths[target] = length
-        self._ran.pop(target, None)
+        self.hold(target, length)
+
+    def hold(self, row: int, length: int, nodes: int = 0) -> None:
+        """Note that a row holds `length` committed tokens, behind which this step has run `nodes`, root included."""
+        self.lengths[row] = length
+        self._ran[row] = nodes
 
     def grow(self, rows: int, slots: int) -> None:
         """Give a cache that holds no tokens so many rows, of so many slots each. Raises ArgumentError if a row holds
@@ -214,7 +216,7 @@ class Target:
         """Do what `copy_row` does, except for counting."""
         raise NotImplementedError
 
-    def _check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
+    def check_room(self, rows: Sequence[int], slots: Sequence[int], positions: Sequence[int]) -> None:
         """Raise ArgumentError unless so many slots and positions (B,) more fit the rows."""
         if len(set(rows)) != len(rows) or not rows or not all(0 <= row < self.rows for row in rows):
             raise ArgumentError(f"rows must be distinct and in 0..{self.rows - 1}, got {list(rows)}")
@@ -234,7 +236,7 @@ class Target:
         nodes = trees if isinstance(trees, Nodes) else Nodes.of_trees(trees)
         if not 0 <= nodes.start < nodes.ids.shape[1]:
             raise ArgumentError(f"start {nodes.start} is not among the nodes 0..{nodes.ids.shape[1] - 1}")
-        self._check_room(rows, nodes.counts, nodes.reach)
+        self.check_room(rows, nodes.counts, nodes.reach)
         return nodes
 
     def _note_run(self, rows: Sequence[int], nodes: Nodes) -> None:

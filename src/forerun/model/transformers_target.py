@@ -145,7 +145,7 @@ class TransformersTarget(Target):
         all_logits: bool = False,
     ) -> Scored:
         counts = [len(chunk) for chunk in tokens]
-        self._check_room(rows, counts, counts)
+        self.check_room(rows, counts, counts)
         if min(counts) < 1:
             raise ArgumentError("every row of a prefill needs at least one token")
         check_boundaries(boundaries, self.num_layers)
@@ -549,6 +549,14 @@ class TransformersTarget(Target):
         # Copies: what a recording returns lives until the next call.
         return [values[:, : nodes.fresh].index_select(0, index.to(values.device)) for values in results]
 
+    def run_first_rows(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> Tensor:
+        """Run `ids` (B, N) in the first B rows of the cache, in the slots `places` (B, N), and return the states after
+        the final norm (B, N, H). Nothing is asked of the host, so that the pass can be recorded.
+        """
+        with running(Pass()), attention_kernels(self.device):
+            states: Tensor = self._base(**self._announce(block, places, ids, width)).last_hidden_state
+        return states
+
     def _announce(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
         """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
         written to the slots `places` (B, N).
@@ -565,7 +573,7 @@ class TransformersTarget(Target):
         speculative steps that are padded to the same N. With `flat` the model is handed the real
         tokens alone.
         """
-        committed = self._note_passes(rows, nodes)
+        committed = self.note_passes(rows, nodes)
         size = self.buckets.pad_nodes(nodes.fresh) if padded else nodes.fresh
         missing, used = size - nodes.fresh, max(committed) + nodes.start + size
         width = self.buckets.pad_width(used, self.cache.slots, on_cpu=self.device.type == "cpu")
@@ -595,7 +603,7 @@ class TransformersTarget(Target):
         texts of about these sizes, and nothing of the cache is copied. Other rows' places, and nodes that are not
         there, are padding as in `_place`. `index` holds the rows, on the device.
         """
-        committed = self._note_passes(rows, nodes)
+        committed = self.note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
         size = round_tokens(nodes.fresh, batch)
         width, missing = wide(max(committed) + nodes.start + size, self.cache.slots), size - nodes.fresh
@@ -642,7 +650,7 @@ class TransformersTarget(Target):
             **self._caching,
         }
 
-    def _note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
+    def note_passes(self, rows: Sequence[int], nodes: Nodes) -> list[int]:
         """Count a pass over the rows, and return their committed tokens."""
         committed = [self.lengths[row] for row in rows]
         for row in rows:
@@ -676,8 +684,7 @@ class TransformersTarget(Target):
     def _note_appended(self, rows: Sequence[int], counts: Sequence[int]) -> None:
         """Record that so many more tokens of the rows are in the cache."""
         for row, count in zip(rows, counts, strict=True):
-            self.lengths[row] += count
-            self._ran.pop(row, None)
+            self.hold(row, self.lengths[row] + count)
 
 
 def require_layers(target: Target, who: str) -> TransformersTarget:

@@ -28,13 +28,13 @@ from forerun.core.acceptance import Proposal
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree, ancestor_mask
 from forerun.decode.drafter import DraftContext, DrafterSetup, LearningDrafter, check_choice
-from forerun.devices import attention_kernels, constant
+from forerun.devices import constant
 from forerun.drafters.drawing import DraftVocabulary, Draws, HostDraws
 from forerun.drafters.trees import Descend, FixedTree, Grown, NodeLimits, Submitted, TreeOptions
 from forerun.drafters.vocabulary import check_vocabulary
 from forerun.errors import ArgumentError
 from forerun.model.back_ends import load_target
-from forerun.model.inputs import Nodes, Pass, running, scatter_rows
+from forerun.model.inputs import Nodes, scatter_rows
 from forerun.model.masks import Block
 from forerun.model.recordings import bucket, extend_rows, first_rows, round_tokens, wide
 from forerun.model.target import Target
@@ -79,44 +79,46 @@ def unroll(
     Returns:
         The result of `grow`. If it was recorded, it is valid until the next call.
     """
-    count, counts = len(rows), [len(one) for one in tokens]
+    count = len(rows)
+    counts = [len(chunk) for chunk in tokens]
     batch = min(target.cache.rows, bucket(max(rows) + 1))
     nodes = Nodes.of_prompt(tokens, least=round_tokens(max(counts), batch))
     held = [target.lengths[row] for row in rows]
-    ends = [one + more - 1 + len(parents) for one, more in zip(held, counts, strict=True)]
-    target._check_room(rows, [end - one for end, one in zip(ends, held, strict=True)], counts)
-    target._note_passes(rows, nodes)
+    added = [fresh - 1 + len(parents) for fresh in counts]
+    ends = [length + more for length, more in zip(held, added, strict=True)]
+    target.check_room(rows, added, counts)
+    target.note_passes(rows, nodes)
     target.cache.touch(rows, ends)
     width = wide(max(*ends, max(held) + nodes.fresh), target.cache.slots)
-    course = _Course(target, tuple(parents), width)
+    passes = _TreePasses(target, tuple(parents), width)
 
     def work(lengths: Tensor, counts: Tensor, ids: Tensor, index: Tensor, *numbers: Tensor) -> Tree:
-        first = course.root(lengths, counts, ids)
+        first = passes.root(lengths, counts, ids)
         base = (lengths + counts - 1).clamp_min(0)
 
         def descend(drafted: Tensor, level: range) -> Tensor:
             fresh = drafted[:, level.start - 1 : level.stop - 1]
             ids = fresh.new_zeros(batch, len(level)).index_copy_(0, index, fresh)
-            return course.below(base, counts > 0, ids, level).index_select(0, index)
+            return passes.below(base, counts > 0, ids, level).index_select(0, index)
 
         return grow(first.index_select(0, index), descend, *numbers)
 
     more = bucket(count) - count  # A recording runs more rows: the last one is repeated
     at = torch.tensor([*rows, *[rows[-1]] * more])
     host = [scatter_rows(part, rows, batch) for part in (torch.tensor(held), torch.tensor(counts), nodes.ids)]
-    given = [extend_rows(one, more) for one in numbers]
-    whole = "unrolled", key, course.parents, width, batch, nodes.fresh, len(at)
+    on_device = [extend_rows(values, more) for values in numbers]
+    whole_key = "unrolled", key, passes.parents, width, batch, nodes.fresh, len(at)
     with target.pass_lock:
-        tree: Tree = target.recordings.run_sent(whole, work, [*host, at], target.device, *given)
-    for row, one, own in zip(rows, held, counts, strict=True):
-        target.lengths[row] = one + own - bool(tree.run)  # If nodes were run, the root is node 0 and not committed
-        target._ran.pop(row, None)
-        if tree.run:
-            target._ran[row] = 1 + tree.run
+        tree: Tree = target.recordings.run_sent(whole_key, work, [*host, at], target.device, *on_device)
+    for row, length, fresh in zip(rows, held, counts, strict=True):
+        if tree.run:  # Then the root is node 0 and not committed
+            target.hold(row, length + fresh - 1, 1 + tree.run)
+        else:
+            target.hold(row, length + fresh)
     return first_rows(tree, count) if more else tree
 
 
-class _Course:
+class _TreePasses:
     """The passes over a tree of one shape, without the host, for the first rows of the cache in their order."""
 
     def __init__(self, target: TransformersTarget, parents: tuple[int, ...], width: int) -> None:
@@ -156,11 +158,7 @@ class _Course:
         positions = positions.clamp_max(self.target.max_length - 1)
         block = Block(lengths, sees, positions[:, -ids.shape[1] :], positions)
         slots = torch.where(real, places, self.target.cache.dump)
-        with running(Pass()), attention_kernels(self.target.device):
-            states: Tensor = self.target._base(
-                **self.target._announce(block, slots, ids, self._width)
-            ).last_hidden_state
-        return states
+        return self.target.run_first_rows(block, slots, ids, self._width)
 
 
 CHUNK = 16  # Rows that lack more tokens than this are prefilled alone, so that others are not padded to their length

@@ -216,7 +216,7 @@ class FusedGroup:
 
 _Place = tuple[nn.Module, tuple[str, ...]]
 """A module and the names of those of its children that one packed weight holds."""
-_Made = tuple[_Place, PackedWeight, FusedGroup | None]
+_PackedPlace = tuple[_Place, PackedWeight, FusedGroup | None]
 
 
 class Packing(NamedTuple):
@@ -280,7 +280,7 @@ def pack(model: nn.Module, stored: Mapping[str, StoredRows] | None = None) -> Pa
     places = list(_packable(model))
     if stored is not None:
         places = [place for place in places if any(rows_of(place)) and _fit_blocks(_linears(*place))]
-    for (parent, names), weight, group in _made(places, packed):
+    for (parent, names), weight, group in _pack_each(places, packed):
         for index, layer in enumerate(_linears(parent, names)):
             setattr(parent, names[index], PackedLinear(layer, weight, group, index))
     return Packing(layers=sum(len(names) for _, names in places), fused=sum(len(names) > 1 for _, names in places))
@@ -302,7 +302,7 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
     replaced = list[tuple[nn.Module, str, nn.Linear]]()
     try:
         with torch.no_grad():
-            for (parent, names), weight, group in _made(places, lambda place: PackedWeight.of(_linears(*place))):
+            for (parent, names), weight, group in _pack_each(places, lambda place: PackedWeight.of(_linears(*place))):
                 for index, layer in enumerate(_linears(parent, names)):
                     replaced.append((parent, names[index], layer))
                     if layer is head:
@@ -316,7 +316,7 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
             layer.__dict__.pop("forward", None)
 
 
-def _made(places: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_Made]:
+def _pack_each(places: Sequence[_Place], packed: Callable[[_Place], PackedWeight]) -> Iterator[_PackedPlace]:
     """Yield each place with its weight as `packed` makes it, and with a group where several layers share the weight."""
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         # Our own packing runs in threads of Python: those of OpenMP go on for milliseconds behind each matrix.

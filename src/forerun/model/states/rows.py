@@ -75,7 +75,7 @@ class Tree:
 
 
 class Recurrence(ABC):
-    """`Recurrence` runs a layer's recurrence over tokens for all nodes of a tree at once."""
+    """Runs a layer's recurrence over tokens for all nodes of a tree at once."""
 
     inputs: Fed  # What the tokens of the pass feed into it, (B, N, ..) each
 
@@ -101,7 +101,7 @@ StateKey = tuple[type[Recurrence], int, int, int]
 
 @dataclass
 class StatePass:
-    """`StatePass` runs the recurrences of one pass from the states of its rows on."""
+    """Runs the recurrences of one pass from the states of its rows on."""
 
     states: RowStates
     rows: Sequence[int]
