@@ -47,8 +47,8 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
 
 
-def test_the_tree_in_the_readme_is_the_tree() -> None:
-    [block] = re.findall(r"^```text\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+def test_the_tree_for_contributors_is_the_tree() -> None:
+    [block] = re.findall(r"^```text\n(.*?)^```$", CONTRIBUTING, re.MULTILINE | re.DOTALL)
     inside = re.findall(r"^  ([a-z_./ ]+?) {2,}", block, re.MULTILINE)
     names = [name for line in inside for name in line.split()]
     assert len(names) > 8

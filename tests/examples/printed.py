@@ -68,8 +68,9 @@ def markdown(page: str, text: str) -> Iterator[Printed]:
 
 
 def _lines(page: str, start: int, block: str) -> Iterator[Printed]:
-    """One command a line, or on several that end in a backslash; comments are for people."""
-    joined = block.replace("\\\n", " \0")
+    """One command a line, or on several that end in a backslash or are a request's body; comments are for people."""
+    bodies = re.compile(r"-d '[^']*'")
+    joined = bodies.sub(lambda body: body[0].replace("\n", " \0"), block.replace("\\\n", " \0"))
     for number, command in enumerate(joined.splitlines()):
         if command.strip() and not command.startswith("#"):
             line = start + number + "\n".join(joined.splitlines()[:number]).count("\0")
