@@ -155,13 +155,10 @@ def output(*answers: list[OutputToken] | list[int], ended: str = "stop", **stats
     """The whole result of a request with these answers, of tokens or of their ids alone."""
     made = [
         CompletionOutput(
-            index=index,
-            text="".join(getattr(token, "text", "") for token in tokens),
+            **{"index": index, "text": "".join(getattr(token, "text", "") for token in tokens)},
             token_ids=[getattr(token, "id", token) for token in tokens],
-            tokens=[token for token in tokens if isinstance(token, OutputToken)],
-            finish_reason=ended,
-            stop_reason=None,
-            speculation=SpeculationStats(**stats),
+            **{"tokens": [token for token in tokens if isinstance(token, OutputToken)], "finish_reason": ended},
+            **{"stop_reason": None, "speculation": SpeculationStats(**stats)},
         )
         for index, tokens in enumerate(answers)
     ]

@@ -170,9 +170,7 @@ def test_large_bodies_are_read_in_a_thread_of_their_own(own: Live, monkeypatch: 
     assert [("large" in name) for name in threads] == [False, True] * 3
 
 
-def test_many_log_probabilities_are_written_in_a_thread_of_their_own(
-    own: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_log_probabilities_are_written_in_another_thread(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = noted_threads(monkeypatch, CompletionWriter, "_logprobs_of_prompt")
     for stream, count in itertools.product((False, True), (5, 150)):
         asked = {"prompt": list(range(20, 20 + count)), "echo": True, "logprobs": 10, "stream": stream}
@@ -180,9 +178,7 @@ def test_many_log_probabilities_are_written_in_a_thread_of_their_own(
     assert [("large" in name) for name in threads] == [False, True] * 2
 
 
-def test_a_prompt_that_cannot_fit_is_refused_before_it_becomes_tokens(
-    own: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokens(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, read = type(own.llm.tokenizer), list[int]()
     encode = kind.encode
 
@@ -219,7 +215,7 @@ def test_log_probabilities_of_prompts_are_counted_by_tokens(own: Live, monkeypat
     assert own.post(TEXT, cut).json()["usage"]["prompt_tokens"] == 5
 
 
-def test_no_request_builds_a_drafter_and_drafts_are_as_long_as_it_asks_for(
+def test_no_request_builds_a_drafter_and_drafts_are_as_long_as_asked(
     own: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is there from the start, built for the longest drafts that may be asked for."""

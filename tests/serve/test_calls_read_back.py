@@ -18,11 +18,8 @@ from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMAT
 TEXT: dict[str, Any] = {"type": "string"}
 NULL: dict[str, Any] = {"type": "null"}
 DEFINITIONS: dict[str, Any] = {
-    "T": TEXT,
-    "N": {"type": "integer"},
-    "Maybe": {"anyOf": [{"$ref": "#/$defs/T"}, NULL]},
-    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]},
-    "a/b": {"type": "boolean"},
+    **{"T": TEXT, "N": {"type": "integer"}, "Maybe": {"anyOf": [{"$ref": "#/$defs/T"}, NULL]}},
+    **{"Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "integer"}]}, "a/b": {"type": "boolean"}},
 }
 TYPED: list[tuple[Any, str, Any]] = [
     ({"anyOf": [TEXT, NULL]}, "42", "42"),

@@ -1,17 +1,23 @@
-"""Connections that come in crowds, that never say what they want, and that never read what they asked for."""
+"""Connections in crowds, that never say what they want or never read the answer; every attack that we know; no leak."""
 
+import asyncio
+import gc
 import json
 import re
 import resource
 import selectors
 import socket
+import subprocess
+import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from forerun import AsyncLLM
@@ -239,3 +245,118 @@ def test_the_first_bytes_of_an_answer_wait_for_no_acknowledgement(live: Live, mo
     monkeypatch.setattr(http_server.Connection, "connection_made", noted)
     live.get("/health")
     assert seen == [1]
+
+
+SOAK = Path(__file__).parents[2] / "benchmarks" / "serving" / "soak.py"
+MINUTES = 0.6
+GROWTH = 0.15
+"""Of memory. In so short a run the warm-up is a few seconds, and later allocations of a small process weigh more."""
+
+
+@pytest.mark.slow
+def test_nothing_leaks_sticks_or_is_miscounted(checkpoint: Path, tmp_path: Path) -> None:
+    report, log = tmp_path / "report.json", tmp_path / "log.json"
+    words = ["--model", checkpoint, "--drafter", "ngram", "--minutes", MINUTES, "--growth", GROWTH]
+    command = [sys.executable, SOAK, *words, "--json", report, "--log", log]
+    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(report.read_text())
+    assert len(found["checks"]) == 11 and all(check["holds"] for check in found["checks"].values())
+    assert found["requests"] > 100 and found["answers"] > 50 and found["left"] > 10 and found["greedy_texts"] > 5
+    assert {"400", "401", "404", "413", "415"} <= set(found["statuses"])
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    requests = [line for line in lines if line["event"] == "request" and line["route"].startswith("/v1")]
+    assert len(requests) > 100 and not [line for line in lines if line["level"] == "error"]
+
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "serving" / "attacks.py"
+DRAFTER = ("--", "--drafter", "draft_model", "--drafter-model", "demo-draft")
+
+
+def attacked(report: Path, *words: str) -> list[dict[str, object]]:
+    command = [sys.executable, str(SCRIPT), "--json", str(report), *words, *DRAFTER]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
+    found: list[dict[str, object]] = json.loads(report.read_text())
+    assert ran.returncode == 0, [one for one in found if one["faults"]]
+    return found
+
+
+@pytest.mark.slow
+def test_no_attack_is_noticed(tmp_path: Path) -> None:
+    assert len(attacked(tmp_path / "report.json")) > 50
+
+
+@pytest.mark.slow
+def test_the_script_works(tmp_path: Path) -> None:
+    """With what answers at once, and no limit on time: the machine that runs this does other things, too."""
+    words = ("--only", "^(start: start|arguments, 900 levels)$", "--most-ms", "60000", "--growth", "1")
+    assert [one["statuses"] for one in attacked(tmp_path / "report.json", *words)] == [{"400": 4}] * 2
+
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+ASK = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    (TEXT, {"prompt": "x", "max_tokens": 4}),
+    (TEXT, {"prompt": ["x", "y"], "max_tokens": 3, "n": 2, "temperature": 0.8}),
+    (TEXT, {"prompt": "x", "max_tokens": 4, "logprobs": 2, "stop": ["e"], "bad_words": ["a b"]}),
+    (TEXT, {"prompt": "x", "max_tokens": 4, "structured_outputs": {"choice": ["yes", "no"]}}),
+    (TEXT, {"prompt": "x", "max_tokens": 4, "speculative": {"enabled": False}}),
+    (TEXT, {"prompt": "x", "max_tokens": 4, "stream": True}),
+    (CHAT, ASK),
+    (CHAT, {**ASK, "stream": True, "user": "someone", "logit_bias": {"5": 1}}),
+    (TEXT, {"prompt": "x", "frobnicate": 1}),
+    (TEXT, {"prompt": "x", "temperature": -1}),
+    (TEXT, {"prompt": "x", "structured_outputs": {"regex": "("}}),
+    ("/tokenize", {"prompt": "x"}),
+    ("/nowhere", {}),
+]
+KEY = "secret"
+ROUNDS = 8
+MOST = 60
+"""Objects that may be left of `ROUNDS` x `REQUESTS`: half an object for each."""
+
+
+@pytest.fixture(scope="module")
+def own(checkpoint: Path) -> Iterator[Live]:
+    """With a key: without one each request is a domain of its own, of which a drafter remembers the last 256."""
+    drafter = {"method": "ngram", "num_speculative_tokens": 3}
+    with serving(checkpoint, speculative=drafter, max_queue=32, api_keys=(KEY,)) as live:
+        yield live
+
+
+def ask(live: Live, client: httpx.Client, rounds: int) -> None:
+    others = cancelled_timers()
+    for _ in range(rounds):
+        for path, body in REQUESTS:
+            assert client.post(path, json=body).status_code in (200, 400, 404)
+        with client.stream("POST", TEXT, json={"prompt": "x", "max_tokens": 100, "stream": True}) as left:
+            next(left.iter_raw())
+    wait_for(lambda: "num_requests_running" in live.get("/metrics").text and not running(live))
+    wait_for(lambda: not cancelled_timers() - others, seconds=60)
+
+
+def running(live: Live) -> float:
+    lines = live.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def cancelled_timers() -> set[int]:
+    """asyncio keeps a cancelled timer, and with it the request that it was set in, until its time has come: each answer
+    sets one of some seconds that would close its connection. Servers of other tests in this process may hold theirs for
+    longer, so a test waits for those of its own requests."""
+    return {id(one) for one in gc.get_objects() if type(one) is asyncio.TimerHandle and one.cancelled()}
+
+
+def held() -> Counter[str]:
+    gc.collect()
+    return Counter(f"{type(one).__module__}.{type(one).__qualname__}" for one in gc.get_objects())
+
+
+def test_requests_leave_nothing_behind(own: Live) -> None:
+    with httpx.Client(base_url=own.url, timeout=30, headers={"authorization": f"Bearer {KEY}"}) as client:
+        ask(own, client, ROUNDS)
+        before = held()
+        ask(own, client, ROUNDS)
+        after = held()
+    more = {name: count - before[name] for name, count in after.items() if abs(count - before[name]) > 3}
+    assert sum(after.values()) - sum(before.values()) <= MOST, json.dumps(more, indent=1)

@@ -1,4 +1,4 @@
-"""Tokens per pass is one figure wherever it is told: the passes are counted here independently, where they are run."""
+"""Tokens per pass is one figure wherever it is told; what a prediction's usage counts, and who drafts for it."""
 
 import json
 import re
@@ -11,10 +11,15 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.bench.client import diff_counts, parse, read_counts
 from forerun.cli import main
+from forerun.control.config import SpeculativeConfig
 from forerun.engine import core
+from forerun.serve.protocol.errors import ApiError
+from forerun.serve.protocol.requests import Speculation
 from forerun.types import Source, SpeculationStats
 from serve.conftest import Live, counters, serving
 from serve.test_logs import Kept, kept, named
+
+__all__ = ["kept"]
 
 ENTRIES = [
     {"turns": ["x y x y x", "y x"], "category": "turns"},
@@ -23,7 +28,7 @@ ENTRIES = [
 ]
 
 
-def test_a_measurement_says_what_the_server_counted(
+def test_a_benchmark_says_what_was_counted(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, ENTRIES)))
@@ -49,7 +54,6 @@ def test_a_measurement_says_what_the_server_counted(
     assert sum(positions) == pytest.approx(accepted / drafts, abs=1e-3)
 
 
-__all__ = ["kept"]
 PROMPT = "the cat sat on the mat. the cat sat on the"
 ASKED: dict[str, Any] = {"max_tokens": 25, "temperature": 0, "ignore_eos": True}
 
@@ -97,9 +101,7 @@ def test_the_command_says_what_was_counted(
 
 
 @pytest.mark.parametrize("drafting", [True, False])
-def test_answer_log_metrics_and_bench_say_what_was_counted(
-    live: Live, kept: Kept, passes: Passes, drafting: bool
-) -> None:
+def test_answer_log_metrics_bench_say_what_was_counted(live: Live, kept: Kept, passes: Passes, drafting: bool) -> None:
     before = parse(live.get("/metrics").text)
     body = {**ASKED, "prompt": PROMPT, "speculative": {"enabled": drafting}}
     answer = live.post("/v1/completions", body, **named(f"figures-{drafting}")).json()
@@ -143,3 +145,82 @@ def test_an_end_within_a_draft_is_accepted_and_counted_once(checkpoint: Path) ->
         assert kept == emitted, "what the trace calls accepted is what came out of the draft"
     assert answer.speculation.num_tokens == len(answer.token_ids)
     assert answer.speculation.num_accepted_draft_tokens == sum(one.source is Source.DRAFT for one in answer.tokens)
+
+
+TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
+MEMBERS = {"drafters": ["ngram", {"method": "prediction"}]}
+
+
+@pytest.fixture(scope="module")
+def choosing(checkpoint: Path) -> Iterator[Live]:
+    """A server whose own drafter has `prediction` among its members."""
+    with serving(checkpoint, speculative={"method": "auto"}) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("speculative", [None, {}, {"enabled": True}, {"drafter": "prediction"}, {"rule": "block"}])
+def test_the_prediction_is_copied_and_counted(live: Live, path: str, speculative: dict[str, Any] | None) -> None:
+    asked = {"prompt": "the cat"} if path == TEXT else {"messages": [{"role": "user", "content": "the cat"}]}
+    asked |= {"temperature": 1, "seed": 1, "max_tokens": 40, "ignore_eos": True, "return_speculation_trace": True}
+    answer = live.post(path, {**asked, "prediction": {"content": "the cat sat"}, "speculative": speculative}).json()
+    [trace], details = answer["speculation_trace"], answer["usage"]["completion_tokens_details"]
+    assert {step["drafter"] for step in trace["steps"]} <= {None, "prediction"}
+    counts = answer["metrics"]["speculative_decoding"]
+    assert details["accepted_prediction_tokens"] == counts["num_accepted_draft_tokens"]
+    both = details["accepted_prediction_tokens"] + details["rejected_prediction_tokens"]
+    assert both == counts["num_draft_tokens"]
+
+
+def test_switched_off_nothing_is_counted(live: Live) -> None:
+    asked = {"prompt": "the cat", "prediction": {"content": "the cat"}, "speculative": {"enabled": False}}
+    answer = live.post(TEXT, asked).json()
+    details = {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert answer["usage"]["completion_tokens_details"] == details
+
+
+@pytest.mark.parametrize("name", ["ngram", "draft_model"])
+def test_a_drafter_that_cannot_use_it_is_refused(live: Live, name: str) -> None:
+    asked = {"prompt": "the cat", "prediction": {"content": "the cat"}, "speculative": {"drafter": name}}
+    answer = live.post(TEXT, asked)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == "speculative.drafter"
+    assert "cannot use a prediction; leave out" in error["message"]
+
+
+def test_who_chooses_stays_in_charge_and_nobody_counts(choosing: Live) -> None:
+    asked = {"prompt": "the cat", "prediction": {"content": "the cat"}, "max_tokens": 8}
+    for speculative in (None, {"drafter": "auto"}):
+        usage = choosing.post(TEXT, {**asked, "speculative": speculative}).json()["usage"]
+        assert "completion_tokens_details" not in usage
+
+
+@pytest.mark.parametrize(
+    ("own", "request_", "method"),
+    [
+        (None, None, "prediction"),
+        ({"method": "ngram"}, None, "prediction"),
+        ({"method": "prediction", "text": "so"}, None, "prediction"),
+        ({"method": "first_of", **MEMBERS}, None, "first_of"),
+        ({"method": "merge", "drafters": ["suffix", {"method": "first_of", **MEMBERS}]}, {}, "merge"),
+        ({"method": "merge", "drafters": ["suffix", "ngram"]}, {}, "prediction"),
+        ({"method": "auto"}, None, "auto"),
+        ({"method": "auto"}, {"drafter": "prediction"}, "prediction"),
+        ({"method": "merge", "drafters": ["suffix", "ngram"]}, {"drafter": "merge"}, None),
+    ],
+)
+def test_who_drafts(
+    live: Live, monkeypatch: pytest.MonkeyPatch, own: Any, request_: dict[str, Any] | None, method: str | None
+) -> None:
+    session = live.session
+    monkeypatch.setattr(session.engine.llm, "speculative", SpeculativeConfig.parse(own))
+    request = None if request_ is None else Speculation(**request_)
+    if method is None:
+        with pytest.raises(ApiError, match="cannot use a prediction"):
+            session.speculation(request, predicted=True)
+        return
+    found: Any = session.speculation(request, predicted=True)
+    parsed = SpeculativeConfig.parse(found)
+    assert parsed is not None and parsed.method == method
+    if own is not None and own["method"] == method:
+        assert parsed == SpeculativeConfig.parse(own)

@@ -205,9 +205,7 @@ def shares(
 
 
 OPEN: dict[str, Any] = {
-    "api_keys": (VICTIM, ATTACKER),
-    "allow_traces": True,
-    "enable_prompt_tokens_details": True,
+    **{"api_keys": (VICTIM, ATTACKER), "allow_traces": True, "enable_prompt_tokens_details": True},
     "client_drafters": ("suffix",),
 }
 """A server whose operator allows all that tells something."""
@@ -299,11 +297,7 @@ class TestDomains:
 
     @pytest.mark.parametrize(("settings", "asked", "found"), DOMAINS)
     def test_who_shares_a_cache(
-        self,
-        checkpoint: Path,
-        settings: dict[str, Any],
-        asked: list[Any],
-        found: list[int],
+        self, checkpoint: Path, settings: dict[str, Any], asked: list[Any], found: list[int]
     ) -> None:
         with serving(checkpoint, **settings) as live:
             assert [self.cached(live, key, **more) for key, more in asked] == found

@@ -138,7 +138,7 @@ def break_engine(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("shown", [False, True])
-def test_no_prompt_and_no_key_is_written_at_any_level(
+def test_neither_prompts_nor_keys_are_written(
     checkpoint: Any, kept: Kept, monkeypatch: pytest.MonkeyPatch, shown: bool
 ) -> None:
     key = "very-private-key"

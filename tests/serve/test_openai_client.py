@@ -9,6 +9,7 @@ from forerun import SamplingParams
 from serve.conftest import NAME, Live, both
 
 ASK: list[Any] = [{"role": "user", "content": "the cat sat on"}]
+GREEDY: Any = {"model": NAME, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def plain_text(live: Live, prompt: str, tokens: int) -> str:
@@ -21,9 +22,7 @@ def plain_text(live: Live, prompt: str, tokens: int) -> str:
 
 class TestChat:
     def test_an_answer_is_the_models_own(self, live: Live, client: OpenAI) -> None:
-        answer = client.chat.completions.create(
-            model=NAME, messages=ASK, temperature=0, max_completion_tokens=12, extra_body={"ignore_eos": True}
-        )
+        answer = client.chat.completions.create(**GREEDY, messages=ASK, max_completion_tokens=12)
         prompt = live.llm.chat_prompt(ASK)["prompt"]
         assert answer.choices[0].message.content == plain_text(live, prompt, 12)
         assert answer.choices[0].finish_reason == "length" and answer.choices[0].message.role == "assistant"
@@ -40,9 +39,7 @@ class TestChat:
         assert whole.usage.completion_tokens == 20
 
     def test_log_probabilities(self, client: OpenAI) -> None:
-        answer = client.chat.completions.create(
-            model=NAME, messages=ASK, temperature=0, max_tokens=5, logprobs=True, top_logprobs=2
-        )
+        answer = client.chat.completions.create(**GREEDY, messages=ASK, max_tokens=5, logprobs=True, top_logprobs=2)
         found = answer.choices[0].logprobs
         assert found is not None and found.content is not None and len(found.content) == 5
         for token in found.content:
@@ -52,10 +49,8 @@ class TestChat:
 
     def test_speculation_by_request(self, client: OpenAI) -> None:
         def ask(**speculative: Any) -> Any:
-            body = {"speculative": speculative, "ignore_eos": True}
-            return client.chat.completions.create(
-                model=NAME, messages=ASK, temperature=0, max_tokens=16, extra_body=body
-            )
+            more = {"extra_body": {"speculative": speculative, "ignore_eos": True}}
+            return client.chat.completions.create(**GREEDY | more, messages=ASK, max_tokens=16)
 
         off, short, other = ask(enabled=False), ask(num_speculative_tokens=1), ask(drafter="ngram")
         texts = {answer.choices[0].message.content for answer in (off, short, other)}
@@ -76,9 +71,7 @@ class TestChat:
 class TestCompletions:
     def test_several_prompts_and_answers(self, live: Live, client: OpenAI) -> None:
         prompts = ["the cat", "the dog sat"]
-        answer = client.completions.create(
-            model=NAME, prompt=prompts, temperature=0, max_tokens=8, n=2, extra_body={"ignore_eos": True}
-        )
+        answer = client.completions.create(**GREEDY, prompt=prompts, max_tokens=8, n=2)
         expected = [plain_text(live, prompt, 8) for prompt in prompts for _ in range(2)]
         assert [choice.text for choice in answer.choices] == expected
         assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]

@@ -145,9 +145,7 @@ def test_reasoning_and_an_answer_in_one(checkpoint: Path, tmp_path: Path) -> Non
         answer = ask(
             running,
             None,
-            temperature=1,
-            seed=1,
-            logit_bias={str(tokenizer.encode("e")[0]): 4.0},
+            **{"temperature": 1, "seed": 1, "logit_bias": {str(tokenizer.encode("e")[0]): 4.0}},
             extra_body={"structured_outputs": {"regex": "[ab/]{3}"}},
         )
     message, usage = answer.choices[0].message, answer.usage

@@ -35,13 +35,8 @@ def test_a_text(official: OpenAI) -> None:
     deltas = [event for event in events if event.type == "response.output_text.delta"]
     assert "".join(event.delta for event in deltas) == whole.output_text and len(deltas) > 1
     others = [event.type.removeprefix("response.") for event in events if event not in deltas]
-    assert others[2:-1] == [
-        "output_item.added",
-        "content_part.added",
-        "output_text.done",
-        "content_part.done",
-        "output_item.done",
-    ]
+    ends = ["output_text.done", "content_part.done", "output_item.done"]
+    assert others[2:-1] == ["output_item.added", "content_part.added", *ends]
 
 
 def test_a_call_and_what_it_brought(official: OpenAI) -> None:
@@ -109,9 +104,7 @@ def test_an_earlier_response_becomes_one_message() -> None:
     user, assistant, tool = ResponsesRequest.model_validate({"input": items}).chat().messages
     assert user.plain() == {"role": "user", "content": "ab"}
     assert assistant.plain() == {
-        "role": "assistant",
-        "content": "Hm",
-        "reasoning_content": "why",
+        **{"role": "assistant", "content": "Hm", "reasoning_content": "why"},
         "tool_calls": [
             {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}},
             {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"x": 1}}},

@@ -125,9 +125,7 @@ def test_a_trainer_changes_the_weights(trainable: Live, checkpoint: Path, traine
 
 
 @pytest.mark.parametrize(("how", "reason"), [({}, "length"), ({"abort_all_requests": True}, "abort")])
-def test_answers_that_run_end_as_the_trainer_asks(
-    trainable: Live, trained: Path, how: dict[str, Any], reason: str
-) -> None:
+def test_answers_that_run_end_as_trainers_ask(trainable: Live, trained: Path, how: dict[str, Any], reason: str) -> None:
     body = {**ASKED, "max_tokens": 150, "stream": True}
     with httpx.stream("POST", f"{trainable.url}/v1/completions", json=body, headers=CLIENT, timeout=30) as stream:
         lines = stream.iter_lines()

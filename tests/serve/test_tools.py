@@ -27,10 +27,8 @@ from forerun.types import StructuredOutputs
 from serve.conftest import NAME, TEMPLATE, Live, both, serving, stream_chunk, with_template
 
 SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"unit": {"enum": ["C", "F"]}, "deep": {"type": "boolean"}},
-    "required": ["unit"],
-    "additionalProperties": False,
+    **{"type": "object", "properties": {"unit": {"enum": ["C", "F"]}, "deep": {"type": "boolean"}}},
+    **{"required": ["unit"], "additionalProperties": False},
 }
 WEATHER, CLOCK = Function("weather", SCHEMA, strict=True), Function("clock", {"type": "object", "properties": {}})
 CLOSED = Function("clock", NO_PARAMETERS)
@@ -256,16 +254,14 @@ def test_a_strict_function_is_obeyed_behind_the_mark_only(compiler: GrammarCompi
 
 
 @pytest.mark.parametrize(("name", "template"), VERSIONS)
-def test_a_forced_call_is_allowed_from_its_first_token_to_its_last(
-    compiler: GrammarCompiler, name: str, template: str
-) -> None:
+def test_a_forced_call_is_allowed_from_first_to_last_token(compiler: GrammarCompiler, name: str, template: str) -> None:
     (_, grammar), call = described(compiler, name, template, forced=True), CALLS_WRITTEN[name, template]
     assert spelled(compiler, grammar, call) == call
     assert spelled(compiler, grammar, f"Well. {call}") == "", "nothing but a call"
 
 
 @pytest.mark.parametrize(("name", "template"), VERSIONS)
-def test_a_mark_that_is_spelled_out_does_not_free_a_strict_function(
+def test_a_mark_spelled_out_does_not_free_a_strict_function(
     compiler: GrammarCompiler, name: str, template: str
 ) -> None:
     """A reader takes the characters of a mark for the mark, whichever tokens they are."""
@@ -443,9 +439,7 @@ class TestServer:
     )
     def test_what_is_refused(self, templated: Live, param: str, more: dict[str, Any]) -> None:
         body = {"model": NAME, "messages": ASK, "tools": TOOLS, **more}
-        answer = templated.post(
-            "/v1/chat/completions", {key: value for key, value in body.items() if value is not None}
-        )
+        answer = templated.post("/v1/chat/completions", {key: own for key, own in body.items() if own is not None})
         assert answer.status_code == 400 and answer.json()["error"]["param"].startswith(param)
 
     def test_a_schema_that_no_grammar_takes(self, templated: Live) -> None:

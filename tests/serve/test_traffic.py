@@ -116,7 +116,7 @@ class TestFiles:
 
 
 class TestServer:
-    def test_each_key_has_its_own_conversations_and_what_was_asked_not_to_be_kept_is_not(
+    def test_each_key_has_its_conversations_and_what_is_not_to_be_kept_is_not(
         self, checkpoint: Path, tmp_path: Path
     ) -> None:
         folder, asked = tmp_path / "traffic", dict[str, int]()

@@ -1,4 +1,4 @@
-"""A start that fails ends the command: an exit code that is not 0 and one clear message, within seconds."""
+"""How a server starts: options from a file, the environment, flags; what cannot start ends with one clear message."""
 
 import json
 import os
@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import huggingface_hub.constants
 import pytest
+from cyclopts import CycloptsError
 
 from conftest import loggers_restored
-from forerun.cli import main
+from forerun.cli import build_app, main
+from forerun.cli.options import SPECULATION
+from forerun.errors import ArgumentError
+from forerun.serve.settings import ServeSettings
 from forerun.shipped import resolve
 
 MOST_FILES = str(resource.getrlimit(resource.RLIMIT_NOFILE)[1])
@@ -95,22 +99,13 @@ STARTS: dict[str, tuple[str | Callable[[Scene], list[str]], str]] = {
     "a size that is no number": (_config(hidden_size="many"), "hidden_size"),
     "a broken tokenizer": (_copy(tokenizer__json="{"), "tokenizer"),
     "generation_config.json is no JSON": (_copy(generation_config__json="{"), "generation_config"),
-    "generation_config.json out of range": (
-        _copy(generation_config__json='{"temperature": -3, "do_sample": true}'),
-        "temperature",
-    ),
+    "settings out of range": (_copy(generation_config__json='{"temperature": -3, "do_sample": true}'), "temperature"),
     "generation_config.json of another type": (
         _copy(generation_config__json='{"top_p": "much", "do_sample": true}'),
         "generation_config",
     ),
-    "a template that cannot be read": (
-        _copy(chat_template__jinja="{% for m in messages %}{{ m.content }"),
-        "chat template",
-    ),
-    "a template that refuses everybody": (
-        _copy(chat_template__jinja="{{ raise_exception('not today') }}"),
-        "not today",
-    ),
+    "an unreadable template": (_copy(chat_template__jinja="{% for m in messages %}{{ m.content }"), "chat template"),
+    "a template that refuses all": (_copy(chat_template__jinja="{{ raise_exception('not today') }}"), "not today"),
     "a template that fails": (_copy(chat_template__jinja="{{ 1 // 0 }}"), "chat template"),
     "a port in use": ("MODEL --port TAKEN", "choose another"),
     "no such port": ("MODEL --port 99999", "99999"),
@@ -210,9 +205,7 @@ def check(name: str, code: int | None, written: str, expected: str) -> None:
     assert len(errors) == 1 and len(written) < 8000, written
 
 
-def test_a_long_exception_is_cut(
-    scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_error_is_cut(scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it says, and from however deep it comes."""
 
     def deep(depth: int) -> Any:
@@ -225,3 +218,104 @@ def test_a_long_exception_is_cut(
     written = capsys.readouterr().err
     assert written.count("Traceback") == 1 and "characters left out" in written and " last" in written
     assert len(written) < 6000
+
+
+YAML = """
+model: some/model
+port: 9001
+host: 0.0.0.0
+api-key: [one, two]
+max_queue: 7
+--drain-s: 5
+log-format: json
+log_prompts: true
+max-tokens: null
+speculative-config: {method: eagle3, model: HEAD, num_speculative_tokens: 5}
+"""
+TOML = """
+model = "some/model"
+port = 9001
+client-drafters = ["ngram", "suffix"]
+"""
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    """The arguments that `serve` would be called with."""
+    _, bound, _ = build_app().parse_args(["serve", *words], exit_on_error=False, print_error=False)
+    bound.apply_defaults()
+    return {"model": bound.arguments["model"], **bound.arguments}
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("FORERUN_API_KEY", raising=False)
+    path = tmp_path / "server.yaml"
+    path.write_text(YAML)
+    return path
+
+
+def test_a_file_gives_what_flags_would(file: Path) -> None:
+    found = parsed("--config", str(file))
+    settings: ServeSettings = found["settings"]
+    assert (found["model"], found["port"], found["host"]) == ("some/model", 9001, "0.0.0.0")
+    assert settings.api_keys == ("one", "two") and settings.max_queue == 7 and settings.drain_s == 5
+    assert settings.log_format == "json" and settings.log_prompts and settings.max_tokens is None
+    assert found["speculation"].config() == {"method": "eagle3", "model": "HEAD", "num_speculative_tokens": 5}
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed("other/model", "--config", str(file), "--port", "1")["port"] == 1
+    assert parsed("other/model", "--config", str(file))["model"] == "other/model"
+    monkeypatch.setenv("FORERUN_API_KEY", "from-environment")
+    assert parsed("--config", str(file))["settings"].api_keys == ("from-environment",)
+    assert parsed("--config", str(file), "--api-key", "flag")["settings"].api_keys == ("flag",)
+    monkeypatch.setenv("FORERUN_API_KEY", "")
+    assert parsed()["settings"].api_keys == (), "deploy/compose.yaml passes an empty variable on"
+
+
+def test_the_example_is_understood() -> None:
+    found = parsed("--config", str(Path(__file__).parents[2] / "deploy" / "server.yaml"))
+    assert found["settings"].log_format == "json" and found["speculation"].config() == {"method": "suffix"}
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(TOML)
+    found = parsed("--config", str(path))
+    assert found["port"] == 9001 and found["settings"].client_drafters == ("ngram", "suffix")
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("max_qeue: 3", "--max-queue"),
+        ("port: many", "port"),
+        ("- a\n- b", "(?i)mapping|options"),
+        ("a: [", "server.yaml"),
+        ("config: other.yaml", "names another file"),
+        ("max_queue: 0", "max-queue must be at least 1"),
+        ("log-format: xml", "(?i)log-format"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(file: Path, text: str, match: str) -> None:
+    file.write_text(text)
+    with pytest.raises((CycloptsError, ArgumentError), match=match):
+        parsed("--config", str(file))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+
+
+def test_defaults_are_the_settings_own() -> None:
+    assert parsed()["settings"] == ServeSettings() and parsed()["speculation"] == SPECULATION
+
+
+def test_every_setting_is_a_flag(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # wide enough for every name to stand on one line
+    main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    for name, hint in get_type_hints(ServeSettings, include_extras=True).items():
+        own = next((note.name for note in getattr(hint, "__metadata__", ()) if note.name), ())
+        assert f"--{name.replace('_', '-')}" in shown or any(flag in shown for flag in own), name
