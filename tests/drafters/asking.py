@@ -9,7 +9,8 @@ from torch import Tensor
 from forerun.core.rng import Rng
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafter
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
+from forerun.model import TransformersTarget
 from forerun.types import Budget, SamplingParams
 
 GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_k=0)
@@ -27,13 +28,10 @@ def contexts(
     """Rows 0, 1, ... with these texts, the same number of fresh tokens in each unless they are told one by one."""
     rows = len(texts)
     return DraftContext(
-        rows=list(range(rows)),
-        tokens=texts,
-        prompt_lengths=[prompt] * rows,
+        **{"rows": list(range(rows)), "tokens": texts, "prompt_lengths": [prompt] * rows},
         fresh=[fresh] * rows if isinstance(fresh, int) else fresh,
         samplers=[Sampler(params, text[:prompt]) for text in texts],
-        rng=[Rng(row, len(text)) for row, text in enumerate(texts)],
-        hidden_states=states or {},
+        **{"rng": [Rng(row, len(text)) for row, text in enumerate(texts)], "hidden_states": states or {}},
     )
 
 
@@ -42,6 +40,12 @@ def context(tokens: Sequence[int], fresh: int = 0, row: int = 0, prompt: int = 1
     return DraftContext(
         rows=[row], tokens=[tokens], prompt_lengths=[prompt], fresh=[fresh], samplers=[], rng=[], hidden_states={}
     )
+
+
+def setup_for(weights: Any, words: Any = None, *, rows: int = 1, slots: int = 96) -> DrafterSetup:
+    """What a drafter for this target is made with."""
+    target = TransformersTarget.load(weights, rows=rows, slots=slots, self_check=False)
+    return DrafterSetup(target=target, tokenizer=words, rows=rows, slots=slots)
 
 
 def trees_of(

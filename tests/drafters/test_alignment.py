@@ -104,7 +104,7 @@ def test_a_piece_inside_a_text_gets_no_space(make: Any, piece: bytes) -> None:
     assert encoder.token_bytes.join(span.id for span in encoder.encode(piece, opening=False)) == piece
 
 
-def test_shared_tokens_spell_the_same_and_come_once() -> None:
+def test_shared_tokens_spell_the_same_come_once_and_lie_within_both_embeddings() -> None:
     target, draft = TokenBytes(byte_level()), TokenBytes(sentencepiece())
     shared = intersection(target, draft, len(target), len(draft))
     ours, theirs = shared.T.tolist()
@@ -114,15 +114,12 @@ def test_shared_tokens_spell_the_same_and_come_once() -> None:
     assert len(shared) == len(common) and b" the" in common
     letter = theirs[ours.index(target.ordinary[b"a"])]
     assert draft.tokenizer.convert_ids_to_tokens(letter) == "a", "not <0x61>"
-
-
-def test_ids_beyond_an_embedding_are_not_shared() -> None:
     target, draft = TokenBytes(byte_level()), TokenBytes(byte_level())
     shared = intersection(target, draft, 200, 150)
     assert len(shared) == 150 and int(shared[:, 0].max()) == 149
 
 
-def test_special_tokens_are_shared_by_name_and_by_role() -> None:
+def test_special_tokens_are_shared_by_name_and_by_role_and_are_no_letters() -> None:
     target = TokenBytes(byte_level(eos_token="<end>", pad_token="<pad>", bos_token="<turn>"))
     draft = TokenBytes(byte_level("code", eos_token="</s>", pad_token="<pad>", bos_token="<s>", sep_token="<turn>"))
     names = {token: target.tokenizer.convert_ids_to_tokens(token) for token in target.specials}
@@ -132,9 +129,6 @@ def test_special_tokens_are_shared_by_name_and_by_role() -> None:
     assert [shown[token] for token in sorted(names)] == [
         {"<end>": b"</s>", "<turn>": b"<turn>", "<pad>": b""}[names[token]] for token in sorted(names)
     ]
-
-
-def test_a_letter_is_no_special_token_of_the_same_spelling() -> None:
     target = TokenBytes(byte_level(eos_token="a b"))
     assert target.tokenizer.eos_token_id not in target.ordinary.values()
 
@@ -157,9 +151,7 @@ def test_the_dictionary_writes_what_the_draft_lacks_in_its_own_tokens() -> None:
     dictionary = Dictionary(target, SpanEncoder(draft), 12)
     for token, piece in enumerate(WORDS):
         assert dictionary[token] == [OTHERS.index(letter) for letter in piece]
-    assert Dictionary(target, SpanEncoder(draft), 5)[WORDS.index("ab")] == [OTHERS.index("a")], (
-        "b is beyond the embedding"
-    )
+    assert Dictionary(target, SpanEncoder(draft), 5)[WORDS.index("ab")] == [OTHERS.index("a")], "b is beyond it"
 
 
 @pytest.mark.parametrize("bos", [None, "<s>"])

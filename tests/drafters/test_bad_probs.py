@@ -67,17 +67,11 @@ def target(checkpoint: Path) -> TransformersTarget:
 
 def stepped(target: TransformersTarget, drafter: Drafter | None, seed: int = 0) -> tuple[list[Row], list[Emitted]]:
     """Three rows after one step behind their first tokens."""
+    texts = [[7, 8, 9 + index] for index in range(3)]
+    common = {"prompt_length": 3, "stop_ids": frozenset(), "tokens_left": 20}
     rows = [
-        Row(
-            cache_row=index,
-            tokens=[7, 8, 9 + index],
-            prompt_length=3,
-            sampler=Sampler(PARAMS, [7, 8, 9 + index]),
-            seed=seed + index,
-            stop_ids=frozenset(),
-            tokens_left=20,
-        )
-        for index in range(3)
+        Row(cache_row=index, tokens=text, sampler=Sampler(PARAMS, text), seed=seed + index, **common)
+        for index, text in enumerate(texts)
     ]
     target.truncate(range(3), [0] * 3)
     first_tokens(rows, target.prefill(range(3), [row.tokens for row in rows]).logits)

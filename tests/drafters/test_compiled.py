@@ -70,7 +70,7 @@ def test_without_a_folder_that_can_be_written_all_is_compiled_in_memory(monkeypa
 
 
 @pytest.mark.parametrize("changed", ["called.py", "../other.py", None])
-def test_a_changed_source_makes_all_of_its_folder_stale(
+def test_a_changed_source_makes_its_folder_stale(
     tmp_path: Path, changed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, other = tmp_path / "folder", tmp_path / "other.py"

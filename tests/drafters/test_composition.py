@@ -1,5 +1,6 @@
 """Drafters made of drafters: who is asked, how trees are joined, and that a cascade drafts what its model would."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from contract.harness import PROMPTS, SAMPLED, Variant, as_prompts, llm, model, relative
-from drafters.asking import contexts
+from drafters.asking import contexts, setup_for
 from forerun import LLM, SamplingParams
 from forerun.control.config import SpeculativeConfig
 from forerun.core.tree import TokenTree
@@ -105,12 +106,8 @@ def test_a_row_is_drafted_for_by_the_first_that_promises_enough() -> None:
         min_tokens=1.0,
     )
     trees = made.propose(contexts([[1], [2], [3], [1]]), roomy(4))
-    assert [paths(tree) for tree in trees] == [
-        {(4,), (4, 4)},
-        {(7,), (7, 7), (7, 7, 7)},
-        {(7,), (7, 7), (7, 7, 7)},
-        {(4,), (4, 4)},
-    ]
+    first, second = {(4,), (4, 4)}, {(7,), (7, 7), (7, 7, 7)}
+    assert [paths(tree) for tree in trees] == [first, second, second, first]
     assert [member.drafter.asked for member in made.members] == [[[0, 1, 2, 3]], [[1, 2]]]
 
 
@@ -134,11 +131,8 @@ def test_a_member_that_raises_loses_its_own_drafts_only() -> None:
 
 
 def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> None:
-    for params, reproducible, greedy in [
-        (replace(SAMPLED, seed=3), True, True),
-        (replace(SAMPLED, seed=3), False, False),
-        (SAMPLED, True, False),
-    ]:
+    seeded = replace(SAMPLED, seed=3)
+    for params, reproducible, greedy in ((seeded, True, True), (seeded, False, False), (SAMPLED, True, False)):
         for method in ("first_of", "merge"):
             made = composed(method, stub(), stub(), reproducible=reproducible)
             made.propose(contexts([[1]], params=params), roomy(1))
@@ -262,8 +256,8 @@ def test_an_inner_drafter_sees_the_draft_models_hidden_states(caplog: pytest.Log
 
 def test_the_tail_goes_on_where_the_chain_ends() -> None:
     loop = {root: [[root, root, root]] for root in range(12)}
-    setup = DrafterSetup(target=TransformersTarget(model(), rows=1, slots=64), tokenizer=None, rows=1, slots=64)
-    made = build("cascade", cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options, setup)
+    options = cascade(stub(paths=loop), tail=3, num_speculative_tokens=2).options
+    made = build("cascade", options, setup_for(model(), slots=64))
     for nodes, size in [(9, 5), (4, 4), (2, 2), (1, 1)]:
         (tree,) = made.propose(contexts([PROMPTS[0]]), Budget(nodes=[nodes], depth=[9]))
         assert tree.parents == list(range(-1, size))
@@ -308,14 +302,9 @@ def test_members_have_defaults_and_may_be_names(shipped: LLM, method: str) -> No
         assert answer.speculation.num_draft_tokens > 0
 
 
-def test_equal_members_share_one_drafter() -> None:
-    def key() -> str:
-        config = SpeculativeConfig.parse({"method": "merge", "drafters": [{"method": "ngram"}, {"method": "suffix"}]})
-        return config.key
-
-    assert key() == key()
-
-
-def test_a_members_unknown_option_is_refused() -> None:
+def test_equal_members_share_one_drafter_and_unknown_options_of_theirs_are_refused() -> None:
+    config = {"method": "merge", "drafters": [{"method": "ngram"}, {"method": "suffix"}]}
+    one, other = (SpeculativeConfig.parse(copy.deepcopy(config)) for _ in range(2))
+    assert one.key == other.key
     with pytest.raises(ArgumentError, match="no option 'wings'"):
         composed("merge", {"method": "ngram", "wings": 2}, {"method": "ngram"})

@@ -24,7 +24,6 @@ from forerun.drafters.drawing import (
     HostDraws,
     Shape,
     children_of,
-    likeliest,
     on_host,
     resolve,
 )
@@ -310,16 +309,6 @@ def test_the_confidence_of_a_drawn_child_does_not_depend_on_it() -> None:
     for draw in (Draw.IID, Draw.WITHOUT_REPLACEMENT, Draw.GREEDY_K):
         first, second = (siblings(LAW, 1, draw, scripted(token)[0]).confidence for token in (0, 1))
         assert first == second
-
-
-def test_the_batched_way_gives_what_the_distribution_gives() -> None:
-    logits = torch.randn(3, 2, 9, generator=torch.Generator().manual_seed(0))
-    found = likeliest(logits, 3)
-    for row in range(3):
-        for node in range(2):
-            one = siblings(logits[row, node].softmax(-1), 3, Draw.DETERMINISTIC, scripted()[0])
-            assert found.tokens[row, node].tolist() == one.tokens
-            assert found.confidence[row, node].tolist() == pytest.approx(one.confidence, abs=1e-6)
 
 
 def test_what_auto_means() -> None:

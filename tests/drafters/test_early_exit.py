@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from contract.harness import PROMPTS, SAMPLED, as_prompts, eagle_head, model, plain_greedy, tokens_of
+from drafters.asking import setup_for
 from forerun import LLM, SamplingParams
-from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError
 from forerun.model import TransformersTarget
@@ -27,15 +27,8 @@ TREE: dict[str, Any] = {"method": "early_exit", "exit_layer": 1, "shape": (3, 2,
 
 
 def engine(weights: Any, config: Mapping[str, Any] | None, **options: Any) -> LLM:
-    return LLM(
-        weights,
-        tokenizer=False,
-        speculative_config=config,
-        max_num_seqs=4,
-        max_model_len=64,
-        self_check=False,
-        **options,
-    )
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "self_check": False}
+    return LLM(weights, tokenizer=False, speculative_config=config, **sizes, **options)
 
 
 def answers(weights: Any, config: Mapping[str, Any] | None, params: SamplingParams = GREEDY) -> list[list[int]]:
@@ -177,14 +170,10 @@ def test_reproducible_in_bfloat16() -> None:
     assert drafted == tokens_of(llm.generate(prompts, params, speculative=False))
 
 
-def setup(weights: Any) -> DrafterSetup:
-    return DrafterSetup(target=TransformersTarget(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
-
-
 @pytest.mark.parametrize("layer", [0, 4, -1])
 def test_an_exit_that_there_is_not_is_refused(layer: int) -> None:
     with pytest.raises(ArgumentError, match=r"1\.\.3 for a target of 4 layers"):
-        build("early_exit", {"exit_layer": layer}, setup(make("llama")))
+        build("early_exit", {"exit_layer": layer}, setup_for(make("llama"), slots=64))
 
 
 def test_layers_that_cannot_be_run_in_part_are_refused_when_the_drafter_is_built() -> None:
@@ -204,16 +193,16 @@ def test_a_head_with_the_targets_weights_drafts_what_the_targets_drafts(name: st
         "norm.weight": weights.get_submodule(norm).weight.detach().clone(),
     }
     states = torch.randn(2, 3, 64)
-    target = setup(weights).target
+    target = setup_for(weights, slots=64).target
     shared = target.lm_head(target.final_norm(states))
     path = tmp_path / "head.safetensors"
     for names in (["lm_head.weight"], ["lm_head.weight", "norm.weight"]):
         save_file({key: tensors[key] for key in names}, path)
-        drafter = build("early_exit", {"exit_layer": 2, "head": path}, setup(weights))
+        drafter = build("early_exit", {"exit_layer": 2, "head": path}, setup_for(weights, slots=64))
         assert (drafter._head(states) - shared).abs().max() < 1e-5
         assert drafter.memory_bytes() == 4 * sum(tensors[key].numel() for key in names)
     save_file({**tensors, "norm.weight": 2 * tensors["norm.weight"]}, path)
-    other = build("early_exit", {"exit_layer": 2, "head": path}, setup(weights))
+    other = build("early_exit", {"exit_layer": 2, "head": path}, setup_for(weights, slots=64))
     assert (other._head(states) - shared).abs().max() > 1e-2
 
 
@@ -235,4 +224,4 @@ def test_a_head_that_does_not_fit_is_refused(tensors: dict[str, tuple[int, ...]]
     if message == "corrupt":
         path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=message):
-        build("early_exit", {"exit_layer": 2, "head": str(path)}, setup(make("llama")))
+        build("early_exit", {"exit_layer": 2, "head": str(path)}, setup_for(make("llama"), slots=64))

@@ -73,21 +73,20 @@ def drafted(text: Sequence[int], source: Sequence[int] = SOURCE, most: int = 4) 
     return follower(text, source).drafts(most)
 
 
-@pytest.mark.parametrize(
-    ("changed", "expected"),
-    [
-        ([], [16, 17, 18, 19]),
-        ([99], [17, 18, 19, 20]),
-        ([99, 17], [18, 19, 20, 21]),
-        ([99, 98], [16, 17, 18, 19]),
-        ([99, 98, 97, 96, 16], [17, 18, 19, 20]),
-        ([99, 98, 19], [20, 21, 22, 23]),
-        ([20], [21, 22, 23, 24]),
-        ([20, 16], [17, 18, 19, 20]),
-        ([20, 99], [16, 17, 18, 19]),
-    ],
-    ids=["none", "replaced?", "replaced", "added?", "added", "two for three", "left out", "misled", "and added"],
-)
+CHANGES = {
+    "none": ([], [16, 17, 18, 19]),
+    "replaced?": ([99], [17, 18, 19, 20]),
+    "replaced": ([99, 17], [18, 19, 20, 21]),
+    "added?": ([99, 98], [16, 17, 18, 19]),
+    "added": ([99, 98, 97, 96, 16], [17, 18, 19, 20]),
+    "two for three": ([99, 98, 19], [20, 21, 22, 23]),
+    "left out": ([20], [21, 22, 23, 24]),
+    "misled": ([20, 16], [17, 18, 19, 20]),
+    "and added": ([20, 99], [16, 17, 18, 19]),
+}
+
+
+@pytest.mark.parametrize(("changed", "expected"), CHANGES.values(), ids=CHANGES)
 def test_behind_a_change_the_source_goes_on(changed: list[int], expected: list[int]) -> None:
     assert drafted([*START, *changed]) == expected
 
@@ -97,9 +96,7 @@ def test_a_guess_is_known_as_one() -> None:
     assert (made.told(follows.FOUND), made.told(follows.CHANGED), made.told(follows.PARTED)) == (0, 1, 6)
     assert evidences(made) == [by_match("guessed", made.agreed + offset) for offset in range(3)]
     made.reads([*START, 99, 17], 7)
-    assert made.told(follows.FOUND) and evidences(made) == [
-        by_match("followed", made.agreed + offset) for offset in range(3)
-    ]
+    assert made.told(follows.FOUND) and evidences(made) == [by_match("followed", made.agreed + n) for n in range(3)]
 
 
 def evidences(made: Reader) -> list[Evidence]:
@@ -114,6 +111,9 @@ def test_the_longest_agreement_is_believed_and_of_equal_ones_the_nearest() -> No
     source = [*START, 1, 2, 7, 3, 4, 7, 5, 7, 6]
     assert drafted([*START, 9, 7], source) == [3, 4, 7, 5]
     assert drafted([*START, 9, 4, 7], source) == [5, 7, 6]
+    source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
+    made = follower([*START, 8, 9, 20, 21, 22, 23, 24, 8, 1, 2], source)
+    assert made.drafts(9) == [3, 4]
 
 
 @pytest.mark.parametrize(("old", "new"), [([1], [9]), ([1, 2], [9]), ([1], [8, 9]), ([1, 2, 3], [7, 8, 9])])
@@ -125,12 +125,6 @@ def test_a_replacement_is_made_again_wherever_it_was_made_once(old: list[int], n
     assert made.drafts(20) == [*new[1:], 30, 31, *new, 40], "begun"
 
 
-def test_a_replacement_that_goes_on_otherwise_is_left() -> None:
-    source = [*START, 1, 20, 21, 22, 23, 24, 1, 2, 3, 4]
-    made = follower([*START, 8, 9, 20, 21, 22, 23, 24, 8, 1, 2], source)
-    assert made.drafts(9) == [3, 4]
-
-
 def test_what_agrees_counts_and_each_change_halves_it() -> None:
     assert follower(START).agreed == 12
     made = follower([*START, 99])
@@ -139,15 +133,12 @@ def test_what_agrees_counts_and_each_change_halves_it() -> None:
     assert follower([*START, *range(70, 75)]).agreed == 0
 
 
-def test_a_text_that_left_its_source_for_long_is_let_go() -> None:
+def test_a_text_is_let_go_that_left_its_source_for_long_or_is_at_its_end() -> None:
     assert follower([*START, *range(70, 86)]).place == 6
     made = follower([*START, *range(70, 87)])
     assert made.place is None and made.agreed == 0 and made.drafts(9) == []
     made.reads([1], 0)
     assert made.place is None
-
-
-def test_nothing_is_drafted_behind_the_end() -> None:
     assert drafted(SOURCE) == [] and drafted(SOURCE[:-1]) == [59]
     assert drafted([*SOURCE, 10, 11]) == []
 
@@ -331,49 +322,35 @@ def test_a_long_prediction_is_no_object_for_each_of_its_strings() -> None:
     assert place >= 4 and text[place - 4 : place] == text[7000:7004]
 
 
-def test_an_answer_as_predicted_is_followed_to_the_end() -> None:
+def test_an_answer_as_predicted_is_followed_to_the_end_and_one_that_diverges_at_once_is_not() -> None:
     assert after([10]) == list(range(11, 27))
     assert after(PREDICTED[:45]) == list(range(55, 60))
     assert after(PREDICTED) == []
+    assert after([70]) == [] and after([70, 71, 72, 73, 74, 75]) == []
 
 
-@pytest.mark.parametrize(
-    ("edited", "expected"),
-    [
-        ([10, 11, 12, 99, 14], 15),
-        ([10, 11, 12, 99, 98, 97, 15], 16),
-        ([10, 11, 12, 99, 13], 14),
-        ([10, 11, 12, 99, 98, 97, 96, 95, 13], 14),
-        ([10, 11, 12, 16], 17),
-        ([10, 11, 12, 40, 41], 42),
-        ([99, 98, 10], 11),
-        ([10, 11, 12, 11, 12], 13),
-        ([*range(10, 40), 99, 10, 11, 12, 13], 14),
-        ([10, 11, 12, 20, 13], 14),
-    ],
-    ids=[
-        "replaced",
-        "three for two",
-        "inserted",
-        "five inserted",
-        "deleted",
-        "much deleted",
-        "before",
-        "twice",
-        "back",
-        "misled",
-    ],
-)
+EDITS = {
+    "replaced": ([10, 11, 12, 99, 14], 15),
+    "three for two": ([10, 11, 12, 99, 98, 97, 15], 16),
+    "inserted": ([10, 11, 12, 99, 13], 14),
+    "five inserted": ([10, 11, 12, 99, 98, 97, 96, 95, 13], 14),
+    "deleted": ([10, 11, 12, 16], 17),
+    "much deleted": ([10, 11, 12, 40, 41], 42),
+    "before": ([99, 98, 10], 11),
+    "twice": ([10, 11, 12, 11, 12], 13),
+    "back": ([*range(10, 40), 99, 10, 11, 12, 13], 14),
+    "misled": ([10, 11, 12, 20, 13], 14),
+}
+
+
+@pytest.mark.parametrize(("edited", "expected"), EDITS.values(), ids=EDITS)
 def test_after_an_edit_the_place_is_found_again(edited: list[int], expected: int) -> None:
     assert after(edited)[:1] == [expected]
 
 
-def test_of_equal_places_the_nearest_ahead_is_taken() -> None:
+def test_of_equal_places_the_nearest_ahead_is_taken_and_a_common_token_far_away_is_none() -> None:
     predicted = [1, 2, 3, 7, 5, 1, 2, 3, 8, 5, 1, 2, 3, 9, 5]
     assert after([1, 2, 3, 7, 5, 0, 1, 2, 3], predicted)[:1] == [8]
-
-
-def test_a_common_token_far_away_is_no_place() -> None:
     assert after([10, 11, 50]) == [13, 14], "one token replaced one, as far as is known"
     assert after([10, 11, 50, 51])[:1] == [52]
 
@@ -384,18 +361,11 @@ def test_drafts_are_short_after_an_edit_and_grow_with_what_agrees() -> None:
     assert len(after([10, 11, 99, *range(13, 30)])) == 16
 
 
-def test_a_prediction_that_diverges_at_once_drafts_nothing_from_then_on() -> None:
-    assert after([70]) == [] and after([70, 71, 72, 73, 74, 75]) == []
-
-
-def test_without_a_prediction_nothing_is_drafted() -> None:
+def test_requests_without_a_prediction_get_the_default_one_or_no_draft() -> None:
     assert after([10, 11], []) == []
     made = predicting()
     made.extend(context([90, 10], 2))
     assert made.propose(context([90, 10], 0), ROOMY)[0].size == 0
-
-
-def test_the_default_prediction_serves_requests_without_one() -> None:
     assert after([5], [], text=[5, 6, 7]) == [6, 7]
     assert after([10], text=[5, 6, 7])[0] == 11
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from core.test_tree import contents, random_tree
-from drafters.asking import trees_of
+from drafters.asking import contexts, trees_of
 from forerun.certify.enumeration import Distributions, World, exact_distribution, toy_distributions
 from forerun.core.rng import Rng
 from forerun.core.rules import rule_named
-from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Checked, Deferred, Guarded, check
@@ -124,12 +123,8 @@ def test_a_tree_at_fault_says_what_is_wrong_and_costs_the_rows_beside_it_nothing
 @pytest.mark.parametrize(
     ("found", "got"),
     [
-        (None, "NoneType"),
-        (two(), "TokenTree"),
-        ({0: two()}, "dict"),
-        (iter([two()]), "list_iterator"),
-        ([], "0"),
-        ([two(), two()], "2"),
+        *((None, "NoneType"), (two(), "TokenTree"), ({0: two()}, "dict"), (iter([two()]), "list_iterator")),
+        *(([], "0"), ([two(), two()], "2")),
     ],
 )
 def test_what_is_no_list_of_a_tree_a_row_is_refused(found: Any, got: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -141,16 +136,9 @@ def test_what_is_no_list_of_a_tree_a_row_is_refused(found: Any, got: str, caplog
 
 def test_a_tree_that_is_too_large_is_cut_to_what_was_drawn_first() -> None:
     wide = nodes([1, 2, 3], [0, 0, 1])
-    for tree, most, deepest, kept in (
-        (two(), 1, 2, [1]),
-        (two(), 2, 1, [1]),
-        (two(), 0, 2, []),
-        (two(), 2, 0, []),
-        (two(), 2, 2, [1, 2]),
-        (wide, 3, 1, [1, 2]),
-        (wide, 2, 2, [1, 2]),
-        (wide, 3, 2, [1, 2, 3]),
-    ):
+    narrow = [(two(), 1, 2, [1]), (two(), 2, 1, [1]), (two(), 0, 2, []), (two(), 2, 0, []), (two(), 2, 2, [1, 2])]
+    cases = [*narrow, (wide, 3, 1, [1, 2]), (wide, 2, 2, [1, 2]), (wide, 3, 2, [1, 2, 3])]
+    for tree, most, deepest, kept in cases:
         found = checked(tree, most=most, deepest=deepest)
         assert found.tree.tokens == (ROOT, *(tree.tokens[node] for node in kept))
         assert (found.error is None) == (len(kept) == tree.size)
@@ -222,13 +210,8 @@ def test_what_is_submitted_is_a_copy_that_nobody_writes_to() -> None:
     tree.probes.add(1)
     tree.draft_probs.clear()
     assert contents(found) == before != contents(tree) and found.draft_probs
-    for write in (
-        lambda: found.tokens.__setitem__(1, 3),
-        lambda: found.parents.append(0),
-        lambda: found.probes.add(1),
-        lambda: found.add(1, 0),
-        lambda: setattr(found, "tokens", [1]),
-    ):
+    writes = (lambda: found.tokens.__setitem__(1, 3), lambda: found.parents.append(0), lambda: found.probes.add(1))
+    for write in (*writes, lambda: found.add(1, 0), lambda: setattr(found, "tokens", [1])):
         with pytest.raises((AttributeError, TypeError)):
             write()
 
@@ -237,16 +220,10 @@ def test_states_that_were_begun_fit_the_target() -> None:
     good = Resume(boundary=2, states=torch.zeros(3, 4), stamp=1)
     found = checked(nodes([1, 2], [0, 1], resume=good))
     assert found.error is None and found.tree.resume is good
-    for wrong in (
-        replace(good, states=torch.zeros(4, 4)),
-        replace(good, states=torch.zeros(0, 4)),
-        replace(good, states=torch.zeros(3, 5)),
-        replace(good, states=torch.zeros(1, 3, 4)),
-        replace(good, states=torch.zeros(3, 4, dtype=torch.float64)),
-        replace(good, boundary=0),
-        replace(good, boundary=4),
-    ):
-        found = checked(nodes([1, 2], [0, 1], resume=wrong))
+    shapes = ((4, 4), (0, 4), (3, 5), (1, 3, 4))
+    states = [*(torch.zeros(shape) for shape in shapes), torch.zeros(3, 4, dtype=torch.float64)]
+    for wrong in (*({"states": one} for one in states), {"boundary": 0}, {"boundary": 4}):
+        found = checked(nodes([1, 2], [0, 1], resume=replace(good, **wrong)))
         assert found.tree.size == 0
         with pytest.raises(InvalidDraftError, match="resumes"):
             raise found.error or AssertionError
@@ -303,21 +280,14 @@ class Rows(list[int]):
         return Rows(self[index] for index in members)
 
 
-def guarded(drafter: Drafter) -> Guarded:
+def guarded(drafter: Drafter, kind: Any = Guarded) -> Any:
     target: Any = SimpleNamespace(vocab_size=10, num_layers=2)
-    return Guarded(drafter, "noting", DrafterSetup(target=target, tokenizer=None, rows=4, slots=64))
+    return kind(drafter, "noting", DrafterSetup(target=target, tokenizer=None, rows=4, slots=64))
 
 
 def context(rows: Sequence[int], fresh: int = 1, length: int = 3) -> DraftContext:
-    return DraftContext(
-        rows=list(rows),
-        tokens=[CommittedTokens(range(length)) for _ in rows],
-        prompt_lengths=[1 for _ in rows],
-        fresh=[fresh for _ in rows],
-        samplers=[Sampler(GREEDY, [1]) for _ in rows],
-        rng=[Rng(0, 3) for _ in rows],
-        hidden_states={},
-    )
+    texts = [CommittedTokens(range(length)) for _ in rows]
+    return replace(contexts(texts, fresh), rows=list(rows))
 
 
 def drafted(made: Guarded, rows: Sequence[int], nodes: int = 2) -> list[tuple[int, ...]]:
@@ -425,9 +395,7 @@ def test_one_that_cannot_say_what_it_reads_is_asked_for_nothing() -> None:
     made = guarded(drafter)
     made.extend(context([1, 2], fresh=3))
     assert drafted(made, [1, 2]) == [(), ()] and made.requires == frozenset()
-    assert not drafter.calls
-    counts = counted(made)
-    assert counts.keys() == {1, 2} and not counted(made)
+    assert not drafter.calls and counted(made).keys() == {1, 2} and not counted(made)
     made.truncate([1], [0])
     made.extend(context([1], fresh=3))
     assert counted(made) == {1: 1}, "the next answer goes without it, too"
@@ -446,28 +414,19 @@ def test_committed_tokens_are_a_list_to_read() -> None:
     for copied in (list(tokens), tokens.copy(), tokens[:], replace(context([0]), tokens=[tokens]).tokens[0][:]):
         copied.append(4)
         assert copied == [3, 1, 2, 4] and tokens == [3, 1, 2]
-    for write in (
-        lambda: tokens.append(4),
-        lambda: tokens.extend([1]),
-        lambda: tokens.insert(0, 1),
-        lambda: tokens.remove(3),
-        tokens.pop,
-        tokens.clear,
-        tokens.sort,
-        tokens.reverse,
-        lambda: tokens.__setitem__(slice(0, 1), []),
-        lambda: tokens.__delitem__(0),
-        lambda: tokens.__iadd__([1]),
-        lambda: tokens.__imul__(2),
-    ):
+    writes: dict[str, tuple[Any, ...]] = {
+        **{"append": (4,), "extend": ([1],), "insert": (0, 1), "remove": (3,), "__setitem__": (slice(0, 1), [])},
+        **{"__delitem__": (0,), "__iadd__": ([1],), "__imul__": (2,)},
+        **dict.fromkeys(("pop", "clear", "sort", "reverse"), ()),
+    }
+    for name, arguments in writes.items():
         with pytest.raises(TypeError, match="to be read"):
-            write()
+            getattr(tokens, name)(*arguments)
 
 
 def test_states_that_are_put_aside_keep_no_others_alive() -> None:
     """Of a step they are a view, of all rows and of the longest path; a row that waits for long keeps its own."""
-    target: Any = SimpleNamespace(vocab_size=10, num_layers=2)
-    made = Deferred(Reading(), "noting", DrafterSetup(target=target, tokenizer=None, rows=4, slots=64))
+    made = guarded(Reading(), Deferred)
     for length in range(3, 9):
         step = context([0, 1, 2], length=length)
         made.extend(replace(step, hidden_states={1: torch.zeros(3, 7, 5)}))

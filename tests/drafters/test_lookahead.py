@@ -111,9 +111,7 @@ def test_guesses_share_their_beginnings_and_no_node_of_the_window() -> None:
     for rest in ((1, 2), (1, 4), (6, 2)):
         made._rows[0].pool.add(3, rest)
     (tree,) = made.propose(context([5, 1, 2, 3]), ROOMY)
-    accepted = [
-        [tree.tokens[n] for n in tree.path(node)] for node in range(1, tree.size + 1) if node not in tree.probes
-    ]
+    accepted = [[tree.tokens[n] for n in tree.path(end)] for end in range(1, tree.size + 1) if end not in tree.probes]
     assert accepted == [[6], [6, 2], [1], [1, 4], [1, 2]], "the most recent n-gram first"
 
 

@@ -47,14 +47,11 @@ def test_which_place_is_copied_from_is_an_option(match: str, expected: int) -> N
     assert paths(propose(fed(text, **options), text)) == [[expected]]
 
 
-def test_the_most_frequent_continuation_is_voted_for_token_after_token() -> None:
+def test_the_most_frequent_continuation_is_voted_for_token_after_token_and_of_equals_the_most_recent_wins() -> None:
     text = [1, 5, 6, 0, 1, 5, 7, 0, 1, 5, 6, 0, 1, 9, 9, 0, 1]
     options = {"num_speculative_tokens": 2, "match": "most_frequent", "prompt_lookup_max": 1}
     assert paths(propose(fed(text, **options), text)) == [[5, 6]]
     assert sorted(paths(propose(fed(text, max_branches=3, **options), text))) == [[5, 6], [5, 7], [9, 9]]
-
-
-def test_of_equally_frequent_continuations_the_most_recent_wins() -> None:
     text = [1, 5, 0, 1, 6, 0, 1]
     options = {"num_speculative_tokens": 1, "match": "most_frequent", "prompt_lookup_max": 1}
     assert paths(propose(fed(text, **options), text)) == [[6]]

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from contract.harness import PROMPT, as_prompts, model, tokens_of
+from drafters.asking import setup_for
 from forerun import LLM, SamplingParams
-from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.quantized_self import (
     KERNEL_ROWS,
     Int4Linear,
@@ -64,11 +64,9 @@ def test_what_is_not_a_decoder_linear_is_shared() -> None:
 
 
 def test_memory_is_that_of_the_int8_weights_and_the_cache() -> None:
-    target = TransformersTarget.load(model(), rows=1, slots=32)
-    made = QuantizedSelfDrafter(
-        QuantizedSelfConfig(num_speculative_tokens=3), DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
-    )
-    linears = [module for module in target.model.model.layers.modules() if isinstance(module, nn.Linear)]
+    setup = setup_for(model(), slots=32)
+    made = QuantizedSelfDrafter(QuantizedSelfConfig(num_speculative_tokens=3), setup)
+    linears = [module for module in setup.target.model.model.layers.modules() if isinstance(module, nn.Linear)]
     weights = sum(linear.weight.numel() + 4 * linear.out_features for linear in linears)
     assert made.memory_bytes() == weights + made.model.cache.nbytes()
 
@@ -85,9 +83,11 @@ def test_kernel_and_unpacked_weight_agree(rows: int) -> None:
     assert float(error) < 0.02
 
 
-def test_a_row_of_zeros_stays_zero() -> None:
+def test_rows_of_zeros_and_layers_that_do_not_fit_a_kernel_are_rounded_all_the_same() -> None:
     made = Int8Linear(torch.zeros(3, 4), None)
     assert made(torch.ones(2, 4)).tolist() == [[0.0] * 3] * 2
+    kinds = [type(module) for module in make_rounded_twin(model(), 4).model.layers[0].mlp.children()]
+    assert kinds[:3] == [Int4Linear, Int4Linear, Int8Linear], "48 inputs are no whole groups"
 
 
 @torch.inference_mode()
@@ -103,11 +103,6 @@ def test_four_bits_are_a_grid_of_sixteen_values_in_each_group(dtype: torch.dtype
     error = (made(states).float() - wanted).abs().max() / wanted.abs().max()
     assert float(error) < (1e-4 if dtype == torch.float32 else 0.02)
     assert made.nbytes() == 48 * inputs // 2 + 2 * linear.weight.itemsize * 48 * inputs // group
-
-
-def test_layers_that_do_not_fit_the_four_bit_kernel_get_eight() -> None:
-    kinds = [type(module) for module in make_rounded_twin(model(), 4).model.layers[0].mlp.children()]
-    assert kinds[:3] == [Int4Linear, Int4Linear, Int8Linear], "48 inputs are no whole groups"
 
 
 @torch.inference_mode()
@@ -141,7 +136,5 @@ def test_a_model_without_plain_linears_is_refused() -> None:
 
 
 def test_any_tree_is_drafted() -> None:
-    target = TransformersTarget.load(model(), rows=1, slots=32)
-    setup = DrafterSetup(target=target, tokenizer=None, rows=1, slots=32)
-    made = QuantizedSelfDrafter(QuantizedSelfConfig(tree=[0, 0, 1]), setup)
+    made = QuantizedSelfDrafter(QuantizedSelfConfig(tree=[0, 0, 1]), setup_for(model(), slots=32))
     assert made._tree.shape.parents == (-1, 0, 0, 1)

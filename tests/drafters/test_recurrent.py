@@ -9,7 +9,7 @@ from forerun.errors import UnsupportedModelError
 from forerun.training.layerskip import LayerSkipObjective
 from forerun.training.pard import PardObjective
 from model.families import random_tokens
-from model.test_every_family import greedy
+from model.test_families import greedy
 from model.test_states import model_of
 from selection import slow
 

@@ -150,9 +150,7 @@ def test_confidence_follows_what_the_text_really_did() -> None:
     (before,) = made.propose(context([0, 1]), ROOMY)
     fed(made, 200)
     (after,) = made.propose(context([0, 1]), ROOMY)
-    known, learned = (
-        {tree.tokens[node]: tree.confidence[node] for node in tree.children[0]} for tree in (before, after)
-    )
+    known, learned = ({one.tokens[node]: one.confidence[node] for node in one.children[0]} for one in (before, after))
     assert learned[4] > 0.8 > known[4]
     assert learned[2] < 0.1
     assert after.confidence[after.tokens.index(5)] == before.confidence[before.tokens.index(5)]
@@ -278,9 +276,7 @@ def test_a_file_of_another_target_or_a_damaged_one_is_refused(tmp_path: Path) ->
 def test_the_default_size_follows_the_measured_cost_of_a_pass() -> None:
     """Where nodes are free there are as many as the paper has; where each costs half a pass there is one."""
     rates = measured_rates(6, 8)
-    sizes = [
-        count_paying(rates, lambda drafted, slope=slope: 10.0 + slope * drafted, 80) for slope in (0.0, 0.3, 1.0, 5.0)
-    ]
+    sizes = [count_paying(rates, lambda count, slope=slope: 10.0 + slope * count, 80) for slope in (0.0, 0.3, 1.0, 5.0)]
     assert sizes[0] == 80 and sizes[-1] == 1 and sizes == sorted(sizes, reverse=True)
     for slope, size in zip((0.3, 1.0), sizes[1:3], strict=True):
         speed = [tokens / (10.0 + slope * count) for count, tokens in enumerate(_worths(np.array(rates)))]

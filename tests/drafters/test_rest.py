@@ -54,9 +54,7 @@ def searched(documents: Sequence[Sequence[int]], text: Sequence[int], low: int, 
 
 
 @given(DOCUMENTS, st.lists(TOKENS, max_size=12), st.integers(1, 3), st.integers(0, 6))
-def test_search_finds_what_a_plain_search_finds(
-    documents: list[list[int]], text: list[int], low: int, more: int
-) -> None:
+def test_it_finds_what_a_plain_search_finds(documents: list[list[int]], text: list[int], low: int, more: int) -> None:
     store = in_memory(documents)
     length, expected = searched(documents, text, low, low + more)
     match = store.longest(text, shortest=low, longest=low + more)
@@ -94,7 +92,7 @@ def counted(continuations: Sequence[Sequence[int]], nodes: int) -> list[tuple[tu
     st.lists(st.integers(1, 3), min_size=30, max_size=30),
     st.integers(1, 40),
 )
-def test_the_trie_holds_the_most_frequent_paths_with_their_counts(
+def test_the_trie_holds_the_most_frequent_paths_counted(
     distinct: list[list[int]], times: list[int], nodes: int
 ) -> None:
     rows = [row for row, count in zip(distinct, times, strict=False) for _ in range(count)]
@@ -228,11 +226,8 @@ def nodes(trees: Sequence[TokenTree]) -> list[tuple[int, int]]:
     return list(zip(tree.tokens[1:], tree.parents[1:], strict=True))
 
 
-def test_what_followed_most_often_comes_first(store: str) -> None:
+def test_the_longest_match_alone_counts_and_what_followed_it_most_often_comes_first(store: str) -> None:
     assert nodes(drafter(store).propose(context([0, 1, 2]), ROOMY)) == [(3, 0), (4, 1), (8, 0), (7, 1), (5, 2), (6, 2)]
-
-
-def test_the_longest_match_alone_counts(store: str) -> None:
     assert nodes(drafter(store).propose(context([9, 1, 2]), ROOMY)) == [(8, 0)]
     assert (8, 0) in nodes(drafter(store, max_match=2).propose(context([9, 1, 2]), ROOMY))
     assert len(nodes(drafter(store, max_match=2).propose(context([9, 1, 2]), ROOMY))) == 6
@@ -269,12 +264,9 @@ def test_budget_and_options_are_kept(
     assert nodes(trees) == expected
 
 
-def test_confidence_is_the_share_of_the_parents_count_before_anything_is_known(store: str) -> None:
+def test_confidence_is_the_share_of_the_parents_count_until_the_text_tells_more(store: str) -> None:
     (tree,) = drafter(store).propose(context([1, 2]), ROOMY)
     assert tree.confidence == pytest.approx([1, 3 / 5, 2 / 4, 1 / 5, 1 / 4, 1 / 3, 1 / 3])
-
-
-def test_confidence_follows_what_the_text_really_did(store: str) -> None:
     made = drafter(store)
     for _ in range(60):
         made.propose(context([1, 2]), ROOMY)

@@ -16,6 +16,7 @@ from simulated.steps import on_device
 from simulated.waits import recording
 
 CONTEXT = 24  # Of the draft model; the target's is longer
+SIZES = {"tokenizer": False, "max_model_len": 60, "self_check": False}
 PARAMS = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
 LONG, SHORT = {"prompt_token_ids": [1, 2, 3, 4] * 4}, {"prompt_token_ids": [1, 5]}
 
@@ -48,15 +49,7 @@ def answers(variant: Variant, prompts: list[dict[str, list[int]]], *, there: boo
     target, config = model(), {"adaptive": False, **on_device(variant.config(), shortened)}
     if there:
         target, config = moved(target), on_device(config, moved)
-    llm = LLM(
-        target,
-        tokenizer=False,
-        speculative_config=config,
-        max_num_seqs=2,
-        max_model_len=60,
-        self_check=False,
-        enable_prefix_caching=False,
-    )
+    llm = LLM(target, speculative_config=config, max_num_seqs=2, enable_prefix_caching=False, **SIZES)
     return llm.generate(prompts, PARAMS)
 
 
@@ -79,9 +72,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("variant", "there"), CASES, ids=str)
-def test_a_request_at_the_end_of_a_draft_models_context_leaves_the_others_their_drafts(
-    variant: Variant, there: bool
-) -> None:
+def test_a_request_at_its_draft_models_end_leaves_the_others_their_drafts(variant: Variant, there: bool) -> None:
     """On the CPU, and where passes are recorded."""
     device = SimulatedDevice()
     with ExitStack() as stack:
@@ -89,7 +80,7 @@ def test_a_request_at_the_end_of_a_draft_models_context_leaves_the_others_their_
             stack.enter_context(one)
         [alone] = answers(variant, [SHORT], there=there)
         long, beside = answers(variant, [LONG, SHORT], there=there)
-    [plain] = LLM(model(), tokenizer=False, max_num_seqs=1, max_model_len=60, self_check=False).generate([LONG], PARAMS)
+    [plain] = LLM(model(), max_num_seqs=1, **SIZES).generate([LONG], PARAMS)
     assert drafted(alone)[1] > 0, "it drafts"
     # What `first_of` drafts with follows from what was accepted of either request.
     assert drafted(beside) == drafted(alone) or (variant.method == "first_of" and drafted(beside)[2] == 0)

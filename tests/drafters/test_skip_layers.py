@@ -16,11 +16,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from contract.harness import PROMPTS, SAMPLED, VOCABULARY, as_prompts, model, tokens_of
-from drafters.asking import DRAWN, GREEDY, trees_of
+from drafters.asking import DRAWN, GREEDY, setup_for, trees_of
 from forerun import LLM, SamplingParams
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DrafterSetup
 from forerun.decode.row import Row
 from forerun.decode.scores import Scores
 from forerun.drafters.self_drafting.skip_layers import (
@@ -34,11 +33,9 @@ from forerun.drafters.self_drafting.skip_layers import (
     Space,
     Threshold,
     agreement,
-    evenly,
     every,
     names,
     parse,
-    predict,
     structure_hash,
 )
 from forerun.drafters.self_drafting.tuning import Costs, Probe, tune, worth
@@ -59,9 +56,7 @@ def deep(seed: int = 0) -> LlamaForCausalLM:
 
 
 def drafter(weights: LlamaForCausalLM | None = None, *, rows: int = 1, **options: Any) -> SkipLayersDrafter:
-    target = TransformersTarget.load(weights or deep(), rows=rows, slots=96)
-    setup = DrafterSetup(target=target, tokenizer=None, rows=rows, slots=96)
-    return SkipLayersDrafter(SkipLayersConfig(**{"skip": SKIP, **options}), setup)
+    return SkipLayersDrafter(SkipLayersConfig(**{"skip": SKIP, **options}), setup_for(weights or deep(), rows=rows))
 
 
 def propose(
@@ -193,18 +188,8 @@ def test_agreement_counts_every_node_that_was_asked() -> None:
     other.add(5, 0)
     logits = torch.zeros(2, 3, VOCABULARY)
     logits[0, 0, 3] = logits[0, 1, 7] = logits[1, 0, 5] = 1.0
-    rows = [
-        Row(
-            cache_row=row,
-            tokens=[1],
-            prompt_length=1,
-            sampler=Sampler(GREEDY, [1]),
-            seed=0,
-            stop_ids=frozenset(),
-            tokens_left=9,
-        )
-        for row in range(2)
-    ]
+    common = {"prompt_length": 1, "sampler": Sampler(GREEDY, [1]), "seed": 0, "stop_ids": frozenset(), "tokens_left": 9}
+    rows = [Row(cache_row=row, tokens=[1], **common) for row in range(2)]
     scores = Scores(logits, rows, [tree, other], ["argmax_walk"] * 2)
     assert [agreement(scores, index) for index in range(2)] == [(1, 2), (1, 1)]
 
@@ -229,10 +214,7 @@ def written(path: Path, **changes: Any) -> Path:
     """A file as the tuner writes it, for `deep()`."""
     target = TransformersTarget.load(deep(), slots=32)
     SkipFile(
-        model="deep",
-        num_layers=LAYERS,
-        structure=structure_hash(target),
-        skip=parse(SKIP, LAYERS),
+        **{"model": "deep", "num_layers": LAYERS, "structure": structure_hash(target), "skip": parse(SKIP, LAYERS)},
         num_speculative_tokens=3,
     ).write(path)
     body = json.loads(path.read_text())
@@ -240,10 +222,15 @@ def written(path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_tuned_file_is_as_good_as_its_list(tmp_path: Path) -> None:
+def test_a_tuned_file_is_as_good_as_its_list_unless_it_is_missing_or_cut_short(tmp_path: Path) -> None:
     (found,) = propose(drafter(skip=str(written(tmp_path / "skip.json"))), [TEXT])
     (named,) = propose(drafter(), [TEXT])
     assert found.size and found.tokens == named.tokens
+    path = written(tmp_path / "skip.json")
+    path.write_text(path.read_text()[:40])
+    for broken in (path, tmp_path / "none.json"):
+        with pytest.raises(DataError, match="is no JSON"):
+            drafter(skip=str(broken))
 
 
 @pytest.mark.parametrize(
@@ -261,14 +248,6 @@ def test_another_models_file_is_refused(tmp_path: Path, changes: dict[str, Any],
     path = written(tmp_path / "skip.json", **changes)
     with pytest.raises(error, match=says):
         drafter(skip=str(path))
-
-
-def test_a_missing_or_truncated_file_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "skip.json")
-    path.write_text(path.read_text()[:40])
-    for broken in (path, tmp_path / "none.json"):
-        with pytest.raises(DataError, match="is no JSON"):
-            drafter(skip=str(broken))
 
 
 @pytest.mark.parametrize(
@@ -326,33 +305,6 @@ def test_a_small_space_is_tried_out_and_left() -> None:
         tried.append(skip)
         search.tell(skip, float(len(skip)))
     assert len(tried) == len(set(tried)) == 2**4 - 2
-
-
-def test_the_process_goes_through_what_it_was_told() -> None:
-    random = np.random.default_rng(0)
-    points = random.integers(0, 2, (30, 12)).astype(float)
-    values = 5 + points @ random.normal(0, 1, 12)
-    mean, spread = predict(points, values, points, noise=1e-6)
-    assert np.abs(mean - values).max() < 0.05 and spread.max() < 0.1
-    other = 1 - points[:5]
-    assert predict(points[:3], values[:3], other)[1].min() > spread.max()
-
-
-def test_a_neighbour_stays_in_the_space() -> None:
-    random = np.random.default_rng(0)
-    fixed, free = Space(allowed=every(4), size=3), Space(allowed=every(4))
-    for space in (fixed, free):
-        skip = space.random(random)
-        for _ in range(200):
-            skip = space.neighbour(skip, random)
-            assert skip <= set(space.allowed) and 0 < len(skip) < 8
-            assert space.size is None or len(skip) == 3
-
-
-def test_a_beginning_at_even_distances_has_both_parts() -> None:
-    assert names(evenly(every(8), 4)) == ["2.attn", "2.mlp", "6.attn", "6.mlp"]
-    for count in range(1, 16):
-        assert len(evenly(every(8), count)) == count
 
 
 def agreement_of(skip: SkipSet) -> float:

@@ -14,9 +14,9 @@ import torch
 
 from contract import harness, test_cache, test_distribution, test_ends, test_greedy
 from contract.harness import SAMPLED, as_prompts, tokens_of
+from drafters.asking import setup_for
 from drafters.tied import METHOD, SPEED, tie, tied
 from forerun import LLM, SamplingParams
-from forerun.decode.drafter import DrafterSetup
 from forerun.drafters import build
 from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import TransformersTarget
@@ -46,15 +46,9 @@ def test_the_contract() -> None:
 
 
 def engine(weights: Any, tokens: int, **options: Any) -> LLM:
-    return LLM(
-        weights,
-        tokenizer=False,
-        speculative_config={"method": METHOD, "num_speculative_tokens": tokens, "adaptive": False},
-        max_num_seqs=4,
-        max_model_len=64,
-        self_check=False,
-        **options,
-    )
+    config = {"method": METHOD, "num_speculative_tokens": tokens, "adaptive": False}
+    sizes = {"max_num_seqs": 4, "max_model_len": 64, "self_check": False}
+    return LLM(weights, tokenizer=False, speculative_config=config, **sizes, **options)
 
 
 @pytest.mark.parametrize(("name", "block"), [("qwen3", 1), ("gemma3", 2), ("deepseek_v3", 2)])
@@ -105,16 +99,10 @@ def test_reproducible_in_bfloat16() -> None:
     assert drafted == tokens_of(llm.generate(prompts, GREEDY, speculative=False))
 
 
-def setup(weights: Any) -> DrafterSetup:
-    return DrafterSetup(target=TransformersTarget(weights, rows=1, slots=64), tokenizer=None, rows=1, slots=64)
-
-
 def test_the_block_is_found() -> None:
     shared_block = importlib.import_module("speed").shared_block
     for name, block, found in (("llama", 1, 1), ("llama", 2, 2), ("gemma3", 1, 2)):
-        assert shared_block(TransformersTarget(tie(make(name), block))) == found, (
-            "gemma3's kinds of attention alternate"
-        )
+        assert shared_block(TransformersTarget(tie(make(name), block))) == found, "kinds of attention alternate"
 
 
 def test_what_repeats_no_block_and_senseless_options_are_refused() -> None:
@@ -127,4 +115,4 @@ def test_what_repeats_no_block_and_senseless_options_are_refused() -> None:
         (tie(make("llama"), 1), {"num_speculative_tokens": 0}, ArgumentError, "at least 1"),
     ):
         with pytest.raises(error, match=says):
-            build(METHOD, options, setup(weights))
+            build(METHOD, options, setup_for(weights, slots=64))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from contract.harness import PROMPT, PROMPTS, Variant, as_prompts, llm, plain_greedy, relative, tokens_of
+from contract.harness import PROMPTS, Variant, as_prompts, llm, plain_greedy, relative, tokens_of
 from contract.test_greedy import NEUTRAL
 from forerun.drafters.draft_models.draft_model import Stop, goes_on
 
@@ -36,14 +36,3 @@ def test_the_rules_are_the_published_ones() -> None:
         assert goes_on(Stop.ADAEDL, probs, threshold).tolist() == adaedl
     assert goes_on(Stop.CONFIDENCE, probs, 0.6).tolist() == [False, True, True]
     assert goes_on(Stop.CONFIDENCE, torch.tensor([[0.4, 0.3, 0.3]])).tolist() == [True]
-
-
-def test_a_sharp_draft_is_not_ended() -> None:
-    lengths = []
-    for threshold in (0.0, 1.0):
-        options = {"model": relative(), "num_speculative_tokens": 4, "stop": "confidence", "stop_threshold": threshold}
-        outputs = llm(Variant("draft_model", "x", options)).generate(
-            as_prompts([PROMPT]), replace(NEUTRAL, max_tokens=12), trace=True
-        )
-        lengths.append(max(len(trace.nodes) for trace in outputs[0].outputs[0].trace))
-    assert lengths == [4, 1]

@@ -245,14 +245,11 @@ def test_a_tree_holds_the_continuations_by_their_counts() -> None:
     assert confidence[5] > confidence[6]
 
 
-def test_an_improbable_path_is_not_drafted() -> None:
+def test_a_repetition_is_continued_beyond_its_end_and_an_improbable_path_is_not_drafted() -> None:
+    assert drafted([4, 1, 2, 1, 2, 1, 2], max_spec_factor=2.0, num_speculative_tokens=5) == [[1, 2, 1, 2, 1]]
     text = [token for other in range(10, 30) for token in (1, 2, other)] + [1, 2]
     assert drafted(text, min_token_prob=0.0)[0][0] == 29
     assert drafted(text, min_token_prob=0.1) == []
-
-
-def test_a_repetition_is_continued_beyond_the_end_of_the_text() -> None:
-    assert drafted([4, 1, 2, 1, 2, 1, 2], max_spec_factor=2.0, num_speculative_tokens=5) == [[1, 2, 1, 2, 1]]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -278,13 +275,21 @@ def test_tokens_that_were_never_shown_are_read_when_they_are_met() -> None:
     assert paths(propose(made, [1, 2, 3, 4, 1, 2, 9, 4, 1])) == [[2, 9]]
 
 
-def test_a_past_answer_is_copied_and_its_prompt_is_not() -> None:
+def test_a_past_answer_is_copied_and_its_prompt_where_that_was_asked_for() -> None:
     made = drafter()
     answered(made, [30, 31, 32, 33], [1, 2, 3, 4, 5])
     made.extend(context([9, 1, 2], 3))
     assert paths(propose(made, [9, 1, 2])) == [[3, 4]]
     made.extend(context([9, 1, 2, 30, 31], 2))
     assert paths(propose(made, [9, 1, 2, 30, 31])) == []
+    made = drafter(cache_prompts=True)
+    answered(made, [30, 31, 32, 33], [1, 2, 3])
+    made.extend(context([30, 31], 2))
+    assert paths(propose(made, [30, 31])) == [[32, 33]]
+    made = drafter(max_cached_requests=0)
+    answered(made, [8], [1, 2, 3, 4])
+    made.extend(context([1, 2], 2))
+    assert paths(propose(made, [1, 2])) == []
 
 
 def test_a_row_that_is_kept_for_another_prompt_has_that_ones_length() -> None:
@@ -313,13 +318,6 @@ def test_a_factor_beyond_all_numbers_drafts_all_that_may_be(options: dict[str, A
     assert drafted([*range(30), 0, 1], num_speculative_tokens=6, **options) == [[2, 3, 4, 5, 6, 7]]
 
 
-def test_prompts_are_kept_where_that_was_asked_for() -> None:
-    made = drafter(cache_prompts=True)
-    answered(made, [30, 31, 32, 33], [1, 2, 3])
-    made.extend(context([30, 31], 2))
-    assert paths(propose(made, [30, 31])) == [[32, 33]]
-
-
 def test_no_draft_reaches_over_the_end_of_an_answer() -> None:
     made = drafter(max_spec_factor=4.0)
     answered(made, [8], [1, 2, 3])
@@ -346,14 +344,7 @@ def test_a_match_of_running_rows_is_found_in_what_was_stored_meanwhile() -> None
     assert paths(*made.propose(context([9, 1, 2], 0, row=1), ROOMY)) == [[3, 4]]
 
 
-def test_without_a_store_nothing_is_kept() -> None:
-    made = drafter(max_cached_requests=0)
-    answered(made, [8], [1, 2, 3, 4])
-    made.extend(context([1, 2], 2))
-    assert paths(propose(made, [1, 2])) == []
-
-
-def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
+def test_the_store_stays_within_its_bounds_and_keeps_the_latest_of_a_long_output_the_end() -> None:
     store = OutputStore(depth=8, tokens=100, requests=10)
     rng = random.Random(0)
     for number in range(60):
@@ -364,6 +355,9 @@ def test_the_store_stays_within_its_bounds_and_keeps_the_latest() -> None:
         assert sum(text.count(SEPARATOR) for text in texts) <= 10
         assert any(2000 + number in text for text in texts)
     assert not any(2000 in text for text in texts)
+    store = OutputStore(depth=8, tokens=100, requests=10)
+    store.add(range(300))
+    assert store.generations[0].tokens.tolist() == [*range(251, 300), SEPARATOR] and store.held == 50
 
 
 def test_a_running_row_is_looked_for_anew_where_the_store_has_grown() -> None:
@@ -377,12 +371,6 @@ def test_a_running_row_is_looked_for_anew_where_the_store_has_grown() -> None:
     assert paths(*made.propose(context(text, 0, row=1), ROOMY)) == []
     answered(made, [900], [31, 50, 60, 61])
     assert paths(*made.propose(context(text, 0, row=1), ROOMY)) == [[60, 61]]
-
-
-def test_of_an_output_longer_than_half_the_store_the_end_is_kept() -> None:
-    store = OutputStore(depth=8, tokens=100, requests=10)
-    store.add(range(300))
-    assert store.generations[0].tokens.tolist() == [*range(251, 300), SEPARATOR] and store.held == 50
 
 
 def test_confidence_tells_what_was_copied_rightly_from_what_was_not() -> None:

@@ -15,10 +15,8 @@ def byte_level(corpus: str = "cat", **special: str) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=320,
-        special_tokens=list(special.values()),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        **{"vocab_size": 320, "special_tokens": list(special.values())},
+        **{"initial_alphabet": sorted(pre_tokenizers.ByteLevel.alphabet()), "show_progress": False},
     )
     made.train_from_iterator(CORPUS[corpus], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, **special)
