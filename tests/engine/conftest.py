@@ -20,10 +20,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=["<end>", "<pad>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        **{"vocab_size": 280, "special_tokens": ["<end>", "<pad>"]},
+        **{"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False},
     )
     bpe.train_from_iterator(["the cat sat on the mat and the dog sat on the log"] * 3, trainer)
     return PreTrainedTokenizerFast(
@@ -36,12 +34,8 @@ def byte_llama(seed: int, tokenizer: PreTrainedTokenizerFast, layers: int = 2) -
     return tiny_llama(
         len(tokenizer),
         seed,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        max_position_embeddings=256,
-        initializer_range=0.35,
-        bos_token_id=1,
-        eos_token_id=tokenizer.eos_token_id,
+        **{"intermediate_size": 64, "num_hidden_layers": layers, "max_position_embeddings": 256},
+        **{"initializer_range": 0.35, "bos_token_id": 1, "eos_token_id": tokenizer.eos_token_id},
         pad_token_id=tokenizer.pad_token_id,
     )
 

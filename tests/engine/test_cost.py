@@ -3,6 +3,7 @@
 No test here depends on how long anything takes: clocks are replaced where a time matters.
 """
 
+import copy
 import gc
 import json
 import logging
@@ -34,9 +35,7 @@ PLANE = ((10.0, 11.0, 14.0), (12.0, 16.0, 30.0))
 
 def model_of(**changes: Any) -> CostModel:
     values: dict[str, Any] = {
-        "nodes": (1, 2, 4),
-        "rows": (1, 4),
-        "contexts": (0, 100),
+        **{"nodes": (1, 2, 4), "rows": (1, 4), "contexts": (0, 100)},
         "pass_times_ms": (PLANE, tuple(tuple(2 * time for time in line) for line in PLANE)),
     }
     return CostModel(**{**values, **changes})
@@ -89,11 +88,9 @@ class TestCostModel:
     def test_what_a_pass_takes(self, nodes: int, rows: int, context: int, expected: float) -> None:
         assert model_of().pass_ms(nodes, rows, context) == pytest.approx(expected)
 
-    def test_in_units_of_a_plain_pass_and_between_sizes_that_are_not_padded(self) -> None:
+    def test_passes_are_told_in_units_of_a_plain_one_and_one_row_count_speaks_for_all(self) -> None:
         assert model_of().v(4) == 1.4 and model_of().v(4, 4, 100) == 2.5
         assert model_of(stairs=False).pass_ms(3) == pytest.approx(12.5)
-
-    def test_one_row_count_speaks_for_all(self) -> None:
         alone = CostModel(nodes=(1, 4, 8), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 13.0, 17.0),),))
         assert alone.pass_ms(2, rows=4) == 17.0
         assert alone.v(1, rows=64) == 1.0
@@ -117,12 +114,10 @@ class TestCostModel:
         with pytest.raises(ArgumentError):
             model_of(**wrong)
 
-    def test_impossible_passes_are_refused(self) -> None:
+    def test_impossible_passes_and_drafts_are_refused(self) -> None:
         for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
             with pytest.raises(ArgumentError):
                 model_of().pass_ms(*arguments)
-
-    def test_a_draft_is_a_line(self) -> None:
         assert DraftCost(fixed_ms=2.0, level_ms=0.5).ms(4) == 4.0
         with pytest.raises(ArgumentError):
             DraftCost(fixed_ms=-0.1, level_ms=0.0)
@@ -139,24 +134,25 @@ class TestMeasure:
         assert torch.equal(before, after)
         assert (cost.nodes, cost.rows, cost.contexts) == ((1, 2, 4), (1, 2), (8, 60)) and not cost.stairs
 
-    def test_rows_that_are_needed_must_be_free(self) -> None:
+    def test_rows_that_are_needed_must_be_free_and_are_again_if_a_pass_fails(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         target = target_of(rows=2)
         target.prefill([0], [[1, 2]])
         with pytest.raises(ArgumentError, match="2 free rows are needed"):
             load_or_measure(target, rows=(2,), nodes=(1, 2))
         with pytest.raises(ArgumentError, match=r"rows must be in 1\.\.2"):
             load_or_measure(target, rows=(3,))
-
-    def test_rows_are_free_again_when_a_pass_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         target = target_of()
         monkeypatch.setattr(target, "score", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             load_or_measure(target, nodes=(1, 2))
         assert target.lengths == [0]
 
-    def test_sizes_are_cut_to_what_fits(self, instant: list[Point]) -> None:
+    def test_sizes_are_cut_to_what_fits_and_padded_targets_have_stairs(self, instant: list[Point]) -> None:
         cost = load_or_measure(target_of(), nodes=(1, 2, 64, 1000), contexts=(0, 5000))
         assert cost.nodes == (1, 2, 64) and cost.contexts == (0, harness.SLOTS - 64)
+        assert load_or_measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
 
     def test_finds_the_costs_there_are(self, instant: list[Point]) -> None:
         cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=1e9)
@@ -176,9 +172,6 @@ class TestMeasure:
     def test_no_budget_still_measures_a_line(self, instant: list[Point]) -> None:
         cost = load_or_measure(target_of(rows=4), rows=(1, 4), contexts=(0, 50), seconds=0)
         assert set(instant) == {(0, 1, 1), (0, 1, 2)} and cost.rows == (1,) and cost.contexts == (0,)
-
-    def test_padded_targets_have_stairs(self, instant: list[Point]) -> None:
-        assert load_or_measure(target_of(buckets=Buckets(nodes=(4, 16)))).stairs
 
     def test_noise_is_smoothed(self) -> None:
         assert make_rising([3.0, 1.0, 2.0, 5.0, 4.0]) == [2.0, 2.0, 2.0, 4.5, 4.5]
@@ -270,17 +263,13 @@ class TestStore:
         monkeypatch.setattr(measuring.time, "perf_counter", lambda: clock[-1])
         assert isinstance(measuring.known_or_nominal(target_of()), Nominal) and not cache.exists()
 
-    def test_what_looks_alike_beside_other_work_is_not_believed(
-        self, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_looks_alike_beside_others_is_not_believed(self, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, "_time", lambda *_: 0.02)
         known = measuring.known_or_nominal(target_of())
         assert [known.pass_ms(nodes) for nodes in (1, 8, 32)] == pytest.approx([20, 20 * 1.28, 20 * 2.24])
         assert not cache.exists(), "the next start may be quieter"
 
-    def test_nothing_is_measured_where_it_would_wait(
-        self, instant: list[Point], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_nothing_is_measured_that_would_wait(self, instant: list[Point], monkeypatch: pytest.MonkeyPatch) -> None:
         busy, accelerator = target_of(), target_of()
         busy.lengths[:] = [3] * busy.rows
         monkeypatch.setattr(accelerator, "device", torch.device("mps"))
@@ -331,11 +320,8 @@ class TestStore:
 
     def test_steps_of_a_batch_tell_of_every_number_of_rows(self, cache: Path) -> None:
         """A few sizes of few rows once said that 16 rows with 90 nodes take less than without."""
-        seen = {(0, 16 + nodes): [20.0 + nodes] * 3 for nodes in (0, 8, 16, 48)} | {
-            (0, 2): [10.0] * 3,
-            (0, 6): [9.0] * 3,
-        }
-        measuring.keep_steps(target_of(), seen)
+        seen = {(0, 16 + nodes): [20.0 + nodes] * 3 for nodes in (0, 8, 16, 48)}
+        measuring.keep_steps(target_of(), seen | {(0, 2): [10.0] * 3, (0, 6): [9.0] * 3})
         known = measuring.known_or_nominal(target_of())
         assert [known.pass_ms(1 + nodes / 16, 16) for nodes in (0, 8, 16, 48)] == pytest.approx([20, 28, 36, 68])
         assert known.pass_ms(1) == pytest.approx(known.pass_ms(2)) == pytest.approx(29 / 3)
@@ -350,9 +336,7 @@ class TestStore:
         measuring.keep_steps(target_of(), {(0, nodes): [1.0] * 3 for nodes in (1, 2, 3, 4)})
         assert measuring.known_or_nominal(target_of()) == known
 
-    def test_an_engine_keeps_what_its_steps_took(
-        self, checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_engine_keeps_its_times(self, checkpoint: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, "_SIZES_SEEN", 1)
         llm = LLM(checkpoint, speculative_config={"method": "auto"}, tokenizer=False, max_num_seqs=1)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=32, ignore_eos=True))
@@ -366,9 +350,7 @@ class TestStore:
         names = {
             "itself": measuring.file_of(target_of()),
             "padding": measuring.file_of(target_of(buckets=Buckets(nodes=(16,)))),
-            "dtype": measuring.file_of(
-                TransformersTarget(harness.copy.deepcopy(harness.model()).to(torch.bfloat16), slots=64)
-            ),
+            "dtype": measuring.file_of(TransformersTarget(copy.deepcopy(harness.model()).bfloat16(), slots=64)),
         }
         threads = torch.get_num_threads()
         torch.set_num_threads(threads + 1)
@@ -388,15 +370,13 @@ class TestStore:
         assert list(json.loads(kept.read_text())["cost"]["drafts"]) == ["b:{}"]
 
     def test_where_it_is_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        def folder() -> Path:
-            return measuring.file_of(target_of()).parent
-
-        assert folder() == tmp_path / "cost"
+        target = target_of()
+        assert measuring.file_of(target).parent == tmp_path / "cost"
         monkeypatch.delenv("FORERUN_CACHE")
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-        assert folder() == tmp_path / "xdg" / "forerun" / "cost"
+        assert measuring.file_of(target).parent == tmp_path / "xdg" / "forerun" / "cost"
         monkeypatch.delenv("XDG_CACHE_HOME")
-        assert folder() == Path.home() / ".cache" / "forerun" / "cost"
+        assert measuring.file_of(target).parent == Path.home() / ".cache" / "forerun" / "cost"
 
 
 def drafter_for(target: TransformersTarget, method: str, **options: Any) -> Drafter:

@@ -61,9 +61,7 @@ async def test_processors_that_leave_nothing(
 
 
 @pytest.mark.parametrize("speculative", DRAFTERS)
-async def test_a_model_that_fails_for_one_row(
-    checkpoint: Path, speculative: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_model_fails_for_one_row(checkpoint: Path, speculative: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With its draft and without."""
     score, before = TransformersTarget.score, [0]
 
@@ -176,7 +174,7 @@ async def test_log_probabilities_of_a_prompt_that_fail(checkpoint: Path, monkeyp
 
 
 @pytest.mark.parametrize("error", [RuntimeError("boom"), Panic("boom"), SystemExit(1)], ids=repr)
-async def test_a_step_that_fails_is_told_to_all(
+async def test_all_hear_of_a_failing_step(
     checkpoint: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for ever, and the engine answers the next."""

@@ -227,9 +227,7 @@ def test_shortest_first_and_long_ones_last() -> None:
 # --- how long a pass is -----------------------------------------------------------------------------------------------
 
 
-def test_whoever_runs_cuts_prompts_alike_in_reproducible_mode(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whoever_runs_cuts_prompts_alike_if_reproducible(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forerun.engine.scheduling.PREFILL_CHUNK", 32)
     llm = engine(checkpoint, reproducible=True, max_num_seqs=4, max_num_batched_tokens=48)
     seen = passes(llm, monkeypatch)

@@ -163,9 +163,7 @@ def test_many_choices(llm: LLM) -> None:
         ask(llm, StructuredOutputs(choice=["x" * 5000]))
 
 
-async def test_a_grammar_that_takes_too_long_ends_its_answer_alone(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_too_slow_a_grammar_ends_its_answer_alone(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ambiguous: what may come next is looked for in ever more ways. With so small a vocabulary it takes longer."""
     monkeypatch.setattr(grammar_trial, "MAX_ITEMS", 200)
     async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=3) as llm:

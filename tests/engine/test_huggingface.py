@@ -32,9 +32,7 @@ def batch(checkpoint: Path) -> Any:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
-        {"repetition_penalty": 1.3},
-        {"no_repeat_ngram_size": 3, "min_new_tokens": 12},
+        *({}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 3, "min_new_tokens": 12}),
         {"suppress_tokens": [40, 41, 42]},
     ],
 )
@@ -93,9 +91,7 @@ def test_sequences_and_scores_are_transformers_own(model: Any, batch: Any, optio
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
-def test_log_probabilities_are_the_targets_whoever_drafted(
-    model: Any, batch: Any, draft_checkpoint: Path, mode: str
-) -> None:
+def test_log_probabilities_are_the_targets(model: Any, batch: Any, draft_checkpoint: Path, mode: str) -> None:
     options = {"model": str(draft_checkpoint), "num_speculative_tokens": 3, "adaptive": False}
     loop = forerun.hf("draft_model", logprobs_mode=mode, **options)
     keywords = {"max_new_tokens": 24, "do_sample": True, "temperature": 1.7, "top_k": 0, "eos_token_id": None}
@@ -211,16 +207,9 @@ def test_a_draft_model_a_streamer_and_a_criterion(
 
 
 def test_what_a_speculative_loop_does_not_compute_is_refused(model: Any, batch: Any) -> None:
-    with pytest.raises(ArgumentError, match="num_beams"):
-        model.generate(**batch, max_new_tokens=4, num_beams=2, custom_generate=forerun.hf("ngram"))
-    with pytest.raises(ArgumentError, match="output_attentions"):
-        model.generate(
-            **batch,
-            max_new_tokens=4,
-            return_dict_in_generate=True,
-            output_attentions=True,
-            custom_generate=forerun.hf("ngram"),
-        )
+    for more in ({"num_beams": 2}, {"output_attentions": True, "return_dict_in_generate": True}):
+        with pytest.raises(ArgumentError, match=next(iter(more))):
+            model.generate(**batch, max_new_tokens=4, **more, custom_generate=forerun.hf("ngram"))
 
 
 def test_a_prompt_that_is_more_than_token_ids_is_refused(model: Any, batch: Any) -> None:

@@ -75,14 +75,11 @@ def test_a_request_may_switch_speculation_off_or_bring_its_own(ngram: LLM, draft
     assert len(other.speculation.drafted_per_depth) == 2
 
 
-def test_a_drafter_is_named_by_its_bare_name(plain: LLM) -> None:
+def test_a_drafter_is_named_by_its_bare_name_and_true_needs_one(plain: LLM) -> None:
     drafted = plain.generate(PROMPTS[1], GREEDY, speculative="ngram")[0].outputs[0]
     assert drafted.speculation.num_draft_tokens > 0
     with pytest.raises(ArgumentError, match="Did you mean 'ngram'"):
         plain.generate(PROMPTS[1], GREEDY, speculative="ngramm")
-
-
-def test_true_without_a_drafter_is_refused(plain: LLM) -> None:
     with pytest.raises(ArgumentError, match="no drafter is configured"):
         plain.generate(PROMPTS[1], GREEDY, speculative=True)
 
@@ -182,18 +179,14 @@ def test_the_four_spellings_of_tutorials(checkpoint: Path, draft_checkpoint: Pat
         assert outputs[0].outputs[0].speculation.num_spec_steps > 0 or "speculative_model" in keywords
 
 
-def test_a_chat_goes_through_the_template(plain: LLM) -> None:
-    output = plain.chat([{"role": "user", "content": "the cat"}], GREEDY)[0]
-    assert output.prompt == "user: the cat\nassistant: "
-    assert output.outputs[0].token_ids == ids(plain, output.prompt, GREEDY)[0]
-
-
 def test_several_chats_are_answered_together(plain: LLM) -> None:
+    """Each goes through the template."""
     chats = [[{"role": "user", "content": text}] for text in ("the cat", "the dog")]
     alone = [plain.chat(chat, GREEDY)[0] for chat in chats]
     together = plain.chat(chats, [GREEDY, GREEDY])
     assert [one.prompt for one in together] == ["user: the cat\nassistant: ", "user: the dog\nassistant: "]
-    assert [one.outputs[0].token_ids for one in together] == [one.outputs[0].token_ids for one in alone]
+    found, single = ([one.outputs[0].token_ids for one in some] for some in (together, alone))
+    assert found == single == ids(plain, [one.prompt for one in alone], GREEDY)
     assert plain.chat([], GREEDY) == []
 
 
@@ -201,13 +194,6 @@ def test_several_chats_are_answered_together(plain: LLM) -> None:
 def test_what_is_no_conversation_is_told(plain: LLM, messages: Any) -> None:
     with pytest.raises(ArgumentError, match="list of messages"):
         plain.chat(messages, GREEDY)
-
-
-def test_prompts_may_be_text_ids_or_dicts(plain: LLM) -> None:
-    tokens = plain.tokenizer(PROMPTS[0])["input_ids"]
-    forms: list[Any] = [PROMPTS[0], tokens, {"prompt": PROMPTS[0]}, {"prompt_token_ids": tokens}]
-    answers = [ids(plain, form, GREEDY)[0] for form in forms]
-    assert all(answer == answers[0] for answer in answers)
 
 
 def test_progress_is_shown_if_asked_for(plain: LLM, capsys: pytest.CaptureFixture[str]) -> None:
@@ -218,12 +204,12 @@ def test_progress_is_shown_if_asked_for(plain: LLM, capsys: pytest.CaptureFixtur
     assert [one.outputs[0].text for one in shown] == [one.outputs[0].text for one in quiet]
 
 
-@pytest.mark.parametrize("made", [np.array, torch.tensor, tuple, lambda ids: list(map(np.int64, ids))])
-def test_token_ids_may_be_an_array(plain: LLM, made: Any) -> None:
-    both, drafted = [5, 9, 12], {"method": "prediction"}
-    expected = ids(plain, both, GREEDY)[0]
-    forms = [made(both), [made(both)], {"prompt_token_ids": made(both)}, {"prompt": made(both)}]
-    assert [ids(plain, form, GREEDY) for form in forms] == [[expected]] * 4
+@pytest.mark.parametrize("made", [list, np.array, torch.tensor, tuple, lambda ids: list(map(np.int64, ids))])
+def test_a_prompt_may_be_text_ids_arrays_or_a_dict_of_them(plain: LLM, made: Any) -> None:
+    both, drafted = plain.tokenizer(PROMPTS[0])["input_ids"], {"method": "prediction"}
+    expected = ids(plain, PROMPTS[0], GREEDY)[0]
+    forms = [{"prompt": PROMPTS[0]}, made(both), {"prompt_token_ids": made(both)}, {"prompt": made(both)}]
+    assert [ids(plain, form, GREEDY) for form in (*forms, [made(both)])] == [[expected]] * 5
     if made in (np.array, torch.tensor):
         assert ids(plain, made([both, both]), GREEDY) == [expected] * 2
     assert ids(plain, {"prompt": both, "prediction": made(both)}, GREEDY, speculative=drafted) == [expected]
@@ -280,12 +266,9 @@ def test_a_bad_speculative_config_is_named(plain: LLM, config: Any, message: str
         plain.generate(PROMPTS[0], GREEDY, speculative=config)
 
 
-def test_an_unknown_argument_names_the_nearest(checkpoint: Path) -> None:
+def test_an_unknown_argument_names_the_nearest_or_what_to_use_for_one_of_vllms(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM(str(checkpoint), max_modellen=3)
-
-
-def test_an_argument_of_vllms_that_is_not_here_says_what_to_use(checkpoint: Path) -> None:
     with pytest.raises(TypeError, match=r"tensor_parallel_size.*which is vLLM's.*device_map"):
         LLM(str(checkpoint), tensor_parallel_size=2)
     with pytest.raises(TypeError, match=r"SamplingParams.*'max_token'.*Did you mean 'max_tokens'"):
@@ -335,7 +318,7 @@ def test_sampling_out_of_range_is_refused(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-def test_acceptance_at_the_level_of_chance_is_said_once(
+def test_acceptance_of_mere_chance_is_said_once(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     from engine.conftest import byte_llama, tiny_tokenizer
@@ -358,9 +341,7 @@ def test_the_context_ends_an_answer(plain: LLM) -> None:
     assert len(answer.token_ids) == plain.max_model_len - 200 and answer.finish_reason == "length"
 
 
-def test_a_rule_that_would_not_be_lossless_or_does_not_fit_the_drafter_is_refused(
-    ngram: LLM, draft_checkpoint: Path
-) -> None:
+def test_a_rule_that_is_not_lossless_or_does_not_fit_the_drafter_is_refused(ngram: LLM, draft_checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match="temperature 0"):
         ngram.generate(PROMPTS[0], SamplingParams(temperature=0.5), speculative={**NGRAM, "rule": "argmax_walk"})
     with pytest.raises(ArgumentError, match="traversal"):

@@ -145,13 +145,8 @@ def broken(folders: Folders, tmp_path: Path) -> list[tuple[Path, str]]:
     torn = write_head(HeadCheckpoint.of(eagle_head()), tmp_path / "torn", "flat", FACTS)
     weights = next(torn.glob("*.safetensors"))
     weights.write_bytes(weights.read_bytes()[:-64])
-    return [
-        (tmp_path / "nowhere", "there is no directory"),
-        (empty, "empty"),
-        (folders["medusa"], "medusa"),
-        (torn, "torn"),
-        (folders["target"], "target"),
-    ]
+    told = [(tmp_path / "nowhere", "there is no directory"), (empty, "empty"), (torn, "torn")]
+    return told + [(folders[name], name) for name in ("medusa", "target")]
 
 
 def test_a_head_that_cannot_serve_is_refused_and_the_former_stays(folders: Folders, tmp_path: Path) -> None:

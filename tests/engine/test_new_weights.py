@@ -15,10 +15,8 @@ from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, VocabularyMismatchError
 from forerun.types import StreamChunk
 
-PROMPTS = [
-    "the cat sat on the mat and the dog sat on the " * 3,
-    "the log and the dog and the",
-]  # The first: some blocks
+PROMPTS = ["the cat sat on the mat and the dog sat on the " * 3, "the log and the dog and the"]
+"""The first fills some blocks of the cache."""
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 Folders = dict[str, Path]
@@ -111,9 +109,7 @@ def test_what_drafters_have_learned_of_texts_stays(folders: Folders) -> None:
         ("other_tokenizer", VocabularyMismatchError, "is not that of the server"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_is_lost(
-    folders: Folders, name: str, error: type[ForerunError], says: str
-) -> None:
+def test_nothing_is_lost_if_it_does_not_fit(folders: Folders, name: str, error: type[ForerunError], says: str) -> None:
     llm = engine(folders["served"])
     before = texts(llm)
     with pytest.raises(error, match=says):
@@ -140,47 +136,40 @@ async def _read(chunks: AsyncIterator[StreamChunk], begun: asyncio.Event) -> Any
 
 
 @pytest.mark.parametrize("mode", ["wait", "abort"])
-def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders, mode: Any) -> None:
+async def test_answers_that_run_end_as_asked_and_those_that_come_wait(folders: Folders, mode: Any) -> None:
     old, new = (texts(engine(folders[name]), LONG) for name in ("served", "trained"))
-
-    async def run() -> None:
-        async with engine(folders["served"], {"method": "ngram"}, AsyncLLM) as llm:
-            begun = asyncio.Event()
-            running = asyncio.create_task(_read(llm.stream(PROMPTS[0], LONG), begun))
-            await begun.wait()
-            for name in ("deeper", "missing"):
-                with pytest.raises(ForerunError):
-                    await llm.update_weights_from_disk(folders[name], mode=mode)
-            with pytest.raises(ArgumentError, match="level 2: only level 1"):
-                await llm.sleep(level=2, mode=mode)
-            assert not running.done(), "what is refused ends nothing"
-            update = asyncio.create_task(llm.update_weights_from_disk(folders["trained"], mode=mode))
-            while llm._drained is None:
-                await asyncio.sleep(0)
-            later = asyncio.create_task(_read(llm.stream(PROMPTS[1], LONG), asyncio.Event()))
-            with pytest.raises(ArgumentError, match="is already running"):
-                await llm.update_weights_from_disk(folders["later"])
-            await llm.wake_up()  # Nothing sleeps: the update goes on, and new requests still wait for it
-            await asyncio.wait_for(update, 30)
-            former = (await running).outputs[0]
-            assert former.finish_reason == {"wait": "length", "abort": "abort"}[mode]
-            assert old[0].startswith(former.text) and former.token_ids
-            assert (await later).outputs[0].text == new[1]
-            [again] = await llm.generate(PROMPTS[0], LONG)
-            assert again.outputs[0].text == new[0]
-
-    asyncio.run(run())
+    async with engine(folders["served"], {"method": "ngram"}, AsyncLLM) as llm:
+        begun = asyncio.Event()
+        running = asyncio.create_task(_read(llm.stream(PROMPTS[0], LONG), begun))
+        await begun.wait()
+        for name in ("deeper", "missing"):
+            with pytest.raises(ForerunError):
+                await llm.update_weights_from_disk(folders[name], mode=mode)
+        with pytest.raises(ArgumentError, match="level 2: only level 1"):
+            await llm.sleep(level=2, mode=mode)
+        assert not running.done(), "what is refused ends nothing"
+        update = asyncio.create_task(llm.update_weights_from_disk(folders["trained"], mode=mode))
+        while llm._drained is None:
+            await asyncio.sleep(0)
+        later = asyncio.create_task(_read(llm.stream(PROMPTS[1], LONG), asyncio.Event()))
+        with pytest.raises(ArgumentError, match="is already running"):
+            await llm.update_weights_from_disk(folders["later"])
+        await llm.wake_up()  # Nothing sleeps: the update goes on, and new requests still wait for it
+        await asyncio.wait_for(update, 30)
+        former = (await running).outputs[0]
+        assert former.finish_reason == {"wait": "length", "abort": "abort"}[mode]
+        assert old[0].startswith(former.text) and former.token_ids
+        assert (await later).outputs[0].text == new[1]
+        [again] = await llm.generate(PROMPTS[0], LONG)
+        assert again.outputs[0].text == new[0]
 
 
-def test_a_mode_that_would_mix_policies_is_refused(folders: Folders) -> None:
-    async def run() -> None:
-        async with engine(folders["served"], None, AsyncLLM) as llm:
-            with pytest.raises(ArgumentError, match=r"mode 'keep'.*none continues with other weights"):
-                await llm.update_weights_from_disk(folders["trained"], mode="keep")
-            [output] = await llm.generate(PROMPTS[0], GREEDY)
-            assert len(output.outputs[0].token_ids) == 24
-
-    asyncio.run(run())
+async def test_a_mode_that_would_mix_policies_is_refused(folders: Folders) -> None:
+    async with engine(folders["served"], None, AsyncLLM) as llm:
+        with pytest.raises(ArgumentError, match=r"mode 'keep'.*none continues with other weights"):
+            await llm.update_weights_from_disk(folders["trained"], mode="keep")
+        [output] = await llm.generate(PROMPTS[0], GREEDY)
+        assert len(output.outputs[0].token_ids) == 24
 
 
 def test_sleep_frees_the_cache_and_an_update_is_taken_meanwhile(folders: Folders) -> None:

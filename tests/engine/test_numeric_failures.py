@@ -135,9 +135,7 @@ CASES = [
     indirect=["path"],
     ids=lambda value: value if isinstance(value, str) else f"temperature {value.temperature}",
 )
-def test_a_drafted_token_that_fails(
-    path: Path, form: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_drafted_token_fails(path: Path, form: str, params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = answers(path.engine(torch.inf), params)
     drafting(monkeypatch, expected, form)
     with installed("poisonous", Poisonous):

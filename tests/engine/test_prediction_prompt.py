@@ -40,9 +40,7 @@ def answer(llm: LLM, prompt: dict[str, object]) -> CompletionOutput:
     ],
     ids=["right", "edited", "diverges at once", "empty", "none"],
 )
-def test_a_prediction_brings_what_is_right_of_it(
-    llm: LLM, plain: list[int], predict: Any, drafted: int, accepted: int
-) -> None:
+def test_predictions_bring_what_is_right(llm: LLM, plain: list[int], predict: Any, drafted: int, accepted: int) -> None:
     other = next(token for token in range(20, 200) if token not in plain)
     found = answer(llm, {"prompt": PROMPT, "prediction": predict(plain, other)})
     assert found.token_ids == plain

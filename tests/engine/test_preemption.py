@@ -29,7 +29,7 @@ def compare(checkpoint: Path, config: Any, jobs: list[tuple[Any, SamplingParams]
 
 
 @pytest.mark.parametrize(("name", "make"), [(None, sampled), ("eagle3", sampled), ("draft_model", greedy)])
-def test_the_output_is_that_of_an_engine_with_room(
+def test_the_output_is_as_with_room_enough(
     checkpoint: Path, draft_checkpoint: Path, name: str | None, make: Any
 ) -> None:
     config = None if name is None else drafter(name, draft_checkpoint)

@@ -48,9 +48,7 @@ def passes(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[int, tuple[in
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS, None])
-def test_a_long_prompt_delays_the_others_by_one_piece(
-    checkpoint: Path, draft_checkpoint: Path, name: str | None
-) -> None:
+def test_a_long_prompt_delays_others_by_one_piece(checkpoint: Path, draft_checkpoint: Path, name: str | None) -> None:
     config = None if name is None else drafter(name, draft_checkpoint)
     llm = engine(checkpoint, config, max_num_seqs=3, max_num_batched_tokens=8)
     first = llm.submit("the cat", sampled(40))
@@ -76,9 +74,7 @@ def test_short_prompts_share_a_pass(checkpoint: Path, monkeypatch: pytest.Monkey
     assert len(seen[0]) == 3 and len(seen[1]) == 1
 
 
-def test_a_prompt_of_one_piece_takes_one_pass_and_its_token_comes_with_it(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_of_one_piece_takes_one_pass_with_its_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = engine(checkpoint)
     seen = passes(llm, monkeypatch)
     llm.submit("the dog", greedy(30))
@@ -135,7 +131,7 @@ def test_few_states_of_a_long_prompt_are_kept(checkpoint: Path, heard: Heard) ->
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3"])
-def test_answers_to_one_prompt_read_it_once(
+def test_answers_read_their_prompt_once(
     checkpoint: Path, draft_checkpoint: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = drafter(name, draft_checkpoint)

@@ -1,7 +1,7 @@
 """The seed of an engine and of a request: a run repeats, its answers differ, and a request's own seed is its own."""
 
-import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def answers(llm: LLM, copies: int, params: SamplingParams = PARAMS) -> list[tupl
 
 
 @pytest.mark.parametrize(("drafter", "seed"), [(None, 0), ({"method": "ngram"}, 7), ("draft_model", None)])
-def test_copies_of_one_prompt_have_answers_of_their_own(
+def test_copies_of_a_prompt_have_own_answers(
     checkpoint: Path, draft_checkpoint: Path, drafter: Any, seed: int | None
 ) -> None:
     config = {"method": drafter, "model": str(draft_checkpoint)} if isinstance(drafter, str) else drafter
@@ -36,14 +36,10 @@ def test_copies_of_one_prompt_have_answers_of_their_own(
     assert not set(answers(llm, 5)) & set(found), "what comes later has numbers of its own"
 
 
-def test_another_seed_gives_another_run(checkpoint: Path) -> None:
+def test_another_seed_and_another_answer_of_a_request_are_others(checkpoint: Path) -> None:
     runs = [answers(engine(checkpoint, seed=seed), 5) for seed in (0, 1, -1, 2**63, 2**64 - 2)]
     assert len({one for run in runs for one in run}) == 25
-
-
-def test_the_answers_of_a_request_differ(checkpoint: Path) -> None:
-    many = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, n=4)
-    assert len(set(answers(engine(checkpoint, seed=0), 3, many))) == 12
+    assert len(set(answers(engine(checkpoint, seed=0), 3, replace(PARAMS, n=4)))) == 12
 
 
 def test_engines_do_not_share_a_counter(checkpoint: Path) -> None:
@@ -55,11 +51,9 @@ def test_engines_do_not_share_a_counter(checkpoint: Path) -> None:
 
 def test_a_seed_of_its_own_is_the_first_answers(checkpoint: Path) -> None:
     """Whatever the engine's is, however many came before, and however many answers are asked for."""
-    own = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=5)
-    seeded, other = engine(checkpoint, seed=0), engine(checkpoint)
+    own, seeded, other = replace(PARAMS, seed=5), engine(checkpoint, seed=0), engine(checkpoint)
     assert len({*answers(seeded, 2, own), *answers(other, 2, own)}) == 1
-    several = SamplingParams(temperature=1.0, max_tokens=10, ignore_eos=True, seed=5, n=2)
-    assert answers(other, 1, several)[0] == answers(seeded, 1, own)[0]
+    assert answers(other, 1, replace(own, n=2))[0] == answers(seeded, 1, own)[0]
 
 
 @pytest.mark.parametrize("drafter", [None, {"method": "ngram"}], ids=["plain", "ngram"])
@@ -79,13 +73,11 @@ def test_no_two_pairs_of_seed_and_index_have_the_same_numbers() -> None:
     assert len({float(rng.exponentials(0, 8)[0]) for rng in rngs}) == 28
 
 
-def test_asyncio_counts_alike(checkpoint: Path) -> None:
-    async def run() -> list[tuple[int, ...]]:
-        async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=4, max_model_len=64, seed=0) as llm:
-            outputs = await llm.generate([PROMPT] * 8, PARAMS)
-        return [tuple(output.outputs[0].token_ids) for output in outputs]
-
-    assert asyncio.run(run()) == answers(engine(checkpoint, seed=0), 8)
+async def test_asyncio_counts_alike(checkpoint: Path) -> None:
+    async with AsyncLLM(str(checkpoint), dtype="float32", max_num_seqs=4, max_model_len=64, seed=0) as llm:
+        outputs = await llm.generate([PROMPT] * 8, PARAMS)
+    found = [tuple(output.outputs[0].token_ids) for output in outputs]
+    assert found == answers(engine(checkpoint, seed=0), 8)
 
 
 def test_derived_seeds_do_not_meet() -> None:

@@ -30,25 +30,22 @@ class Counting:
         return str(self._tokenizer.decode(ids, **keywords))
 
 
-def test_a_token_is_decoded_about_once() -> None:
-    """Twice, with transformers' Python around it, was a tenth of all work outside the model where drafts are long."""
+@pytest.mark.parametrize(
+    ("text", "part", "times", "most"),
+    [
+        ("the cat sat on the mat and the dog sat on the log " * 8, slice(None), 1, 15),
+        *(("漢", part, 1000, 16) for part in (slice(0, 1), slice(0, 2), slice(2, 3))),
+    ],
+)
+def test_a_token_is_decoded_about_once(text: str, part: slice, times: int, most: int) -> None:
+    """Twice was a tenth of all work outside the model where drafts are long; and bytes that never form a character were
+    decoded all together with each further one, which took seconds for 8,000 of them."""
     tokenizer = tiny_tokenizer()
-    counting = Counting(tokenizer)
-    tokens = tokenizer("the cat sat on the mat and the dog sat on the log " * 8)["input_ids"]
+    counting, tokens = Counting(tokenizer), tokenizer(text)["input_ids"][part] * times
     detokenizer = Detokenizer(counting, [], skip_special=True)
-    assert "".join(detokenizer.add(token) for token in tokens) == tokenizer.decode(tokens)
-    assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) < 16
-
-
-@pytest.mark.parametrize("part", [slice(0, 1), slice(0, 2), slice(2, 3)])
-def test_nor_are_bytes_that_never_form_a_character(part: slice) -> None:
-    """They were decoded all together with each further one: of 8,000 in a prompt that took seconds."""
-    tokenizer = tiny_tokenizer()
-    counting, tokens = Counting(tokenizer), tokenizer("漢")["input_ids"][part] * 1000
-    detokenizer = Detokenizer(counting, [], skip_special=True)
-    text = "".join(detokenizer.add(token) for token in tokens)
-    assert text + detokenizer.flush() == tokenizer.decode(tokens) and text
-    assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) <= 16
+    shown = "".join(detokenizer.add(token) for token in tokens)
+    assert shown + detokenizer.flush() == tokenizer.decode(tokens) and shown
+    assert len(counting.calls) < 1.2 * len(tokens) and max(counting.calls) <= most
 
 
 @pytest.mark.parametrize("first", [1, 2, 3, 4])
@@ -92,7 +89,7 @@ def test_a_stop_string_across_pieces(include: bool) -> None:
     assert sent == text.text == ("a stone, END" if include else "a stone, ")
 
 
-def test_the_first_of_several_stops_wins() -> None:
+def test_a_stop_string_across_pieces_is_found_and_the_first_of_several_wins() -> None:
     text = CompletionText(stops=("world", "lo w"), include_stop=False)
     assert text.add("hello world", search=True) == "lo w"
     assert text.text == "hel"

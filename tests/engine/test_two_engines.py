@@ -6,6 +6,7 @@ import itertools
 import random
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
@@ -22,6 +23,7 @@ from transformers import LlamaForCausalLM
 
 from emulation import kernels_in_c, packed_linears
 from forerun import LLM, AsyncLLM, SamplingParams
+from forerun.errors import ArgumentError, EngineError
 from forerun.heads.eagle import EagleHead
 from forerun.model import TransformersTarget
 from llamas import tiny_eagle, tiny_llama
@@ -67,9 +69,8 @@ def jobs(count: int, seed: int, made: EagleHead) -> list[Job]:
         heat = rng.choice((0.0, 0.8))
         params = SamplingParams(temperature=heat, seed=index, max_tokens=rng.randint(2, 24), detokenize=False)
         chosen = DRAFTERS[index % len(DRAFTERS)]
-        found.append(
-            Job(prompt, params, {**chosen, "model": made} if chosen and chosen["method"] == "eagle3" else chosen)
-        )
+        own = {"model": made} if chosen and chosen["method"] == "eagle3" else {}
+        found.append(Job(prompt, params, chosen and {**chosen, **own}))
     return found
 
 
@@ -205,3 +206,43 @@ def test_models_are_loaded_one_after_the_other(checkpoint: Path, monkeypatch: py
         )
     assert most == 1 and torch.get_default_dtype() == torch.float32
     assert [str(target.dtype) for target in targets] == [f"torch.{dtype}" for dtype in dtypes]
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def test_close_frees_the_model_and_later_calls_say_so(checkpoint: Path, draft_checkpoint: Path) -> None:
+    with LLM(str(checkpoint), dtype="float32", speculative_config={"model": str(draft_checkpoint)}) as llm:
+        llm.generate("the cat", GREEDY)
+        stream = llm.stream("the dog", GREEDY)
+        next(stream)
+        held = [weakref.ref(llm.target), weakref.ref(llm.engine), weakref.ref(llm.target.model)]
+    assert [one() for one in held] == [None, None, None]
+    for call in (lambda: llm.generate("the cat", GREEDY), llm.sleep, lambda: list(stream)):
+        with pytest.raises(EngineError, match="closed"):
+            call()
+    llm.close()
+    assert repr(llm) == f"LLM({str(checkpoint)!r}, closed)"
+
+
+async def test_closing_an_async_llm_frees_the_model(checkpoint: Path) -> None:
+    async with AsyncLLM(str(checkpoint), dtype="float32") as llm:
+        await llm.generate("the cat", GREEDY)
+        target = weakref.ref(llm.llm.target)
+    assert target() is None
+
+
+def test_reprs_are_short_and_the_tokenizer_is_handed_out_where_there_is_one(checkpoint: Path) -> None:
+    with LLM(str(checkpoint), dtype="float32", device="cpu", speculative_config="ngram") as llm:
+        assert repr(llm) == f"LLM({str(checkpoint)!r}, dtype='float32', device='cpu', drafter='ngram')"
+        assert llm.get_tokenizer() is llm.tokenizer
+        [output] = llm.generate("the cat sat", GREEDY)
+    answer = output.outputs[0]
+    assert repr(answer) == (
+        f"CompletionOutput(index=0, text={answer.text!r}, finish_reason='length', num_tokens=6, "
+        f"tokens_per_pass={answer.speculation.tokens_per_pass:.2f})"
+    )
+    assert repr(output).count("CompletionOutput(") == 1 and "OutputToken" not in repr(output)
+    assert repr(answer.speculation).startswith("SpeculationStats(tokens_per_pass=")
+    with LLM(str(checkpoint), tokenizer=False, dtype="float32") as llm, pytest.raises(ArgumentError, match="tokenizer"):
+        llm.get_tokenizer()
