@@ -8,22 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from forerun.heads.eagle import EagleConfig, EagleHead
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "bos_token_id": None, "eos_token_id": None},
 }
 HEAD_SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "target_hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "initializer_range": 0.3,
+    **{"hidden_size": 32, "target_hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2},
+    **{"num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.3},
 }
 """Of heads with layers for the tiny Llama."""
 

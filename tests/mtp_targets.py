@@ -13,75 +13,42 @@ from transformers import AutoModelForCausalLM
 
 VOCABULARY, HIDDEN, LAYERS = 40, 32, 2
 _COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
+    **{"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "intermediate_size": 48, "num_attention_heads": 4},
+    **{"max_position_embeddings": 128, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
 }
 _EXPERTS = {
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "routed_scaling_factor": 1.5,
+    **{"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1},
+    **{"first_k_dense_replace": 1, "routed_scaling_factor": 1.5},
 }
 _LATENT = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "n_group": 4,
-    "topk_group": 2,
+    **{"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12},
+    **{"num_key_value_heads": 4, "n_group": 4, "topk_group": 2},
     "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
+        **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32},
+        **{"mscale": 1.0, "mscale_all_dim": 1.0},
     },
 }
 _SOFTMAX_EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 16,
+    **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16},
 }
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "full_attention"],
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
+    **{"num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "rope_parameters": _ROPE},
 }
 _INDEX = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 _SLIDING = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
-_MROPE = {"rope_parameters": _HYBRID["rope_parameters"] | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
+_MROPE = {"rope_parameters": _ROPE | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek": ("DeepseekV3", "DeepseekV3ForCausalLM", _EXPERTS | _LATENT),
     "glm": (
         "Glm4Moe",
         "Glm4MoeForCausalLM",
         _EXPERTS
-        | {
-            "num_key_value_heads": 2,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
-        },
+        | {"num_key_value_heads": 2, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}
+        | {"rope_parameters": _ROPE},
     ),
     "mimo": ("Qwen2", "MiMoForCausalLM", {"num_key_value_heads": 2}),
     "qwen3_next": ("Qwen3Next", "Qwen3NextForCausalLM", _HYBRID | _SOFTMAX_EXPERTS),
@@ -139,30 +106,15 @@ PRE_NORM = ("mimo", "step")
 LISTS = ("layer_types", "mlp_layer_types")
 """Keys with an entry for each layer."""
 NAMES = {
-    "mimo_v2": {
-        "shared_head.norm": "final_layernorm",
-        "post_attention_layernorm": "pre_mlp_layernorm",
-    },
+    "mimo_v2": {"shared_head.norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
     "ling": {"shared_head.norm": "final_layernorm"},
-    "step": {
-        "shared_head.norm": "transformer.shared_head.norm",
-        "output_head": "transformer.shared_head.output",
-    },
+    "step": {"shared_head.norm": "transformer.shared_head.norm", "output_head": "transformer.shared_head.output"},
 }
 """DeepSeek's names of parts -> those of other families, where they differ."""
-THEIRS = {
-    "enorm": "token_layernorm",
-    "hnorm": "hidden_layernorm",
-    "eh_proj": "input_proj",
-    "shared_head.norm": "final_layernorm",
-}
+PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
+THEIRS = dict(zip(PARTS, ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), strict=True))
 """DeepSeek's names -> MiMo's."""
-BESIDE = {
-    "enorm": "pre_fc_norm_embedding",
-    "hnorm": "pre_fc_norm_hidden",
-    "eh_proj": "fc",
-    "shared_head.norm": "norm",
-}
+BESIDE = dict(zip(PARTS, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), strict=True))
 """DeepSeek's names -> those of parts that Qwen's checkpoints have beside the layer."""
 
 
@@ -174,9 +126,7 @@ class Checkpoint:
         self.family, self.folder, self.modules = family, folder, modules
         torch.manual_seed(1)
         more = 2 if family == "nemotron" else modules  # whose only module attends in one layer and mixes in another
-        options = {
-            name: [*value, *value[-1:] * (modules - 1)] if name in LISTS else value for name, value in options.items()
-        }
+        options = {name: [*own, *own[-1:] * (modules - 1)] if name in LISTS else own for name, own in options.items()}
         keys = {**_COMMON, **options, "num_hidden_layers": LAYERS + more}
         if family == "step":
             vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -208,9 +158,7 @@ class Checkpoint:
         stored = load_file(file)
         if self.family == "qwen3_5_moe":  # its experts lie side by side
             kept = {name: tensor for name, tensor in stored.items() if ".experts." not in name}
-            stored = kept | {
-                name: tensor.clone() for name, tensor in self.model.state_dict().items() if ".experts." in name
-            }
+            stored = kept | {name: own.clone() for name, own in self.model.state_dict().items() if ".experts." in name}
         tensors = {self._name(name): tensor for name, tensor in stored.items()}
         for name, tensor in self.extra.items():
             number, rest = name.split(".", 1)

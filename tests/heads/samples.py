@@ -21,15 +21,8 @@ from training.ttt import HIDDEN, VOCABULARY
 FORMATS = [name for name, entry in heads.FORMATS.items() if "eagle3" in entry.kinds]
 """Those that carry EAGLE-3 heads."""
 PLAIN = EagleConfig(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    vocab_size=60,
-    draft_vocab_size=60,
-    boundaries=(2, 5, 7),
+    **{"hidden_size": 16, "target_hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 60, "draft_vocab_size": 60, "boundaries": (2, 5, 7)},
     max_position_embeddings=128,
 )
 """The default boundaries of the target below."""
@@ -42,67 +35,69 @@ LATENT = dataclasses.replace(
 )
 """As Kimi-K2's heads."""
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     "original_max_position_embeddings": 64,
 }
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 32,
-    "beta_fast": 1.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 1.0},
+    **{"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
 }
 TARGET = TargetFacts(
-    name_or_path="owner/target",
-    architectures=("LlamaForCausalLM",),
-    num_layers=10,
-    hidden_size=16,
-    vocab_size=60,
-    max_position_embeddings=128,
+    **{"name_or_path": "owner/target", "architectures": ("LlamaForCausalLM",), "num_layers": 10, "hidden_size": 16},
+    **{"vocab_size": 60, "max_position_embeddings": 128},
 )
 FACTS = dataclasses.replace(TARGET, num_layers=4, hidden_size=HIDDEN, vocab_size=VOCABULARY)
 """Of `training.ttt.model()`, for whose heads the other formats are."""
+
+
+def vary(config: EagleConfig = PLAIN, /, **changes: Any) -> EagleConfig:
+    """The same shape but for these fields."""
+    return dataclasses.replace(config, **changes)
+
+
 VARIANTS: dict[str, EagleConfig] = {
     "plain": PLAIN,
-    "eagle-3.1": dataclasses.replace(PLAIN, fc_norm=True, norm_output=True),
-    "norm_before_fc": dataclasses.replace(PLAIN, norm_before_fc=True),
-    "norm_before_residual": dataclasses.replace(PLAIN, norm_before_residual=True),
-    "qk_norm": dataclasses.replace(PLAIN, qk_norm=True),
-    "biases": dataclasses.replace(PLAIN, attention_bias=True, mlp_bias=True, fc_bias=True),
-    "reduced": dataclasses.replace(PLAIN, draft_vocab_size=24),
-    "own_embedding": dataclasses.replace(PLAIN, own_embedding=True, target_hidden_size=12),
-    "shared_lm_head": dataclasses.replace(PLAIN, own_lm_head=False),
-    "five": dataclasses.replace(PLAIN, boundaries=(1, 3, 5, 7, 10)),
-    "two_layers": dataclasses.replace(PLAIN, num_hidden_layers=2),
-    "embedding_everywhere": dataclasses.replace(PLAIN, num_hidden_layers=2, next_layer_regular=False),
-    "scaled_rope": dataclasses.replace(PLAIN, rope_theta=5e5, rope_scaling=LLAMA3, rms_norm_eps=1e-6),
-    "extra": dataclasses.replace(PLAIN, extra={"bos_token_id": 1, "transformers_version": "5.0.0"}),
-    "window": dataclasses.replace(PLAIN, sliding_window=6),
-    "window_qwen3": dataclasses.replace(PLAIN, sliding_window=6, qk_norm=True),
-    "window_mixed": dataclasses.replace(PLAIN, sliding_window=3, num_hidden_layers=2, full_layers=(1,)),
-    "one_boundary": dataclasses.replace(PLAIN, boundaries=(5,)),
-    "unfused": dataclasses.replace(PLAIN, use_aux_hidden_state=False, boundaries=(LAST_HIDDEN,)),
+    "eagle-3.1": vary(fc_norm=True, norm_output=True),
+    "norm_before_fc": vary(norm_before_fc=True),
+    "norm_before_residual": vary(norm_before_residual=True),
+    "qk_norm": vary(qk_norm=True),
+    "biases": vary(attention_bias=True, mlp_bias=True, fc_bias=True),
+    "reduced": vary(draft_vocab_size=24),
+    "own_embedding": vary(own_embedding=True, target_hidden_size=12),
+    "shared_lm_head": vary(own_lm_head=False),
+    "five": vary(boundaries=(1, 3, 5, 7, 10)),
+    "two_layers": vary(num_hidden_layers=2),
+    "embedding_everywhere": vary(num_hidden_layers=2, next_layer_regular=False),
+    "scaled_rope": vary(rope_theta=5e5, rope_scaling=LLAMA3, rms_norm_eps=1e-6),
+    "extra": vary(extra={"bos_token_id": 1, "transformers_version": "5.0.0"}),
+    "window": vary(sliding_window=6),
+    "window_qwen3": vary(sliding_window=6, qk_norm=True),
+    "window_mixed": vary(sliding_window=3, num_hidden_layers=2, full_layers=(1,)),
+    "one_boundary": vary(boundaries=(5,)),
+    "unfused": vary(use_aux_hidden_state=False, boundaries=(LAST_HIDDEN,)),
     "latent": LATENT,
-    "latent-3.1": dataclasses.replace(LATENT, fc_norm=True, norm_output=True, draft_vocab_size=24),
-    "latent_two_layers": dataclasses.replace(LATENT, num_hidden_layers=2, rope_theta=5e4, rope_scaling=YARN),
+    "latent-3.1": vary(LATENT, fc_norm=True, norm_output=True, draft_vocab_size=24),
+    "latent_two_layers": vary(LATENT, num_hidden_layers=2, rope_theta=5e4, rope_scaling=YARN),
     "first": FIRST,
-    "first_two_layers": dataclasses.replace(FIRST, num_hidden_layers=2, sliding_window=4),
-    "first_bias": dataclasses.replace(FIRST, fc_bias=True, own_embedding=True),
+    "first_two_layers": vary(FIRST, num_hidden_layers=2, sliding_window=4),
+    "first_bias": vary(FIRST, fc_bias=True, own_embedding=True),
 }
+
+
+def spell_out(verdicts: str) -> dict[str, str]:
+    """Engine -> what becomes of a head there, of words like ``fails vllm sglang, check modelopt``."""
+    found = dict[str, str]()
+    for part in filter(None, verdicts.split(", ")):
+        severity, *engines = part.split()
+        found |= dict.fromkeys(engines, severity)
+    return found
 
 
 def written_as(name: str) -> list[str]:
     """Those of `VARIANTS` that a format, or a destination, has words for."""
     if name == "speculators":
         wordless = [kind for kind, config in VARIANTS.items() if config.latent or not config.next_layer_regular]
-        return [
-            kind for kind, config in VARIANTS.items() if kind not in wordless and config.boundaries != FIRST.boundaries
-        ]
+        return [kind for kind, own in VARIANTS.items() if kind not in wordless and own.boundaries != FIRST.boundaries]
     return [kind for kind, config in VARIANTS.items() if config.generation == 3 or name != "modelopt"]
 
 

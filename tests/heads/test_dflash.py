@@ -13,7 +13,6 @@ from torch.nn.functional import binary_cross_entropy, log_softmax
 from forerun import LLM, SamplingParams
 from forerun.drafters.drawing import Children
 from forerun.drafters.kinds import kind_named, objective_for
-from forerun.errors import ArgumentError
 from forerun.heads.base import Above
 from forerun.heads.dflash import DFlashConfig, DFlashHead, spread_boundaries
 from forerun.heads.dflash2 import BlockConvolution, DFlash2Config, DFlash2Head, DFlash2Objective, DFlash2Settings
@@ -137,21 +136,6 @@ def test_anchors_are_few_random_in_training_and_the_same_in_evaluation() -> None
     torch.manual_seed(0)
     moved = {tuple(of.blocks(batch).anchors[0].tolist()) for _ in range(8)}
     assert len(moved) > 4 and all(min(one) >= 1 and max(one) < 29 for one in moved)
-
-
-def engine(made: DFlashHead, **options: Any) -> LLM:
-    config = {"method": "dflash", "model": made, "adaptive": False, **options}
-    return LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
-
-
-@pytest.mark.parametrize("options", [{}, {"sample_from_anchor": True}], ids=str)
-def test_it_drafts_no_deeper_than_its_block(options: dict[str, Any]) -> None:
-    params, made = SamplingParams(temperature=0, max_tokens=12, detokenize=False), dflash(**options)
-    depth = 5 if options else 4
-    output = engine(made, shape=(1,) * depth).generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
-    assert len(output.speculation.drafted_per_depth) == made.config.max_depth == depth
-    with pytest.raises(ArgumentError, match="tokens on one path, the shape asks for 6"):
-        engine(made, shape=(1,) * 6)
 
 
 def test_what_follows_from_the_target() -> None:
@@ -333,13 +317,6 @@ def test_the_recurrent_network_is_torchs() -> None:
     torch.testing.assert_close(torch.cat(found, 1), whole(embeds)[0])
 
 
-def test_a_fresh_domino_head_is_a_dflash_head() -> None:
-    made = DominoHead(domino(pure_draft_prefix_len=0).config)
-    states, logits = torch.randn(1, 1, HIDDEN), torch.randn(1, 1, VOCABULARY)
-    above = Above(torch.tensor([[3, 4]]), 0, None, model().get_input_embeddings())
-    assert torch.equal(made.follow(logits, states, above).logits, logits.expand(1, 2, -1))
-
-
 DSPARK: list[dict[str, Any]] = [
     {},
     {"markov_head_type": "gated", "confidence_head_with_markov": False},
@@ -387,11 +364,11 @@ def test_the_loss_of_dspark_is_that_of_what_is_drafted(options: dict[str, Any]) 
     assert all_learn(report, made)
 
 
-def test_a_fresh_dspark_head_is_a_dflash_head() -> None:
-    made = DSparkHead(dspark().config)
-    states, follow = torch.randn(1, 1, 32), torch.tensor([[3, 4]])
-    logits = torch.randn(1, 1, VOCABULARY)
-    assert torch.equal(made.follow(logits, states, Above(follow, 0, None, made.embed)).logits, logits.expand(1, 2, -1))
+def test_a_fresh_head_with_a_correction_is_a_dflash_head() -> None:
+    logits, embed = torch.randn(1, 1, VOCABULARY), model().get_input_embeddings()
+    for made in (DominoHead(domino(pure_draft_prefix_len=0).config), DSparkHead(dspark().config)):
+        above = Above(torch.tensor([[3, 4]]), 0, None, made.embed if isinstance(made, DSparkHead) else embed)
+        assert torch.equal(made.follow(logits, torch.randn(1, 1, HIDDEN), above).logits, logits.expand(1, 2, -1))
 
 
 def test_sampled_nodes_are_as_sure_as_the_head_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,9 +209,7 @@ def test_doctor_knows_where_vllm_takes_speculators_keys_otherwise(
 
 @pytest.mark.parametrize("options", [{}, {"markov_rank": 6}], ids=["dflash", "dspark"])
 @pytest.mark.parametrize("to", ["vllm", "sglang", "trtllm", "llama.cpp", "speculators", "hf"])
-def test_an_export_starts_with_the_tokens_that_its_engine_counts(
-    to: str, options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_an_export_starts_with_the_tokens_its_engine_counts(to: str, options: dict[str, Any], tmp_path: Path) -> None:
     made = dflash(**options)
     head, kind, depth = HeadCheckpoint.of(made), made.config.kind, made.config.max_depth
     assert depth == (5 if options else 4)

@@ -60,9 +60,7 @@ def test_attention_and_its_gradients_equal_the_plain_ones(
     theirs = plain_attention(given[0], given[1], given[2], own, documents, reach)
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     flow = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
-    for found, expected in zip(
-        torch.autograd.grad(ours, given, flow), torch.autograd.grad(theirs, given, flow), strict=True
-    ):
+    for found, expected in zip(*(torch.autograd.grad(one, given, flow) for one in (ours, theirs)), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 

@@ -20,15 +20,9 @@ from llamas import tiny_llama
 VOCABULARY, HIDDEN, WINDOW = 48, 32, 5
 TEXT = torch.randint(1, VOCABULARY, (14,), generator=torch.Generator().manual_seed(3)).tolist()
 COMMON: dict[str, Any] = {
-    **{
-        "vocab_size": VOCABULARY,
-        "head_dim": 8,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "global_head_dim": 16,
-        "sliding_window": WINDOW,
-    },
-    **{"max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None},
+    **{"vocab_size": VOCABULARY, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"global_head_dim": 16, "sliding_window": WINDOW, "max_position_embeddings": 128, "pad_token_id": 0},
+    **{"bos_token_id": None, "eos_token_id": None},
 }
 PER_LAYER = ("vocab_size_per_layer_input", "hidden_size_per_layer_input")
 KINDS = ["sliding_attention", "full_attention"]

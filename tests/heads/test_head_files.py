@@ -181,10 +181,12 @@ def test_differences_are_named_and_counted_in_bits() -> None:
     assert differences(head, replaced(head, norm_output=True)) == ["config.norm_output"]
 
 
-def test_facts_of_a_target_are_read_from_its_configuration() -> None:
+def test_test_facts_of_a_target_are_those_of_its_configuration_or_of_its_text_part() -> None:
     facts = TargetFacts.read("demo")
     assert (facts.num_layers, facts.hidden_size, facts.vocab_size) == (8, 384, 8192)
     assert facts.architectures == ("LlamaForCausalLM",) and facts.max_position_embeddings == 2048
+    facts = TargetFacts.of(MultimodalConfig(), "owner/seeing")
+    assert (facts.name_or_path, facts.num_layers, facts.max_position_embeddings) == ("owner/seeing", 6, 2048)
 
 
 class MultimodalConfig:
@@ -195,11 +197,6 @@ class MultimodalConfig:
 
     def get_text_config(self, decoder: bool) -> "MultimodalConfig":
         return self
-
-
-def test_facts_of_a_multimodal_target_are_those_of_its_text_part() -> None:
-    facts = TargetFacts.of(MultimodalConfig(), "owner/seeing")
-    assert (facts.name_or_path, facts.num_layers, facts.max_position_embeddings) == ("owner/seeing", 6, 2048)
 
 
 @pytest.mark.parametrize(

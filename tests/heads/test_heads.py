@@ -12,13 +12,13 @@ from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.eagle import Eagle3Objective, Eagle3Settings, EagleHead, default_boundaries
 from forerun.losses.objective import FrozenTarget
-from training.ttt import batch_of, head, model, tokens
+from training.ttt import batch_of, dflash, head, hydra, medusa, mlp_speculator, model, tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, detokenize=False)
 
 
-def engine(made: Any, **options: Any) -> LLM:
-    config = {"method": "eagle3", "model": made, "adaptive": False, **options}
+def engine(made: Any, method: str = "", **options: Any) -> LLM:
+    config = {"method": method or made.config.kind, "model": made, "adaptive": False, **options}
     return LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
 
 
@@ -41,20 +41,35 @@ def test_a_head_for_another_target_is_refused(options: dict[str, Any], error: ty
         engine(EagleHead(dataclasses.replace(head().config, **options)))
 
 
-def test_a_head_of_another_generation_is_refused_by_the_method_to_use() -> None:
-    with pytest.raises(ArgumentError, match="'eagle3'"):
-        LLM(model(), tokenizer=False, speculative_config={"method": "eagle", "model": head()}, self_check=False)
+@pytest.mark.parametrize(
+    ("made", "method", "words"),
+    [
+        (head(), "eagle", "'eagle3'"),
+        (medusa(), "eagle3", "'medusa'; use that method"),
+        (None, "eagle3", "forerun train eagle3"),
+    ],
+    ids=["another generation", "another method", "no head"],
+)
+def test_the_method_to_use_and_where_to_get_a_head_are_said(made: Any, method: str, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        engine(made, method)
 
 
-def test_without_a_head_the_error_says_where_to_get_one() -> None:
-    with pytest.raises(ArgumentError, match="forerun train eagle3"):
-        engine(None)
+@pytest.mark.parametrize(
+    ("made", "depth"),
+    [(medusa(), 3), (hydra(), 3), (mlp_speculator(), 3), (dflash(), 4), (dflash(sample_from_anchor=True), 5)],
+    ids=["medusa", "hydra", "mlp_speculator", "dflash", "dflash from its anchor"],
+)
+def test_it_drafts_no_deeper_than_it_can(made: Any, depth: int) -> None:
+    assert drafter_of(engine(made, num_speculative_tokens=9)).tree.depth == depth
+    output = engine(made, shape=(1,) * depth).generate({"prompt_token_ids": [3, 4]}, GREEDY)[0].outputs[0]
+    assert len(output.speculation.drafted_per_depth) == made.config.max_depth == depth
+    with pytest.raises(ArgumentError, match=f"drafts {depth} tokens on one path, the shape asks for {depth + 1}"):
+        engine(made, shape=(1,) * (depth + 1))
 
 
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_what_the_head_is_fed_is_the_targets_own_feature_of_every_token(
-    length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_head_is_fed_the_targets_own_feature_of_every_token(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """After some speculative steps the head's state at the root is that of a pass over the whole text."""
     made = head()
     llm = engine(made, num_speculative_tokens=3)

@@ -223,10 +223,7 @@ FLAT: dict[str, Any] = {"hidden_size": 32, "vocab_size": 96}
 @pytest.mark.parametrize(
     ("config", "whose"),
     [
-        (
-            {**FLAT, "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 5},
-            "vLLM's own layout of a M",
-        ),
+        ({**FLAT, "model_type": "medusa", "architectures": ["MedusaModel"], "num_heads": 5}, "vLLM's own layout of"),
         ({"model_type": "eagle", "architectures": ["EAGLEModel"], "model": FLAT}, "vLLM's own layout of an EAGLE head"),
         ({**FLAT, "architecture": "EagleForCausalLM", "mapping": {"tp_size": 1}}, "TensorRT-LLM's converted"),
         ({**FLAT, "architecture": "MedusaForCausalLM", "mapping": {}, "num_medusa_heads": 4}, "TensorRT-LLM's conv"),
@@ -234,9 +231,7 @@ FLAT: dict[str, Any] = {"hidden_size": 32, "vocab_size": 96}
         ({**FLAT, "architectures": ["XMedusaModel"]}, "XMedusaModel is no EAGLE head"),
     ],
 )
-def test_a_head_of_another_layout_is_refused_by_its_projects_name(
-    config: dict[str, Any], whose: str, tmp_path: Path
-) -> None:
+def test_another_layout_is_refused_by_its_projects_name(config: dict[str, Any], whose: str, tmp_path: Path) -> None:
     """And not for a key of EAGLE's that it lacks."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({"blocks.0.layers.0.weight": torch.ones(2)}, tmp_path / "model.safetensors")

@@ -15,7 +15,7 @@ from forerun.heads.eagle_engines import DESTINATIONS, FIRST_TOO, LOADERS, UNFILL
 from forerun.heads.eagle_files import write_flat
 from forerun.heads.engines import ENGINES, Finding, diagnose, diagnose_files, export_head, worst
 from forerun.heads.files import HeadCheckpoint, differences, format_named, parse, read_files, read_head, write_head
-from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, change, keys_of, sample, written_as
+from heads.samples import FIRST, PLAIN, TARGET, VARIANTS, change, keys_of, sample, spell_out, vary, written_as
 from selection import one_in
 
 LAYER = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -71,9 +71,7 @@ CASES = [(engine, variant) for engine in LOADERS for variant in read_by(engine)]
 
 
 @pytest.mark.parametrize(("engine", "variant", "changes", "expected"), READ)
-def test_the_table_of_what_an_engine_wants(
-    engine: str, variant: str, changes: dict[str, Any], expected: set[str]
-) -> None:
+def test_the_table_of_an_engines_wants(engine: str, variant: str, changes: dict[str, Any], expected: set[str]) -> None:
     head = sample(VARIANTS[variant])
     wanted = LOADERS[engine](head.config, write_flat(head) | changes)
     assert wanted.keys() == expected
@@ -135,9 +133,7 @@ def test_each_fault_in_a_file_is_found_by_name(engine: str, variant: str) -> Non
 @pytest.mark.parametrize(
     ("to", "variant"), one_in(4, ((to, variant) for to in DESTINATIONS for variant in written_as(to)))
 )
-def test_every_export_is_read_back_and_its_engine_finds_all_that_it_wants(
-    to: str, variant: str, tmp_path: Path
-) -> None:
+def test_every_export_is_read_back_and_its_engine_finds_what_it_wants(to: str, variant: str, tmp_path: Path) -> None:
     """Forced, so that everything is written; what is wrong with the files is no more than what was said of the head."""
     config, engine = VARIANTS[variant], DESTINATIONS[to].engine
     target = dataclasses.replace(TARGET, hidden_size=config.target_hidden_size)
@@ -184,7 +180,7 @@ def test_files_as_others_write_them(variant: str, keys: dict[str, Any], expected
 
 
 def test_trtllm_hears_of_a_bias_after_fc_and_nobody_else(tmp_path: Path) -> None:
-    source = write_head(sample(dataclasses.replace(PLAIN, fc_bias=True)), tmp_path / "source", "flat", TARGET)
+    source = write_head(sample(vary(fc_bias=True)), tmp_path / "source", "flat", TARGET)
     done = export_head(source, TARGET, "trtllm", tmp_path / "out")
     assert keys_of(done.directory)["bias"] is True
     assert worst(done.findings, "trtllm") == "ok"
@@ -196,15 +192,10 @@ def test_trtllm_hears_of_a_bias_after_fc_and_nobody_else(tmp_path: Path) -> None
 # What transformers' configuration classes, through which vLLM and SGLang read the file, make of our keys
 
 
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        (name, variant)
-        for name in ("flat", "modelopt", "speculators")
-        for variant in written_as(name)
-        if VARIANTS[variant].generation == 3
-    ],
-)
+KINDS = [(name, kind) for name in ("flat", "modelopt", "speculators") for kind in written_as(name)]
+
+
+@pytest.mark.parametrize(("name", "variant"), [(name, kind) for name, kind in KINDS if VARIANTS[kind].generation == 3])
 def test_a_configuration_class_keeps_every_key(name: str, variant: str) -> None:
     keys = format_named(name).write(sample(VARIANTS[variant]), TARGET)[0]
     layers = keys.get("transformer_layer_config", keys)
@@ -212,9 +203,7 @@ def test_a_configuration_class_keeps_every_key(name: str, variant: str) -> None:
         layers = {**layers, "model_type": "deepseek_v3"}  # as vLLM, SGLang and TensorRT-LLM have it
     read = AutoConfig.for_model(**{**layers, "architectures": None})
     spelled_anew = {"architectures", "torch_dtype", "rope_theta", "rope_scaling", "transformers_version"}
-    lost = {
-        key: getattr(read, key, None) for key in layers.keys() - spelled_anew if getattr(read, key, 0) != layers[key]
-    }
+    lost = {key: getattr(read, key, None) for key in set(layers) - spelled_anew if getattr(read, key, 0) != layers[key]}
     assert lost == {}
     assert read.rope_parameters["rope_theta"] == layers["rope_theta"]
 
@@ -222,39 +211,33 @@ def test_a_configuration_class_keeps_every_key(name: str, variant: str) -> None:
 # Sliding windows
 
 
-LACKING = dict.fromkeys(("trtllm", "llama.cpp", "lmdeploy"), "degrades")
 LONG = dataclasses.replace(TARGET, max_position_embeddings=4096)
-WINDOWS: list[tuple[dict[str, Any], dict[str, str]]] = [
-    ({}, {"sglang": "check", **LACKING, "modelopt": "check"}),
-    ({"sliding_window": 1}, {"sglang": "degrades", **LACKING, "modelopt": "check"}),
-    (
-        {"num_hidden_layers": 2, "full_layers": (0,)},
-        {"sglang": "degrades", **LACKING, "llama.cpp": "fails", "modelopt": "check"},
-    ),
-    (
-        {"generation": 1, "boundaries": FIRST.boundaries},
-        {"vllm": "fails", "sglang": "degrades", "lmdeploy": "degrades"}
-        | dict.fromkeys(("trtllm", "llama.cpp", "modelopt"), "fails"),
-    ),
+LACKING = "degrades trtllm llama.cpp lmdeploy"
+OLDER: dict[str, Any] = {"generation": 1, "boundaries": FIRST.boundaries}
+WINDOWS: list[tuple[dict[str, Any], str]] = [
+    ({}, f"check sglang modelopt, {LACKING}"),
+    ({"sliding_window": 1}, f"degrades sglang, {LACKING}, check modelopt"),
+    ({"num_hidden_layers": 2, "full_layers": (0,)}, f"degrades sglang, {LACKING}, fails llama.cpp, check modelopt"),
+    (OLDER, "fails vllm trtllm llama.cpp modelopt, degrades sglang lmdeploy"),
 ]
 
 
 @pytest.mark.parametrize(("changes", "expected"), WINDOWS, ids=str)
-def test_engines_without_a_window_are_not_ok(changes: dict[str, Any], expected: dict[str, str]) -> None:
-    config = dataclasses.replace(PLAIN, **{"sliding_window": 64, **changes})
+def test_engines_without_a_window_are_not_ok(changes: dict[str, Any], expected: str) -> None:
+    config = vary(**{"sliding_window": 64, **changes})
     judged = diagnose(sample(config), LONG)
-    assert {engine: worst(judged, engine) for engine in ENGINES if worst(judged, engine) != "ok"} == expected
+    assert {engine: worst(judged, engine) for engine in ENGINES if worst(judged, engine) != "ok"} == spell_out(expected)
     assert all(finding.remedy for finding in judged if finding.severity != "ok")
 
 
 def test_a_window_that_no_sequence_outgrows_is_none() -> None:
-    plain, windowed = sample(PLAIN), sample(dataclasses.replace(PLAIN, sliding_window=128))
+    plain, windowed = sample(PLAIN), sample(vary(sliding_window=128))
     assert diagnose(plain, TARGET) == diagnose(windowed, TARGET)
     assert diagnose(plain, LONG) != diagnose(windowed, LONG)
 
 
 def test_an_export_gives_each_engine_its_window(tmp_path: Path) -> None:
-    source = write_head(sample(dataclasses.replace(PLAIN, sliding_window=64)), tmp_path / "source", "flat", LONG)
+    source = write_head(sample(vary(sliding_window=64)), tmp_path / "source", "flat", LONG)
     done = export_head(source, LONG, "sglang", tmp_path / "sglang")
     assert done.command.endswith(" --speculative-draft-window-size 63"), "SGLang does not count the token itself"
     assert done.command in (done.directory / "README.md").read_text()
@@ -270,12 +253,10 @@ def test_an_export_gives_each_engine_its_window(tmp_path: Path) -> None:
 
 def windowed(name: str, **keys: Any) -> HeadCheckpoint:
     """A head of two layers whose file says so."""
-    config = dataclasses.replace(PLAIN, num_hidden_layers=2)
+    config = vary(num_hidden_layers=2)
     written, tensors = format_named(name).write(sample(config), TARGET)
-    layers = written["transformer_layer_config"] if name == "speculators" else written
-    return format_named(name).read(
-        {**written, **({"transformer_layer_config": {**layers, **keys}} if name == "speculators" else keys)}, tensors
-    )
+    written.get("transformer_layer_config", written).update(keys)
+    return format_named(name).read(written, tensors)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -309,10 +290,7 @@ def test_windows_are_read(name: str, keys: dict[str, Any], expected: tuple[Any, 
     ("keys", "words"),
     [
         ({"layer_types": [SLIDING, SLIDING]}, "sliding_window is None"),
-        (
-            {"sliding_window": 64, "use_sliding_window": False, "layer_types": [SLIDING, FULL]},
-            "use_sliding_window False",
-        ),
+        ({"sliding_window": 64, "use_sliding_window": False, "layer_types": [SLIDING, FULL]}, "_sliding_window False"),
         ({"sliding_window": 64, "layer_types": [SLIDING]}, "layer_types must be 2 of"),
         ({"layer_types": ["chunked_attention", FULL]}, "layer_types must be 2 of"),
         ({"layer_types": "sliding_attention"}, "layer_types must be 2 of"),

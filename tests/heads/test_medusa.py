@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams
 from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.drawing import Draw, Shape
 from forerun.drafters.trees import DynamicTree, FixedTree
@@ -63,14 +62,8 @@ def test_the_loss_equals_a_written_out_reference(temperature: float) -> None:
     target = replace(FrozenTarget.of(model()), temperature=temperature)
     report = MedusaObjective(made, target, MedusaSettings(decay=0.8))(batch)
     logits = made.logits(made.states(batch.features[LAST_HIDDEN][0], 3)) / temperature
-    agrees_with_what_is_written_out(
-        report,
-        batch,
-        depths=3,
-        own=lambda entry, depth: logits[entry, depth],
-        wanted=one_hot(batch),
-        share=lambda depth: 0.8**depth,
-    )
+    wanted, share = one_hot(batch), lambda depth: 0.8**depth
+    agrees_with_what_is_written_out(report, batch, 3, lambda entry, depth: logits[entry, depth], wanted, share=share)
     assert all_learn(report, made)
 
 
@@ -117,19 +110,3 @@ def test_medusas_published_tree_is_a_shape_with_a_name() -> None:
         drafter(tree="mc_sim_7b")
     with pytest.raises(ArgumentError, match="tree and top_k"):
         drafter(tree="mc_sim_7b_63", top_k=3)
-
-
-def engine(made: MedusaHead, **options: Any) -> LLM:
-    config = {"method": "medusa", "model": made, "adaptive": False, **options}
-    return LLM(model(), tokenizer=False, speculative_config=config, self_check=False, max_num_seqs=2)
-
-
-def test_it_drafts_no_deeper_than_it_has_heads() -> None:
-    params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-    assert drafter(num_speculative_tokens=9).tree.depth == 3
-    output = engine(medusa(), shape=(1, 1, 1)).generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
-    assert len(output.speculation.drafted_per_depth) == 3
-    with pytest.raises(ArgumentError, match="drafts 3 tokens on one path, the shape asks for 4"):
-        engine(medusa(), shape=(1, 1, 1, 1))
-    with pytest.raises(ArgumentError, match="'medusa'; use that method"):
-        LLM(model(), tokenizer=False, speculative_config={"method": "eagle3", "model": medusa()}, self_check=False)

@@ -177,14 +177,11 @@ def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temper
     batch = two_texts(made.config.boundaries)
     of = MtpObjective(made, replace(FrozenTarget.of(model()), temperature=temperature))
     report, steps = of(batch), list(of.unroll(batch))
-    agrees_with_what_is_written_out(
-        report,
-        batch,
-        depths=3,
-        own=lambda entry, depth: model().get_output_embeddings()(steps[depth].output[0, entry]) / temperature,
-        wanted=one_hot(batch),
-        share=lambda depth: 0.6**depth / 1.96,
-    )
+
+    def own(entry: int, depth: int) -> torch.Tensor:
+        return model().get_output_embeddings()(steps[depth].output[0, entry]) / temperature
+
+    agrees_with_what_is_written_out(report, batch, 3, own, one_hot(batch), share=lambda depth: 0.6**depth / 1.96)
     assert all_learn(report, made) and all(parameter.grad is None for parameter in model().parameters())
 
 

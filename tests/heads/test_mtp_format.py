@@ -5,7 +5,7 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -34,9 +34,8 @@ def rewrite(folder: Path, how: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 def same(first: Tensor, second: Tensor) -> bool:
-    return first.dtype == second.dtype and torch.equal(
-        first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8)
-    )
+    bits = [tensor.contiguous().view(torch.uint8) for tensor in (first, second)]
+    return first.dtype == second.dtype and torch.equal(*bits)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +164,14 @@ def test_doctor_says_what_engines_do_otherwise(tmp_path: Path) -> None:
         assert said(read_target(folder), folder) == expected
 
 
+NO_MORE = {"num_nextn_predict_layers": None}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "Ernie4_5_MoeForCausalLM cannot be read here; those of Deep"),
-        (
-            {"architectures": ["BailingMoeV2ForCausalLM"], "num_nextn_predict_layers": None, "mtp_num_layers": 1},
-            "BailingMoeV2",
-        ),
+        ({"architectures": ["BailingMoeV2ForCausalLM"], "mtp_num_layers": 1} | NO_MORE, "BailingMoeV2"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ({"use_sliding_window": True}, "sliding windows"),
@@ -278,221 +277,173 @@ def test_only_the_layers_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not any("embed_tokens" in name or "shared_head.head" in name for name in read)
 
 
-PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "DeepSeek-V3": (
-        {
-            "architectures": ["DeepseekV3ForCausalLM"],
-            **{
-                "model_type": "deepseek_v3",
-                "aux_loss_alpha": 0.001,
-                "ep_size": 1,
-                "seq_aux": True,
-                "pretraining_tp": 1,
-            },
-            **{"first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
-            **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5},
-            **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280},
-            **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64},
-            **{"v_head_dim": 128, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61},
-            **{"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000, "scoring_func": "sigmoid"},
-            **{"topk_method": "noaux_tc", "max_position_embeddings": 163840, "tie_word_embeddings": False},
-            "rope_scaling": {
-                **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
-                "original_max_position_embeddings": 4096,
-            },
-        },
-        {"prefix": "model.layers.61.", "experts": 256, "sizes": (7168, 2048), "rotary": 64, "scaling": 1.8739},
-        {
-            "eh_proj.weight": (7168, 14336),
-            **{f"{name}.weight": (7168,) for name in ("enorm", "hnorm", "shared_head.norm")},
-            **{f"{name}_layernorm.weight": (7168,) for name in ("input", "post_attention")},
-            "self_attn.q_a_proj.weight": (1536, 7168),
-            "self_attn.q_a_layernorm.weight": (1536,),
-            "self_attn.q_b_proj.weight": (24576, 1536),
-            "self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
-            "self_attn.kv_a_layernorm.weight": (512,),
-            "self_attn.kv_b_proj.weight": (32768, 512),
-            "self_attn.o_proj.weight": (7168, 16384),
-            "mlp.gate.weight": (256, 7168),
-            "mlp.gate.e_score_correction_bias": (256,),
-        },
+Shapes = dict[str, tuple[int, ...]]
+
+
+def weights(*names: str, of: tuple[int, ...]) -> Shapes:
+    """Weights of one shape."""
+    return {f"{name}.weight": of for name in names}
+
+
+def mlps(*names: str, hidden: int, inside: int) -> Shapes:
+    """Gated MLPs and experts of one size."""
+    up = weights(*(f"mlp.{name}{part}_proj" for name in names for part in ("gate", "up")), of=(inside, hidden))
+    return up | weights(*(f"mlp.{name}down_proj" for name in names), of=(hidden, inside))
+
+
+def experts(count: int, shared: str = "shared_experts") -> list[str]:
+    return [f"{shared}.", *(f"experts.{number}." for number in range(count))]
+
+
+class Published(NamedTuple):
+    """A publisher's configuration and the tensors of an MTP layer, as model cards describe them, and what they mean."""
+
+    config: dict[str, Any]
+    prefix: str
+    shapes: Shapes
+    expected: dict[str, Any]
+    window: int | None = None
+    modules: int = 1
+    scaling: float = 1.0
+
+
+DEEPSEEK_V3: dict[str, Any] = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "aux_loss_alpha": 0.001, "ep_size": 1},
+    **{"first_k_dense_replace": 3, "moe_layer_freq": 1, "n_group": 8, "topk_group": 4, "norm_topk_prob": True},
+    **{"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 2.5},
+    **{"hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280},
+    **{"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "seq_aux": True},
+    **{"v_head_dim": 128, "num_attention_heads": 128, "num_key_value_heads": 128, "num_hidden_layers": 61},
+    **{"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6, "rope_theta": 10000, "scoring_func": "sigmoid"},
+    **{"topk_method": "noaux_tc", "max_position_embeddings": 163840, "tie_word_embeddings": False, "pretraining_tp": 1},
+    "rope_scaling": {
+        **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+        "original_max_position_embeddings": 4096,
+    },
+}
+GLM: dict[str, Any] = {
+    **{"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": False},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": 128},
+    **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0},
+    **{"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 151552},
+    **{"num_attention_heads": 96, "num_key_value_heads": 8, "num_hidden_layers": 46, "rms_norm_eps": 1e-5},
+    **{"num_nextn_predict_layers": 1, "rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": False},
+    **{"max_position_embeddings": 131072, "partial_rotary_factor": 0.5},
+}
+MIMO_7B: dict[str, Any] = {
+    **{"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "attention_dropout": 0.0, "head_dim": 128},
+    **{"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8},
+    **{"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 640000},
+    **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 32, "vocab_size": 151680},
+    **{"max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": None, "hidden_act": "silu"},
+    "use_mrope": False,
+}
+QWEN3_NEXT: dict[str, Any] = {
+    **{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "attention_bias": False},
+    **{"head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "vocab_size": 151936},
+    **{"linear_num_value_heads": 32, "max_position_embeddings": 262144, "mlp_only_layers": [], "num_experts": 512},
+    **{"moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts_per_tok": 10, "num_hidden_layers": 48},
+    **{"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000},
+    **{"rope_scaling": None, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
+    **{"decoder_sparse_step": 1, "full_attention_interval": 4},
+}
+MIMO_V2: dict[str, Any] = {
+    **{"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "hidden_size": 4096},
+    **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
+    **{"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128},
+    **{"sliding_window": 128, "sliding_window_size": 128, "add_swa_attention_sink_bias": True},
+    **{"partial_rotary_factor": 0.334, "rope_theta": 5000000, "swa_rope_theta": 10000, "vocab_size": 152576},
+    **{"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8, "moe_layer_freq": [0] + [1] * 47, "n_routed_experts": 256},
+    **{"moe_intermediate_size": 2048, "num_experts_per_tok": 8, "layernorm_epsilon": 1e-05, "hidden_act": "silu"},
+    **{"attention_bias": False, "attention_value_scale": 0.707, "max_position_embeddings": 262144},
+    **{"intermediate_size": 16384, "num_hidden_layers": 48},
+}
+NORMS = ("input_layernorm", "post_attention_layernorm")
+OF_V3: Shapes = {
+    **weights("eh_proj", of=(7168, 14336)),
+    **weights("enorm", "hnorm", "shared_head.norm", *NORMS, of=(7168,)),
+    **weights("self_attn.q_a_proj", of=(1536, 7168)) | weights("self_attn.q_a_layernorm", of=(1536,)),
+    **weights("self_attn.q_b_proj", of=(24576, 1536)) | weights("self_attn.kv_a_proj_with_mqa", of=(576, 7168)),
+    **weights("self_attn.kv_a_layernorm", of=(512,)) | weights("self_attn.kv_b_proj", of=(32768, 512)),
+    **weights("self_attn.o_proj", of=(7168, 16384)) | weights("mlp.gate", of=(256, 7168)),
+    "mlp.gate.e_score_correction_bias": (256,),
+    **mlps(*experts(256), hidden=7168, inside=2048),
+}
+OF_GLM: Shapes = {
+    **weights("eh_proj", of=(4096, 8192)) | weights("enorm", "hnorm", "shared_head.norm", *NORMS, of=(4096,)),
+    **weights("self_attn.q_proj", of=(12288, 4096)) | weights("self_attn.k_proj", "self_attn.v_proj", of=(1024, 4096)),
+    **{"self_attn.q_proj.bias": (12288,), "self_attn.k_proj.bias": (1024,), "self_attn.v_proj.bias": (1024,)},
+    **weights("self_attn.o_proj", of=(4096, 12288)) | weights("mlp.gate", of=(128, 4096)),
+    "mlp.gate.e_score_correction_bias": (128,),
+    **mlps(*experts(128), hidden=4096, inside=1408),
+}
+OF_MIMO: Shapes = {
+    **weights("input_proj", of=(4096, 8192)),
+    **weights("token_layernorm", "hidden_layernorm", "final_layernorm", *NORMS, of=(4096,)),
+    **weights("self_attn.q_proj", "self_attn.o_proj", of=(4096, 4096)),
+    **weights("self_attn.k_proj", "self_attn.v_proj", of=(1024, 4096)),
+    **{"self_attn.q_proj.bias": (4096,), "self_attn.k_proj.bias": (1024,), "self_attn.v_proj.bias": (1024,)},
+    **mlps("", hidden=4096, inside=11008),
+}
+INSIDE: Shapes = {
+    **weights(*NORMS, of=(2048,)) | weights("self_attn.q_proj", of=(8192, 2048)),
+    **weights("self_attn.k_proj", "self_attn.v_proj", of=(512, 2048)) | weights("self_attn.o_proj", of=(2048, 4096)),
+    **weights("self_attn.q_norm", "self_attn.k_norm", of=(256,)),
+    **weights("mlp.gate", of=(512, 2048)) | weights("mlp.shared_expert_gate", of=(1, 2048)),
+    **mlps(*experts(512, "shared_expert"), hidden=2048, inside=512),
+}
+OF_QWEN: Shapes = {
+    **weights("fc", of=(2048, 4096)),
+    **weights("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden", of=(2048,)),
+    **{f"layers.0.{name}": shape for name, shape in INSIDE.items()},
+}
+OF_MIMO_V2: Shapes = {
+    **weights("eh_proj", of=(4096, 8192)),
+    **weights("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm", "final_layernorm", of=(4096,)),
+    **weights("self_attn.q_proj", of=(12288, 4096)) | weights("self_attn.k_proj", of=(1536, 4096)),
+    **weights("self_attn.v_proj", of=(1024, 4096)) | weights("self_attn.o_proj", of=(4096, 8192)),
+    "self_attn.attention_sink_bias": (64,),
+    **mlps("", hidden=4096, inside=16384),
+}
+V32 = {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "index_head_dim": 128}
+INDEX = weights("wq_b", of=(8192, 1536)) | weights("wk", of=(128, 7168)) | weights("weights_proj", of=(64, 7168))
+INDEX |= {"k_norm.weight": (128,), "k_norm.bias": (128,)}
+PUBLISHED = {
+    "DeepSeek-V3": Published(
+        *(DEEPSEEK_V3, "model.layers.61.", OF_V3, {"rotary_dim": 64, "boundaries": (-1,)}), scaling=1.8739
     ),
-    "GLM-4.5-Air": (
-        {
-            "architectures": ["Glm4MoeForCausalLM"],
-            **{"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5},
-            **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "head_dim": 128},
-            **{"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "routed_scaling_factor": 1.0},
-            **{"hidden_size": 4096, "intermediate_size": 10944, "moe_intermediate_size": 1408, "vocab_size": 151552},
-            **{"num_attention_heads": 96, "num_key_value_heads": 8, "num_hidden_layers": 46, "rms_norm_eps": 1e-5},
-            **{
-                "num_nextn_predict_layers": 1,
-                "rope_theta": 1000000,
-                "rope_scaling": None,
-                "tie_word_embeddings": False,
-            },
-            "max_position_embeddings": 131072,
-        },
-        {"prefix": "model.layers.46.", "experts": 128, "sizes": (4096, 1408), "rotary": 64},
-        {
-            "eh_proj.weight": (4096, 8192),
-            **{f"{name}.weight": (4096,) for name in ("enorm", "hnorm", "shared_head.norm")},
-            **{f"{name}_layernorm.weight": (4096,) for name in ("input", "post_attention")},
-            **{
-                f"self_attn.{name}_proj.weight": (rows, 4096)
-                for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)
-            },
-            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (12288, 1024, 1024), strict=True)},
-            "self_attn.o_proj.weight": (4096, 12288),
-            "mlp.gate.weight": (128, 4096),
-            "mlp.gate.e_score_correction_bias": (128,),
-        },
+    "DeepSeek-V3.2": Published(
+        DEEPSEEK_V3 | V32 | {"index_n_heads": 64, "index_topk": 2048},
+        "model.layers.61.",
+        OF_V3 | {f"self_attn.indexer.{name}": shape for name, shape in INDEX.items()},
+        {"rotary_dim": 64, "target_layers": ("indexed_attention",)},
+        scaling=1.8739,
     ),
-    "MiMo-7B": (
-        {
-            "architectures": ["MiMoForCausalLM"],
-            **{
-                "model_type": "mimo",
-                "attention_dropout": 0.0,
-                "head_dim": 128,
-                "hidden_act": "silu",
-                "use_mrope": False,
-            },
-            **{"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 8},
-            **{"num_hidden_layers": 36, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5, "rope_theta": 640000},
-            **{"sliding_window": None, "use_sliding_window": False, "max_window_layers": 32, "vocab_size": 151680},
-            **{"max_position_embeddings": 32768, "tie_word_embeddings": False, "rope_scaling": None},
-        },
-        {"prefix": "model.mtp_layers.0.", "experts": 0, "rotary": 128},
-        {
-            "input_proj.weight": (4096, 8192),
-            **{f"{name}_layernorm.weight": (4096,) for name in ("token", "hidden", "final", "input", "post_attention")},
-            **{
-                f"self_attn.{name}_proj.weight": (rows, 4096)
-                for name, rows in zip("qkvo", (4096, 1024, 1024, 4096), strict=True)
-            },
-            **{f"self_attn.{name}_proj.bias": (rows,) for name, rows in zip("qkv", (4096, 1024, 1024), strict=True)},
-            **{f"mlp.{name}_proj.weight": (11008, 4096) for name in ("gate", "up")},
-            "mlp.down_proj.weight": (4096, 11008),
-        },
+    "GLM-4.5-Air": Published(GLM, "model.layers.46.", OF_GLM, {"rotary_dim": 64, "boundaries": (-1,)}),
+    "MiMo-7B": Published(MIMO_7B, "model.mtp_layers.0.", OF_MIMO, {"rotary_dim": 128, "boundaries": (36,)}),
+    # Announced by nothing in their configurations.
+    "Qwen3-Next": Published(QWEN3_NEXT, "mtp.", OF_QWEN, {"rotary_dim": 64, "rope_theta": 10_000_000}),
+    "MiMo-V2-Flash": Published(
+        *(MIMO_V2, "model.mtp.layers.{}.", OF_MIMO_V2, {"rotary_dim": 64, "rope_theta": 10_000}), window=129, modules=3
     ),
 }
-"""As the publishers' configurations and model cards describe them -> what is expected, tensors of an MTP layer."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_are_understood(name: str) -> None:
     """Shapes alone: no published weights were loaded."""
-    config, expected, shapes = PUBLISHED[name]
-    for expert in [*range(expected["experts"]), "shared"] if expected["experts"] else []:
-        where = "mlp.shared_experts" if expert == "shared" else f"mlp.experts.{expert}"
-        size, inside = expected["sizes"]
-        shapes = shapes | {f"{where}.{part}_proj.weight": (inside, size) for part in ("gate", "up")}
-        shapes |= {f"{where}.down_proj.weight": (size, inside)}
-    whole = [
-        "model.embed_tokens.weight",
-        "model.layers.0.input_layernorm.weight",
-        *([] if name == "MiMo-7B" else [f"{expected['prefix']}shared_head.head.weight"]),
-    ]
+    config, prefix, shapes, expected, window, modules, scaling = PUBLISHED[name]
     tensors = {
-        expected["prefix"] + key: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        prefix.format(module) + key: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for module in range(modules)
         for key, shape in shapes.items()
     }
+    others = ["model.embed_tokens.weight", "model.layers.0.input_layernorm.weight", "model.norm.weight"]
+    others += [f"{prefix}shared_head.head.weight"] if "shared_head.norm.weight" in shapes else []
     known = MtpFormat()
     assert known.recognises(config)
-    assert [key for key in [*tensors, *whole] if known.keeps(config, key)] == list(tensors)
+    assert [key for key in [*tensors, *others] if known.keeps(config, key)] == list(tensors)
     head = known.read(config, tensors)
-    assert head.unknown == [] and head.config.rotary_dim == expected["rotary"]
-    assert head.config.boundaries == ((36,) if name == "MiMo-7B" else (-1,))
-    if "scaling" in expected:
-        assert query_scaling(head.config.rope_scaling) == pytest.approx(expected["scaling"], abs=1e-4)
-
-
-def test_qwen3_nexts_published_sizes_are_understood() -> None:
-    """Its configuration announces no MTP layer."""
-    config = {
-        "architectures": ["Qwen3NextForCausalLM"],
-        **{"model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4},
-        **{"head_dim": 256, "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5120, "vocab_size": 151936},
-        **{"linear_num_value_heads": 32, "max_position_embeddings": 262144, "mlp_only_layers": [], "num_experts": 512},
-        **{"moe_intermediate_size": 512, "num_attention_heads": 16, "num_experts_per_tok": 10, "num_hidden_layers": 48},
-        **{"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6, "rope_theta": 10000000},
-        **{"rope_scaling": None, "shared_expert_intermediate_size": 512, "tie_word_embeddings": False},
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (2048, 4096),
-        **{f"{name}.weight": (2048,) for name in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")},
-        **{f"layers.0.{name}_layernorm.weight": (2048,) for name in ("input", "post_attention")},
-        "layers.0.self_attn.q_proj.weight": (8192, 2048),
-        **{f"layers.0.self_attn.{name}_proj.weight": (512, 2048) for name in "kv"},
-        "layers.0.self_attn.o_proj.weight": (2048, 4096),
-        **{f"layers.0.self_attn.{name}_norm.weight": (256,) for name in "qk"},
-        "layers.0.mlp.gate.weight": (512, 2048),
-        "layers.0.mlp.shared_expert_gate.weight": (1, 2048),
-    }
-    for expert in ("shared_expert", *(f"experts.{number}" for number in range(512))):
-        shapes |= {f"layers.0.mlp.{expert}.{part}_proj.weight": (512, 2048) for part in ("gate", "up")}
-        shapes[f"layers.0.mlp.{expert}.down_proj.weight"] = (2048, 512)
-    tensors = {f"mtp.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta") for key, shape in shapes.items()}
-    known = MtpFormat()
-    assert known.recognises(config)
-    assert [key for key in [*tensors, "model.norm.weight"] if known.keeps(config, key)] == list(tensors)
-    head = known.read(config, tensors)
-    assert head.unknown == [] and head.config.rotary_dim == 64 and head.config.rope_theta == 10_000_000
-
-
-def test_deepseek_v32s_published_sizes_are_understood() -> None:
-    """V3's, and an index."""
-    before, expected, shapes = PUBLISHED["DeepSeek-V3"]
-    config = before | {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"}
-    config |= {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048}
-    index = {"wq_b.weight": (8192, 1536), "wk.weight": (128, 7168), "weights_proj.weight": (64, 7168)}
-    index |= {"k_norm.weight": (128,), "k_norm.bias": (128,)}
-    shapes = shapes | {f"self_attn.indexer.{name}": shape for name, shape in index.items()}
-    for expert in ("shared_experts", *(f"experts.{number}" for number in range(256))):
-        shapes |= {f"mlp.{expert}.{part}_proj.weight": (2048, 7168) for part in ("gate", "up")}
-        shapes[f"mlp.{expert}.down_proj.weight"] = (7168, 2048)
-    tensors = {
-        f"model.layers.61.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for key, shape in shapes.items()
-    }
-    head = MtpFormat().read(config, tensors)
-    assert head.unknown == [] and head.config.target_layers == ("indexed_attention",)
-    assert head.config.rotary_dim == expected["rotary"] and head.config.window(0) is None
-
-
-def test_mimo_v2_flashs_published_sizes_are_understood() -> None:
-    """Its configuration announces no module; three are stored."""
-    config = {
-        "architectures": ["MiMoV2FlashForCausalLM"],
-        **{"model_type": "mimo_v2_flash", "hidden_size": 4096, "intermediate_size": 16384, "num_hidden_layers": 48},
-        **{"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128},
-        **{"swa_num_attention_heads": 64, "swa_num_key_value_heads": 8, "swa_head_dim": 192, "swa_v_head_dim": 128},
-        **{"sliding_window": 128, "sliding_window_size": 128, "add_swa_attention_sink_bias": True},
-        **{"partial_rotary_factor": 0.334, "rope_theta": 5000000, "swa_rope_theta": 10000, "vocab_size": 152576},
-        **{"hybrid_layer_pattern": [0, 1, 1, 1, 1, 0] * 8, "moe_layer_freq": [0] + [1] * 47, "n_routed_experts": 256},
-        **{"moe_intermediate_size": 2048, "num_experts_per_tok": 8, "layernorm_epsilon": 1e-05, "hidden_act": "silu"},
-        **{"attention_bias": False, "attention_value_scale": 0.707, "max_position_embeddings": 262144},
-    }
-    shapes: dict[str, tuple[int, ...]] = {
-        "eh_proj.weight": (4096, 8192),
-        **{f"{name}.weight": (4096,) for name in ("enorm", "hnorm", "input_layernorm", "pre_mlp_layernorm")},
-        "final_layernorm.weight": (4096,),
-        "self_attn.q_proj.weight": (12288, 4096),
-        "self_attn.k_proj.weight": (1536, 4096),
-        "self_attn.v_proj.weight": (1024, 4096),
-        "self_attn.o_proj.weight": (4096, 8192),
-        "self_attn.attention_sink_bias": (64,),
-        **{f"mlp.{part}_proj.weight": (16384, 4096) for part in ("gate", "up")},
-        "mlp.down_proj.weight": (4096, 16384),
-    }
-    tensors = {
-        f"model.mtp.layers.{number}.{key}": torch.empty(shape, dtype=torch.bfloat16, device="meta")
-        for key, shape in shapes.items()
-        for number in range(3)
-    }
-    known = MtpFormat()
-    assert known.recognises(config) and all(known.keeps(config, name) for name in tensors)
-    head = known.read(config, tensors)
-    assert head.unknown == [] and head.config.num_hidden_layers == 3 and head.config.rotary_dim == 64
-    assert head.config.window(0) == 129 and head.config.rope_theta == 10_000
+    assert head.unknown == [] and head.config.num_hidden_layers == modules and head.config.window(0) == window
+    assert {key: getattr(head.config, key) for key in expected} == expected
+    assert query_scaling(head.config.rope_scaling) == pytest.approx(scaling, abs=1e-4)

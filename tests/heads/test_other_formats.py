@@ -1,4 +1,4 @@
-"""The public formats of Medusa, P-EAGLE, Hydra, MLP speculators and Kangaroo: read as they were written, or refused."""
+"""The public formats of Medusa, P-EAGLE, Hydra, MLP speculators, Kangaroo and PARD: read as written, or refused."""
 
 import dataclasses
 import json
@@ -10,12 +10,16 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
+from forerun.cli import main
 from forerun.errors import ArgumentError, CheckpointError
 from forerun.heads.engines import ENGINES, diagnose, export_head, worst
-from forerun.heads.files import HeadCheckpoint, differences, read_head, write_head
+from forerun.heads.files import HeadCheckpoint, TargetFacts, differences, read_head, write_head
+from forerun.heads.pard_files import PardModel, export_pard
 from forerun.types import LAST_HIDDEN
-from heads.samples import FACTS, change, keys_of
+from heads.samples import FACTS, PLAIN, TARGET, change, keys_of, sample
+from llamas import tiny_llama
 from training.ttt import HIDDEN, VOCABULARY, hydra, kangaroo, medusa, mlp_speculator, peagle
 
 SAFE = "medusa_lm_head.safetensors"
@@ -230,12 +234,8 @@ def test_hydras_prefix_heads(options: dict[str, Any], tmp_path: Path) -> None:
         "prefix_embeding_layer.norm.weight",
     }
     assert {name: keys[name] for name in keys if name.startswith(("hydra_", "base_", "grounded_", "hidden_state"))} == {
-        "base_model_name_or_path": "owner/target",
-        "hydra_num_heads": 3,
-        "hydra_num_layers": layers,
-        "hydra_head_arch": "prefix-mlp",
-        "grounded_heads": True,
-        "hidden_state_offset": 0,
+        **{"base_model_name_or_path": "owner/target", "hydra_num_heads": 3, "hydra_num_layers": layers},
+        **{"hydra_head_arch": "prefix-mlp", "grounded_heads": True, "hidden_state_offset": 0},
     }
     for depth in range(3):
         assert stored[f"hydra_mlp.{depth}.1.linear.weight"].shape == (HIDDEN, (depth + 2) * HIDDEN)
@@ -277,23 +277,15 @@ def test_mlp_speculators(options: dict[str, Any], tmp_path: Path) -> None:
     assert stored["speculator.emb.0.weight"].shape == (VOCABULARY, inner)
     assert stored["speculator.proj.0.weight"].shape == (inner, HIDDEN)
     assert keys == {
-        "model_type": "mlp_speculator",
-        "architectures": ["MLPSpeculatorPreTrainedModel"],
-        "torch_dtype": "float32",
-        "vocab_size": VOCABULARY,
-        "emb_dim": HIDDEN,
-        "inner_dim": inner,
-        "n_predict": depths,
-        "tie_weights": options.get("tie_weights", False),
-        "scale_input": options.get("scale_input", False),
-        "top_k_tokens_per_head": [5, 4, 3, 2][:depths],
+        **{"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]},
+        **{"torch_dtype": "float32", "vocab_size": VOCABULARY, "emb_dim": HIDDEN, "inner_dim": inner},
+        **{"n_predict": depths, "tie_weights": options.get("tie_weights", False)},
+        **{"scale_input": options.get("scale_input", False), "top_k_tokens_per_head": [5, 4, 3, 2][:depths]},
         "n_candidates": 5,
     }
     bare = {name.removeprefix("speculator."): tensor for name, tensor in stored.items()}
     if "tie_weights" in options:  # as transformers stores tied weights: once
-        bare = {
-            name: tensor for name, tensor in bare.items() if name.startswith(("proj.1.", "proj.0.")) or ".0." in name
-        }
+        bare = {name: own for name, own in bare.items() if name.startswith(("proj.1.", "proj.0.")) or ".0." in name}
     save_file(bare, tmp_path / "head" / "model.safetensors")
     assert differences(before, read_head(tmp_path / "head")) == []
 
@@ -354,12 +346,7 @@ OTHER = torch.ones(HIDDEN, HIDDEN)
         ("peagle", {"parallel_drafting": False}, {}, "parallel_drafting is false"),
         ("peagle", {"markov_rank": 16}, {}, "markov_rank 16, which changes what a head computes"),
         ("peagle", {"architectures": ["LlamaForCausalLMEagle"]}, {}, "its layers are EAGLE-3's; got generation 1"),
-        (
-            "peagle",
-            {"target_hidden_size": 48},
-            {},
-            r"of the wrong shape: .*mask_hidden \(1, 1, 96\), expected \(1, 1, 144\)",
-        ),
+        ("peagle", {"target_hidden_size": 48}, {}, r"wrong shape: .*mask_hidden \(1, 1, 96\), expected \(1, 1, 144\)"),
         ("hydra", {"hydra_head_arch": "eagle-attn"}, {}, "hydra_head_arch is 'eagle-attn'; heads of the kinds mlp and"),
         ("hydra", {"grounded_heads": False}, {}, "grounded_heads must be true"),
         ("hydra", {"hidden_state_offset": 1}, {}, "hidden_state_offset 0"),
@@ -424,3 +411,94 @@ def test_no_engine_loads_one_and_doctor_says_so_of_each(kind: str, title: str, t
             read_head(tmp_path / "head", num_layers=2)
     with pytest.raises(ArgumentError, match=f"Heads of the kind {kind} go to hf"):
         export_head(tmp_path / "head", FACTS, "vllm", tmp_path / "vllm")
+
+
+WORDS = 40
+PUBLIC = {"pard_token": 39, "spd_type": "pard"}
+"""What AMD's config.json holds beside the model's own keys."""
+
+
+def facts(vocabulary: int = WORDS) -> TargetFacts:
+    return dataclasses.replace(FACTS, name_or_path="some/target", vocab_size=vocabulary)
+
+
+def saved(folder: Path, **keys: Any) -> PardModel:
+    made = tiny_llama(WORDS)
+    for key, value in {**PUBLIC, **keys}.items():
+        setattr(made.config, key, value)
+    made.save_pretrained(folder)
+    (folder / "warp_model.bin").write_bytes(b"never opened")
+    return PardModel.at(folder)
+
+
+def verdicts(model: PardModel, vocabulary: int = WORDS) -> dict[str, str]:
+    found = list(model.findings(facts(vocabulary)))
+    return {engine: worst(found, engine) for engine in ENGINES}
+
+
+def test_two_engines_draft_from_masks_and_the_others_do_not(tmp_path: Path) -> None:
+    model = saved(tmp_path)
+    assert verdicts(model) == {
+        **dict.fromkeys(("vllm", "trtllm"), "ok"),
+        **dict.fromkeys(("sglang", "llama.cpp"), "degrades"),
+        **dict.fromkeys(("lmdeploy", "modelopt"), "fails"),
+    }
+    assert verdicts(model, 44)["vllm"] == "fails" and verdicts(model, 44)["trtllm"] == "ok"
+    assert verdicts(saved(tmp_path / "odd", pard_token=WORDS))["trtllm"] == "fails"
+    second = saved(tmp_path / "second", spd_type="pard2", pard2=True)
+    assert verdicts(second)["vllm"] == "check"
+
+
+def test_a_head_with_a_pard_token_is_no_pard_model(tmp_path: Path) -> None:
+    folder = write_head(sample(PLAIN), tmp_path / "head", "flat", TARGET)
+    assert PardModel.at(change(folder, pard_token=3)) is None
+    tiny_llama(WORDS).save_pretrained(tmp_path / "plain")
+    assert PardModel.at(tmp_path / "plain") is None
+
+
+def test_an_export_is_a_copy_bit_for_bit_and_leaves_the_pickle(tmp_path: Path) -> None:
+    model, out = saved(tmp_path / "model"), tmp_path / "out"
+    done = export_pard(model, facts(), "vllm", out)
+    flag, given = done.command.split("--speculative-config ")
+    assert flag == "vllm serve some/target " and json.loads(given.strip("'")) == {
+        **{"method": "draft_model", "model": str(out), "num_speculative_tokens": 8, "parallel_drafting": True},
+    }
+    kept = {file.name for file in out.iterdir()}
+    assert kept == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
+    assert done.command in (out / "README.md").read_text()
+    read = AutoModelForCausalLM.from_pretrained(out)
+    assert read.config.pard_token == 39 and read.config.spd_type == "pard"
+    ours = tiny_llama(WORDS).state_dict()
+    assert all(torch.equal(tensor, ours[name]) for name, tensor in read.state_dict().items())
+
+
+def test_tensorrt_llm_is_told_the_mask_token(tmp_path: Path) -> None:
+    done = export_pard(saved(tmp_path / "model"), facts(), "trtllm", tmp_path / "out")
+    assert done.command == f"trtllm-serve some/target --config {tmp_path}/out/trtllm.yaml"
+    assert (tmp_path / "out/trtllm.yaml").read_text() == (
+        "speculative_config:\n  decoding_type: PARD\n  max_draft_len: 8\n"
+        f'  speculative_model: "{tmp_path}/out"\n  mask_token_id: 39\n'
+    )
+
+
+def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
+    model, out = saved(tmp_path / "model"), tmp_path / "out"
+    with pytest.raises(ArgumentError, match=r"cannot export to 'sglang'.*PARD draft models go to vllm, trtllm, hf"):
+        export_pard(model, facts(), "sglang", out)
+    with pytest.raises(CheckpointError, match=r"a vocabulary of 40: vllm wants both .* the target has 44"):
+        export_pard(model, facts(44), "vllm", out)
+    assert not out.exists()
+    assert export_pard(model, facts(44), "vllm", out, force=True).directory == out
+    with pytest.raises(ArgumentError, match="holds something, which would be deleted"):
+        export_pard(model, facts(), "vllm", out)
+
+
+def test_the_command_line_knows_such_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "model")
+    tiny_llama(WORDS, num_hidden_layers=4).save_pretrained(tmp_path / "target")
+    where = [str(tmp_path / "model"), "--target", str(tmp_path / "target")]
+    assert main(["doctor", *where, "--json", "--engine", "vllm"]) == 0
+    assert json.loads(capsys.readouterr().out)["engines"] == {"vllm": "ok"}
+    assert main(["doctor", *where]) == 1 and "degrades" in capsys.readouterr().out
+    assert main(["export", *where, "--to", "vllm", "--output", str(tmp_path / "out")]) == 0
+    assert '"parallel_drafting": true' in capsys.readouterr().out

@@ -109,15 +109,10 @@ def test_deeper_depths_are_of_fewer_entries_of_those_above() -> None:
 def test_rows_of_unlike_lengths_keep_their_own_share() -> None:
     made = peagle()
     long, short = (batch_of([tokens(size, seed=size)], made.config.boundaries, 20 - size) for size in (20, 8))
-    both = FeatureBatch(
-        batch=type(long.batch)(
-            **{
-                name: torch.cat([getattr(part.batch, name) for part in (long, short)])
-                for name in ("tokens", "loss_mask", "documents", "positions")
-            }
-        ),
-        features={key: torch.cat([long.features[key], short.features[key]]) for key in long.features},
-    )
+    fields = ("tokens", "loss_mask", "documents", "positions")
+    joined = {name: torch.cat([getattr(part.batch, name) for part in (long, short)]) for name in fields}
+    states = {key: torch.cat([long.features[key], short.features[key]]) for key in long.features}
+    both = FeatureBatch(batch=type(long.batch)(**joined), features=states)
     of = objective(made, depths=3, keep=0.5)
     together, apart = of(both), [of(one) for one in (long, short)]
     assert int(together.weight) == sum(int(one.weight) for one in apart)

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch.nn.functional import gelu, linear, silu
 
-from forerun import LLM, SamplingParams
-from forerun.errors import ArgumentError
 from forerun.heads.base import RecurrentHead
 from forerun.heads.hydra import HydraConfig, HydraHead, RecurrentObjective, RecurrentSettings
 from forerun.heads.runner import RecurrentRunner
@@ -145,17 +143,3 @@ def test_a_fresh_hydra_head_predicts_at_every_depth_what_the_target_does() -> No
         stepped = made.step(depth, embeds, memory)
         memory = stepped.memory
         torch.testing.assert_close(made.logits(stepped.output, depth).detach(), own)
-
-
-@pytest.mark.parametrize("make", [hydra, mlp_speculator])
-def test_it_drafts_no_deeper_than_it_has_depths(make: Make) -> None:
-    made, params = make(), SamplingParams(temperature=0, max_tokens=8, detokenize=False)
-    config = {"method": made.config.kind, "model": made, "adaptive": False}
-
-    def engine(**options: Any) -> LLM:
-        return LLM(model(), tokenizer=False, speculative_config={**config, **options}, self_check=False, max_num_seqs=2)
-
-    output = engine(num_speculative_tokens=9).generate({"prompt_token_ids": [3, 4]}, params)[0].outputs[0]
-    assert len(output.speculation.drafted_per_depth) == 3
-    with pytest.raises(ArgumentError, match="drafts 3 tokens on one path, the shape asks for 4"):
-        engine(shape=(1, 1, 1, 1))

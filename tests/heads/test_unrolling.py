@@ -24,10 +24,7 @@ LATENT: dict[str, Any] = {
     "latent": LatentConfig(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=12, q_lora_rank=20),
 }
 YARN = {
-    "rope_type": "yarn",
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "mscale": 1.0,
+    **{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0},
     "mscale_all_dim": 1.0,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -119,10 +116,7 @@ CASES: dict[str, dict[str, Any]] = {
     "longer than the chain": {"sliding_window": 8},
     "first layer": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (1,)},
     "EAGLE-1": {
-        "generation": 1,
-        "boundaries": (LAST_HIDDEN,),
-        "own_lm_head": False,
-        "draft_vocab_size": 40,
+        **{"generation": 1, "boundaries": (LAST_HIDDEN,), "own_lm_head": False, "draft_vocab_size": 40},
         "sliding_window": 3,
     },
     "second layer": {"num_hidden_layers": 2, "sliding_window": 3, "full_layers": (0,)},
