@@ -2,9 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, SamplingParams
+from forerun.cli import main
 from forerun.training.data.store import write_prepared
 from forerun.types import SpeculationStats
 from forerun.writing import TokenizerIdentity
@@ -75,6 +77,43 @@ def words(target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
     return line_of("eagle3", target, prepared, output, steps, *more)
 
 
+class Trainer:
+    """`forerun train` on the tiny target and what it wrote, into folders of a test."""
+
+    def __init__(self, target: Path, prepared: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.target, self.prepared, self.folder, self.capsys = target, prepared, folder, capsys
+
+    def line(self, kind: str, steps: int, *more: str, into: str = "run") -> list[str]:
+        """The words that train a kind."""
+        return line_of(kind, self.target, self.prepared, self.folder / into, steps, *more)
+
+    def eagle3(self, steps: int, *more: str, into: str = "run") -> list[str]:
+        """The words that train an EAGLE-3 head, which is evaluated."""
+        return [*words(self.target, self.prepared, self.folder / into, steps), *more]
+
+    def __call__(self, line: list[str]) -> Any:
+        """Run a command line that succeeds; what it prints, read as JSON."""
+        self.capsys.readouterr()
+        assert main(line) == 0
+        return json.loads(self.capsys.readouterr().out)
+
+    def refused(self, line: list[str]) -> str:
+        """What is said of a command line that is refused."""
+        self.capsys.readouterr()
+        assert main(line) == 2
+        return " ".join(self.capsys.readouterr().err.split())
+
+    def log(self, name: str, into: str = "run") -> list[float]:
+        """What a run's log says of a figure."""
+        return logged(self.folder / into, name)
+
+
+@pytest.fixture
+def train(target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Trainer:
+    """Trains into folders of the test."""
+    return Trainer(target, prepared, tmp_path, capsys)
+
+
 def logged(output: Path, name: str) -> list[float]:
     """What a run's log says of a figure, line by line."""
     lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
@@ -98,6 +137,18 @@ def same_weights(one: Path, other: Path) -> bool:
     """Whether two files hold the same tensors, bit for bit."""
     left, right = load_file(one), load_file(other)
     return left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+
+
+def goes_on(train: Trainer, line: Callable[[str], list[str]]) -> tuple[Path, Path]:
+    """Six steps in one run, and three of them in another that goes on from its checkpoint: the same losses."""
+    more = ["training.save_every_steps=3", "training.keep_checkpoints=0"]
+    one, two = (train.folder / into for into in ("one", "two"))
+    train([*line("one"), *more])
+    for name in ("checkpoint-3", "written"):
+        shutil.copytree(one / name, two / name)
+    train([*line("two"), *more])
+    assert logged(two, "loss") == logged(one, "loss")[3:]
+    return one, two
 
 
 def run_twice(worker: Path, argument: str, **environment: str) -> list[str]:

@@ -1,7 +1,6 @@
 """Distillation of draft models: the loss and AdaSPEC's filter written out, on-policy text, resuming, and drafting."""
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any, cast
@@ -12,7 +11,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
-from forerun.cli import main
 from forerun.errors import ArgumentError, UnsupportedModelError, VocabularyMismatchError
 from forerun.losses.chunked_loss import Divergence
 from forerun.losses.objective import FeatureBatch, FrozenTarget, ObjectiveSettings, TokenBatch
@@ -25,7 +23,7 @@ from forerun.training.run import make_writer
 from forerun.training.trained import TrainedModel
 from llamas import tiny_llama
 from selection import slow
-from training.conftest import drafts, evaluated, in_two_processes, line_of, logged, same_weights
+from training.conftest import Trainer, drafts, evaluated, goes_on, in_two_processes, same_weights
 from training.divergences import divergence_of
 from training.ttt import VOCABULARY, model
 
@@ -72,7 +70,7 @@ def objective(lm: Any, **settings: Any) -> DistillObjective:
 
 
 @pytest.mark.parametrize("divergence", list(Divergence), ids=str)
-def test_the_loss_and_its_gradient_equal_a_written_out_reference(divergence: Divergence) -> None:
+def test_loss_and_gradient_equal_a_written_out_reference(divergence: Divergence) -> None:
     """Documents one by one through transformers' own forward, without packing."""
     lm, tokens = draft().requires_grad_(True), windows()
     report = objective(lm, divergence=divergence)(batch())
@@ -193,9 +191,7 @@ def test_what_is_drawn_follows_seed_batch_and_row_and_the_models_distribution() 
     one = writer([tokens], 3, 0)[0].tokens
     assert torch.equal(one, writer([tokens], 3, 0)[0].tokens) and not torch.equal(one, writer([tokens], 4, 0)[0].tokens)
     second = TokenBatch(**{f.name: getattr(tokens, f.name)[1:] for f in dataclasses.fields(tokens)})
-    assert torch.equal(writer([second], 3, 1)[0].tokens[0], one[1]), (
-        "a process with the second row alone draws the same"
-    )
+    assert torch.equal(writer([second], 3, 1)[0].tokens[0], one[1]), "a process with that row alone draws the same"
     many = TokenBatch(**{f.name: getattr(tokens, f.name)[1:, :4].repeat(600, 1) for f in dataclasses.fields(tokens)})
     expected = lm(tokens.tokens[1:, :3]).logits[0, -1].softmax(-1).detach()
     found = writer([many], 0, 0)[0].tokens[:, 3].bincount(minlength=VOCABULARY) / 600
@@ -206,9 +202,8 @@ def test_what_is_drawn_follows_seed_batch_and_row_and_the_models_distribution() 
     assert int(writing(lm, prompt_tokens=2, accepted=0.5)([many], 0, 0)[0].loss_mask.sum()) in range(240, 360)
 
 
-def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
-    own = ("training.log_every_steps=1", "objective.prompt_tokens=2")
-    return line_of("distill", target, prepared, output, steps, *own, *more)
+def words(train: Trainer, steps: int, *more: str, into: str = "run") -> list[str]:
+    return train.line("distill", steps, "training.log_every_steps=1", "objective.prompt_tokens=2", *more, into=into)
 
 
 @pytest.fixture(scope="module")
@@ -223,56 +218,38 @@ def start(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "way", ["cross_entropy draft", *slow("reverse_kl data", "total_variation data", "jensen_shannon target")]
 )
-def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(
-    way: str, target: Path, prepared: Path, start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_distilled_draft_overlaps_more_with_its_target_and_drafts(way: str, train: Trainer, start: Path) -> None:
     """In 40 steps the overlap on the data's texts rises by 0.1 at least, on-policy from its own texts."""
     divergence, writer = way.split()
     more = [f"objective.divergence={divergence}", f"objective.writer={writer}", "--draft", str(start)]
-    more += [*evaluated(prepared, "max_tokens: 16, nodes: 10"), "training.eval_every_steps=20"]
-    assert main(words(target, prepared, tmp_path / "run", 40, *more)) == 0
-    outcome = json.loads(capsys.readouterr().out)
-    overlaps = logged(tmp_path / "run", "overlap_0")
+    more += [*evaluated(train.prepared, "max_tokens: 16, nodes: 10"), "training.eval_every_steps=20"]
+    outcome, overlaps = train(words(train, 40, *more)), train.log("overlap_0")
     assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.1, (overlaps[:3], overlaps[-10:])
-    assert len(logged(tmp_path / "run", "eval/chain_t0")) == 2 and outcome["best"] > 1.2
-    assert all(
-        len(logged(tmp_path / "run", f"eval/acceptance_{of}_1")) == 2 for of in ("tree_t0", "chain_t1", "tree_t1")
-    )
-    lengths = [drafts(target, "draft_model", folder) for folder in (outcome["draft"], start)]
+    for name in ("chain_t0", *(f"acceptance_{of}_1" for of in ("tree_t0", "chain_t1", "tree_t1"))):
+        assert len(train.log(f"eval/{name}")) == 2
+    assert outcome["best"] > 1.2
+    lengths = [drafts(train.target, "draft_model", folder) for folder in (outcome["draft"], start)]
     assert lengths[0] > lengths[1] + 0.05
     assert type(AutoModelForCausalLM.from_pretrained(outcome["draft"])) is LlamaForCausalLM
 
 
 @pytest.mark.slow
-def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shrunk_target_is_planned_trained_in_bfloat16_and_drafts(train: Trainer) -> None:
     more = ["draft.options={layers: 2, intermediate_size: 32}", "training.dtype=bfloat16", "objective.writer=draft"]
-    made = words(target, prepared, tmp_path / "run", 60, *more, "training.gradient_checkpointing=true")
-    assert main([*made, "--dry-run"]) == 0
-    assert json.loads(capsys.readouterr().out)["trainable_parameters"] > 5000 and not (tmp_path / "run").exists()
-    assert main(made) == 0
-    outcome = json.loads(capsys.readouterr().out)
-    overlaps = logged(tmp_path / "run", "overlap_0")
+    made = words(train, 60, *more, "training.gradient_checkpointing=true")
+    assert train([*made, "--dry-run"])["trainable_parameters"] > 5000 and not (train.folder / "run").exists()
+    outcome, overlaps = train(made), train.log("overlap_0")
     assert sum(overlaps[-10:]) / 10 > sum(overlaps[:3]) / 3 + 0.03, "it has half of the target's layers already"
-    assert same_weights(*(tmp_path / "run" / name / "model.safetensors" for name in ("draft", "checkpoint-60")))
-    assert drafts(target, "draft_model", outcome["draft"]) > 1.2
+    assert same_weights(*(train.folder / "run" / name / "model.safetensors" for name in ("draft", "checkpoint-60")))
+    assert drafts(train.target, "draft_model", outcome["draft"]) > 1.2
 
 
-def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
-    target: Path, prepared: Path, start: Path, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(train: Trainer, start: Path) -> None:
     """Six steps at once, and three of them in another run; its draft writes most texts, its reference picks tokens."""
     more = ["--draft", str(start), f"objective.reference={start}", "objective.writer=draft", "objective.written=0.7"]
-    more += ["training.save_every_steps=3", "training.keep_checkpoints=0"]
-    assert main(words(target, prepared, tmp_path / "one", 6, *more)) == 0
-    (tmp_path / "two").mkdir()
-    for name in ("checkpoint-3", "written"):
-        shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
-    assert main(words(target, prepared, tmp_path / "two", 6, *more)) == 0
-    assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
-    one, two = (tmp_path / name / "draft" / "model.safetensors" for name in ("one", "two"))
-    assert same_weights(one, two) and not same_weights(one, start / "model.safetensors")
+    one, two = goes_on(train, lambda into: words(train, 6, *more, into=into))
+    assert not same_weights(one / "draft" / "model.safetensors", start / "model.safetensors")
+    assert same_weights(*(folder / "draft" / "model.safetensors" for folder in (one, two)))
 
 
 @pytest.mark.parametrize(
@@ -282,10 +259,7 @@ def test_a_run_goes_on_to_the_bit_with_texts_of_its_own_and_a_reference(
         ({"draft": {"start": "x", "options": {"layers": 1}}}, "leave draft.options away"),
         ({"draft": {"start": "x", "vocab_size": 8}}, "leave draft.vocab_size away"),
         ({"draft": {"start": "x"}, "mode": "offline", "features": "f", "objective": {"writer": "draft"}}, "is online"),
-        (
-            {"draft": {"start": "x"}, "target_parallel": "tp", "objective": {"writer": "target"}},
-            "needs the whole target",
-        ),
+        ({"draft": {"start": "x"}, "target_parallel": "tp", "objective": {"writer": "target"}}, "the whole target"),
         ({"draft": {"options": {"layers": 1}}, "target_parallel": "fsdp"}, "shrunk from its whole weights"),
         ({"draft": {"start": "x"}, "objective": {"keep": 0}}, r"objective\.keep must be greater than 0"),
         ({"draft": {"start": "x"}, "objective": {"writer": "teacher"}}, "'data', 'draft' or 'target'"),
@@ -297,14 +271,12 @@ def test_what_contradicts_itself_is_refused_before_anything_is_loaded(given: dic
 
 
 def test_another_tokenizer_is_refused(start: Path, target: Path, tmp_path: Path) -> None:
-    shutil.copytree(start, tmp_path / "other")
-    words = (tmp_path / "other" / "tokenizer.json").read_text().replace('"w7"', '"x7"')
-    (tmp_path / "other" / "tokenizer.json").write_text(words)
-    recipe = make_recipe(
-        "distill", {"target": "a", "data": "b", "output": "c", "draft": {"start": str(tmp_path / "other")}}
-    )
+    other = Path(shutil.copytree(start, tmp_path / "other"))
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"w7"', '"x7"'))
+    given = {"target": "a", "data": "b", "output": "c", "draft": {"start": str(other)}}
     with pytest.raises(VocabularyMismatchError, match="differ in 2 tokens"):
-        TrainedModel(recipe).start(model(), AutoTokenizer.from_pretrained(target), None)
+        TrainedModel(make_recipe("distill", given)).start(model(), AutoTokenizer.from_pretrained(target), None)
 
 
 def test_a_spread_draft_model_does_not_write() -> None:
@@ -316,22 +288,21 @@ def test_a_spread_draft_model_does_not_write() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_distil_the_draft_that_one_distils(
-    target: Path, prepared: Path, start: Path, tmp_path: Path
-) -> None:
+def test_two_processes_distil_the_draft_that_one_distils(train: Trainer, start: Path) -> None:
     """Whole, with texts of its own and a reference, and sharded beside a sharded target; to 1e-5 in float32."""
     own = ["objective.writer=draft", "objective.written=0.7", f"objective.reference={start}"]
     ways = {"whole": own, "sharded": []}
     spread = {"whole": [], "sharded": ["--parallel", "fsdp", "target_parallel=fsdp"]}
 
     def line(name: str, *more: str) -> list[str]:
-        evaluation = [f"evaluation.prompts={prepared}", "evaluation.count=2", "evaluation.settings={max_tokens: 8}"]
-        return words(target, prepared, tmp_path / name, 4, "--draft", str(start), *evaluation, *more)
+        evaluation = ["evaluation.count=2", "evaluation.settings={max_tokens: 8}"]
+        prompts = f"evaluation.prompts={train.prepared}"
+        return words(train, 4, "--draft", str(start), prompts, *evaluation, *more, into=name)
 
     for name, more in ways.items():
-        assert main(line(f"{name}-one", *more)) == 0
+        train(line(f"{name}-one", *more))
     in_two_processes([line(name, *more, *spread[name], "windows.rows=2") for name, more in ways.items()])
     for name in ways:
-        one, two = (load_file(tmp_path / folder / "draft" / "model.safetensors") for folder in (f"{name}-one", name))
+        one, two = (load_file(train.folder / folder / "draft/model.safetensors") for folder in (f"{name}-one", name))
         for key, weight in one.items():
             torch.testing.assert_close(two[key], weight, atol=1e-5, rtol=1e-4, msg=key)

@@ -15,7 +15,7 @@ from forerun.training.data.prepare import prepare
 from forerun.training.data.records import BadRecords, read_records
 from forerun.training.data.regenerate import Director
 from forerun.writing import TokenizerIdentity
-from training.conftest import words
+from training.conftest import Trainer
 from training.ttt import VOCABULARY
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, detokenize=False)
@@ -37,26 +37,24 @@ def traffic(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def trained(target: Path, traffic: Path, output: Path, steps: int, *more: str) -> list[str]:
+def trained(train: Trainer, traffic: Path, steps: int, *more: str, into: str = "run") -> list[str]:
     """The command that trains on traffic."""
-    line = words(target, Path("unused"), output, steps)
+    line = train.eagle3(steps, into=into)
     place = line.index("--data")
     own = ("evaluation.", "draft.") if "--draft" in more else ("evaluation.",)  # a head has a shape of its own
     kept = [word for word in line if not word.startswith(own)]
     return [*kept[:place], "--from-traffic", str(traffic), *kept[place + 2 :], *more]
 
 
-def test_a_head_learns_from_traffic_and_is_swapped_in(
-    target: Path, traffic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_head_learns_from_traffic_and_is_swapped_in(train: Trainer, traffic: Path) -> None:
     heads = []
-    for name, steps, more in (("first", 2, ()), ("second", 60, ("--draft", str(tmp_path / "first" / "head")))):
-        assert main(trained(target, traffic, tmp_path / name, steps, *more)) == 0
-        said = capsys.readouterr()
+    for name, steps, more in (("first", 2, ()), ("second", 60, ("--draft", str(train.folder / "first" / "head")))):
+        assert main(trained(train, traffic, steps, *more, into=name)) == 0
+        said = train.capsys.readouterr()
         heads.append(json.loads(said.out)["head"])
         assert "skipped: " in said.err and "broken JSON" in said.err
     config = {"method": "eagle3", "model": heads[0], "num_speculative_tokens": 3, "adaptive": False}
-    llm = LLM(str(target), dtype="float32", speculative_config=config)
+    llm = LLM(str(train.target), dtype="float32", speculative_config=config)
 
     def accepted() -> tuple[list[list[int]], float]:
         found = [output.outputs[0] for output in llm.generate(PROMPTS, GREEDY)]
@@ -68,20 +66,16 @@ def test_a_head_learns_from_traffic_and_is_swapped_in(
     assert same == texts and after > 1.25 * before, (before, after)
 
 
-def test_data_and_traffic_are_one_way_in(
-    target: Path, traffic: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_data_and_traffic_are_one_way_in(train: Trainer, traffic: Path) -> None:
     """One key's file, and the same output again: what an earlier run prepared is what a later one goes on with."""
     mine, _ = files_of(traffic, "key0")
-    assert main([*trained(target, mine, tmp_path / "run", 1), "--dry-run"]) == 0
-    counts = json.loads((tmp_path / "run" / "traffic" / "manifest.json").read_text())["counts"]
-    assert counts["documents"] == len(PROMPTS) // 2
-    assert main([*trained(target, mine, tmp_path / "run", 1), "--dry-run"]) == 0
-    capsys.readouterr()
+    for _ in range(2):
+        train([*trained(train, mine, 1), "--dry-run"])
+        counts = json.loads((train.folder / "run" / "traffic" / "manifest.json").read_text())["counts"]
+        assert counts["documents"] == len(PROMPTS) // 2
+    (empty := train.folder / "empty").mkdir()
     for wrong, said in ((["--data", "x"], "either --data or --from-traffic"), ([], "holds no recorded traffic")):
-        (tmp_path / "empty").mkdir(exist_ok=True)
-        assert main([*trained(target, tmp_path / "empty", tmp_path / "other", 1), *wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert said in train.refused([*trained(train, empty, 1, into="other"), *wrong])
 
 
 def test_recorded_ids_are_read_by_their_own_tokenizer_alone(target: Path, traffic: Path, tmp_path: Path) -> None:

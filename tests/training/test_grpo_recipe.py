@@ -33,9 +33,7 @@ def run(train: Any, capsys: pytest.CaptureFixture[str], output: Path, *more: str
 
 
 @pytest.mark.slow
-def test_rewards_gradients_and_texts_are_the_same_with_drafts(
-    train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_is_the_same_with_drafts(train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run(train, capsys, tmp_path, "--steps", "2")
     assert found["steps"] == found["same_text_and_gradient"] == 2
     plain, drafts = found["curves"]["plain"], found["curves"]["drafts"]

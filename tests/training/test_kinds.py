@@ -1,11 +1,15 @@
-"""Every kind of head is trained, evaluated, written, read and drafted with by the same code."""
+"""Every kind of head is trained, evaluated, written, read and drafted with by the same code: one file and one entry."""
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from examples.printed import ROOT, markdown
 from forerun.cli import main
 from forerun.control.config import method_of
 from forerun.drafters import DRAFTERS, drafter_class
@@ -14,11 +18,12 @@ from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.heads.files import FORMATS, HeadCheckpoint, TargetFacts, format_for, write_head
 from forerun.training.recipe import make_recipe, read_recipe
 from forerun.training.trained import TRAINED, TrainedHead
+from heads.samples import PLAIN, TARGET, sample
 from llamas import tiny_llama
 from mtp_targets import with_fresh_layers
 from selection import one_of_each
 from training import ttt
-from training.conftest import drafts, evaluated, line_of, logged
+from training.conftest import Trainer, drafts, evaluated, words
 
 WAYS: dict[str, list[dict[str, object]]] = {
     "eagle3": [],  # `test_run` trains it at length
@@ -31,17 +36,12 @@ SMALL["domino"] += ["draft.options={gru_hidden_dim: 48, emb_dim: 32}"]
 SIZES = {"domino": {"gru_hidden_dim": 48, "emb_dim": 32}}
 
 
-def words(kind: str, target: Path, prepared: Path, output: Path, steps: int) -> list[str]:
-    return line_of(kind, target, prepared, output, steps, *evaluated(prepared), *SMALL.get(kind, []))
+def words_for(train: Trainer, kind: str, steps: int, *more: str, into: str = "run") -> list[str]:
+    return train.line(kind, steps, *evaluated(train.prepared), *SMALL.get(kind, []), *more, into=into)
 
 
 FALLS = {
-    "eagle": 0.99,
-    "peagle": 0.95,
-    "dflash": 0.95,
-    "dflash2": 0.93,
-    "hydra": 0.97,
-    "mlp_speculator": 0.95,
+    **{"eagle": 0.99, "peagle": 0.95, "dflash": 0.95, "dflash2": 0.93, "hydra": 0.97, "mlp_speculator": 0.95},
     "kangaroo": 0.98,
 }
 """What the loss falls to at least, 0.9 where nothing is said: these begin near the target's entropy."""
@@ -56,42 +56,33 @@ EACH = [name for name in TRAINABLE if name in CARRIED and WAYS.get(name) != []]
 
 
 @pytest.mark.parametrize("kind", one_of_each(EACH, lambda name: kind_named(name).drafts))
-def test_a_trained_head_drafts(
-    kind: str, target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trained_head_drafts(kind: str, train: Trainer) -> None:
     if kind_named(kind).in_target is not None:
-        target = with_fresh_layers(target, tmp_path / "target")
-    made = words(kind, target, prepared, tmp_path / "run", 40)
-    assert main([*made, "training.log_every_steps=1"]) == 0
-    late = json.loads(capsys.readouterr().out)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    losses = logged(tmp_path / "run", "loss")
+        train.target = with_fresh_layers(train.target, train.folder / "target")
+    late, losses = train(words_for(train, kind, 40, "training.log_every_steps=1")), train.log("loss")
     assert len(losses) == late["steps"] == 40
     # Batches differ in how hard they are: the first and the last two passes over the data.
     assert sum(losses[-12:]) / 12 < FALLS.get(kind, 0.9) * sum(losses[:6]) / 6
     assert late["best"] > 1.3
-    measured = {name for line in lines for name in line if name.startswith("eval/")}
     shapes = {f"{shape}_t{temperature}" for shape in ("chain", "tree") for temperature in (0, 1)}
-    assert {f"eval/{shape}" for shape in shapes} | {"eval/acceptance_0", "eval/acceptance_1"} <= measured
-    assert {f"eval/acceptance_{shape}_0" for shape in shapes - {"chain_t0"}} <= measured
+    measured = {*shapes, "acceptance_0", "acceptance_1", *(f"acceptance_{one}_0" for one in shapes - {"chain_t0"})}
+    assert all(train.log(f"eval/{name}") for name in measured)
     assert method_of(late["head"]) == kind, "named by its folder alone, it drafts as what it is"
     for way in WAYS.get(kind, [{"method": kind}]):
-        assert drafts(target, **{"model": late["head"], **way}) > 1.2
+        assert drafts(train.target, **{"model": late["head"], **way}) > 1.2
 
 
-def test_a_head_of_the_last_state_is_trained_from_stored_ones(target: Path, prepared: Path, tmp_path: Path) -> None:
+def test_a_head_of_the_last_state_is_trained_from_stored_ones(train: Trainer) -> None:
     """Online and offline alike; a store with other boundaries is refused."""
-    where = ("--target", str(target), "--data", str(prepared), "--dtype", "float32", "--no-probe", "--yes")
-    assert main(["features", *where, "--boundaries", "none", "--output", str(tmp_path / "last")]) == 0
-    assert main(["features", *where, "--boundaries", "1,2,3", "--output", str(tmp_path / "three")]) == 0
-    losses = []
-    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={tmp_path / 'last'}"))):
-        made = words("medusa", target, prepared, tmp_path / name, 2)
-        assert main([*made, "evaluation.prompts=null", "training.log_every_steps=1", *more]) == 0
-        losses.append(logged(tmp_path / name, "loss"))
-    assert len(losses[0]) == 2 and losses[1] == pytest.approx(losses[0], rel=1e-4)
-    made = words("medusa", target, prepared, tmp_path / "refused", 2)
-    assert main([*made, "mode=offline", f"features={tmp_path / 'three'}"]) == 2
+    where = ("--target", str(train.target), "--data", str(train.prepared), "--dtype", "float32", "--no-probe", "--yes")
+    last, three = (train.folder / name for name in ("last", "three"))
+    for output, boundaries in ((last, "none"), (three, "1,2,3")):
+        assert main(["features", *where, "--boundaries", boundaries, "--output", str(output)]) == 0
+    for name, more in (("online", ()), ("offline", ("mode=offline", f"features={last}"))):
+        train(words_for(train, "medusa", 2, "evaluation.prompts=null", "training.log_every_steps=1", *more, into=name))
+    losses = train.log("loss", "online")
+    assert len(losses) == 2 and train.log("loss", "offline") == pytest.approx(losses, rel=1e-4)
+    train.refused(words_for(train, "medusa", 2, "mode=offline", f"features={three}", into="refused"))
 
 
 def test_kinds_are_drafters_and_can_be_trained() -> None:
@@ -123,35 +114,19 @@ def test_what_is_no_kind_or_another_ones_is_refused_by_name() -> None:
         objective_for(drafting)
 
 
-def test_a_head_of_another_kind_is_no_start(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from forerun.heads.files import write_head
-    from heads.samples import PLAIN, TARGET, sample
-
-    write_head(sample(PLAIN), tmp_path / "other", "flat", TARGET)
-    made = words("eagle", target, prepared, tmp_path / "run", 1)
-    assert main([*made, f"draft.start={tmp_path / 'other'}"]) == 2
-    assert (
-        "draft.start holds a head of the kind eagle3; go on with it by: forerun train eagle3" in capsys.readouterr().err
-    )
+def test_a_head_of_another_kind_is_no_start(train: Trainer) -> None:
+    other = write_head(sample(PLAIN), train.folder / "other", "flat", TARGET)
+    said = train.refused(words_for(train, "eagle", 1, f"draft.start={other}"))
+    assert "draft.start holds a head of the kind eagle3; go on with it by: forerun train eagle3" in said
 
 
-def test_a_target_brings_the_shape_of_its_mtp_layers(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_target_brings_the_shape_of_its_mtp_layers(train: Trainer) -> None:
     """Options are refused, and a target that brings none; trained layers are a start."""
-    whole = with_fresh_layers(target, tmp_path / "target")
-    for place, word, message in (
-        (whole, "draft.vocab_size=8", "the target brings its own shape"),
-        (target, "draft.vocab_size=null", "brings no MTP layers"),
-    ):
-        assert main([*words("mtp", place, prepared, tmp_path / "refused", 2), word]) == 2
-        assert message in capsys.readouterr().err
-    made = [*words("mtp", whole, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
-    assert main(made) == 0
-    again = [*words("mtp", whole, prepared, tmp_path / "on", 1), "evaluation.prompts=null"]
-    assert main([*again, f"draft.start={json.loads(capsys.readouterr().out)['head']}"]) == 0
+    assert "brings no MTP layers" in train.refused(words_for(train, "mtp", 2, "draft.vocab_size=null"))
+    train.target = with_fresh_layers(train.target, train.folder / "target")
+    assert "the target brings its own shape" in train.refused(words_for(train, "mtp", 2, "draft.vocab_size=8"))
+    made = train(words_for(train, "mtp", 1, "evaluation.prompts=null"))
+    train(words_for(train, "mtp", 1, "evaluation.prompts=null", f"draft.start={made['head']}", into="on"))
 
 
 WRONG = {
@@ -189,7 +164,7 @@ def test_an_option_that_no_head_can_have_is_refused_by_name(kind: str) -> None:
     ("vocabulary", "hidden", "named"),
     [(ttt.VOCABULARY, 64, "hidden states of size 64, the target's have 32"), (30, 32, "30 tokens, the target has 40")],
 )
-def test_a_head_of_another_target_is_not_gone_on_with(
+def test_another_targets_head_does_not_go_on(
     kind: str, vocabulary: int, hidden: int, named: str, tmp_path: Path
 ) -> None:
     other = tiny_llama(vocabulary, num_hidden_layers=4, hidden_size=hidden)
@@ -201,3 +176,46 @@ def test_a_head_of_another_target_is_not_gone_on_with(
     recipe = read_recipe(kind, None, [], places)
     with pytest.raises((ArgumentError, VocabularyMismatchError), match=f"draft.start: .*{named}"):
         TrainedHead(recipe).start(ttt.model(), None, None)
+
+
+PAGE = "docs/write-a-head.md"
+RUN = """
+import importlib, json, sys
+import forerun.drafters
+from forerun.drafters.kinds import KINDS, HeadKind
+
+kind = eval(sys.argv[1], {"HeadKind": HeadKind})
+KINDS[kind.name] = kind  # as if its entry stood there
+importlib.reload(forerun.drafters)
+
+from forerun import LLM, SamplingParams
+from forerun.cli import main
+from forerun.heads import read_head
+
+assert main(json.loads(sys.argv[2])) == 0
+target, folder = sys.argv[3:]
+assert read_head(folder).config.kind == kind.name
+llm = LLM(target, speculative_config={"method": kind.name, "model": folder, "adaptive": False})
+prompt, params = {"prompt_token_ids": [3]}, SamplingParams(temperature=0, max_tokens=24, detokenize=False)
+drafted, plain = (llm.generate(prompt, params, speculative=on)[0].outputs[0] for on in (None, False))
+assert drafted.token_ids == plain.token_ids
+print("mean", drafted.speculation.mean_acceptance_length)
+"""
+
+
+def test_the_printed_head_is_trained_written_read_and_drafts(target: Path, prepared: Path, tmp_path: Path) -> None:
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    [file] = [block.text for block in markdown(PAGE, text) if block.python]
+    (tmp_path / "linear_head.py").write_text(file)
+    entry = text.partition("```text\n")[2].partition("```")[0]
+    line = words(target, prepared, tmp_path / "run", 25)
+    line = ["train", "linear", *(word for word in line[2:] if not word.startswith(("objective.", "draft.")))]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, entry, json.dumps(line), str(target), str(tmp_path / "run" / "head")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert float(done.stdout.split("mean ")[1]) > 1.2

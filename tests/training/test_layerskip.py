@@ -1,7 +1,6 @@
 """LayerSkip: the loss written out, dropped layers, curricula, and a target whose early exits draft better."""
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.losses.objective import FrozenTarget
 from forerun.training.features.online import OnlineFeatures
@@ -18,17 +16,15 @@ from forerun.training.layerskip import LayerSkipObjective, LayerSkipSettings, dr
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from llamas import tiny_llama
-from training.conftest import evaluated, line_of
+from training.conftest import Trainer, evaluated
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, model
 
 
 def learner() -> Any:
     """Another model of the target's shape, trainable."""
-    lm = tiny_llama(
-        VOCABULARY, 5, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.2
-    ).requires_grad_(True)
-    return lm.train()
+    sizes = {"num_hidden_layers": 4, "max_position_embeddings": 128, "initializer_range": 0.2}
+    return tiny_llama(VOCABULARY, 5, **sizes).requires_grad_(True).train()
 
 
 def objective(lm: Any, **settings: Any) -> LayerSkipObjective:
@@ -36,7 +32,7 @@ def objective(lm: Any, **settings: Any) -> LayerSkipObjective:
 
 
 @pytest.mark.parametrize("learn_from", ["target", "data"])
-def test_the_loss_and_its_gradient_equal_a_written_out_reference(learn_from: str) -> None:
+def test_loss_and_gradient_equal_a_written_out_reference(learn_from: str) -> None:
     """Documents one by one through transformers' own forward, its hidden states through its norm and head."""
     lm, tokens = learner(), windows()
     report = objective(lm, learn_from=learn_from, curriculum="all", dropout=0.0, exit_scale=0.5)(batch())
@@ -109,31 +105,18 @@ def test_weights_chances_and_curricula_are_the_papers() -> None:
 
 
 @pytest.mark.slow
-def test_early_exits_draft_better_after_training_and_losslessly(
-    target: Path, prepared: Path, tmp_path: Path, capsys: Any
-) -> None:
+def test_early_exits_draft_better_after_training_and_losslessly(train: Trainer) -> None:
     """In 60 steps the exit after half of the layers overlaps by 0.1 more with the target, which stays as it was by two
     percent of its loss; the best weights are those of the last evaluation."""
     more = ["training.learning_rate=3e-3", "training.log_every_steps=1", "training.eval_every_steps=30"]
-    more += ["objective={curriculum: all, exit_scale: 1.0}", *evaluated(prepared, "max_tokens: 16")]
-    assert main(line_of("layerskip", target, prepared, tmp_path / "run", 60, *more)) == 0
-    outcome = json.loads(capsys.readouterr().out)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "overlap_1" in line]
-    layers = LLM(str(target)).target.num_layers
-    half = f"overlap_{layers // 2}"
-    assert sum(line[half] for line in steps[-5:]) / 5 > sum(line[half] for line in steps[:3]) / 3 + 0.1
-    # Dropped layers included, the last layer's loss falls or stays.
-    assert sum(line["last_layer_loss"] for line in steps[-5:]) / 5 < steps[0]["last_layer_loss"] * 1.02
-    for name in (
-        "chain_half_t0",
-        "chain_t1",
-        "tree_t0",
-        "acceptance_tree_t1_1",
-        "acceptance_chain_three_quarters_t0_1",
-    ):
-        assert any(f"eval/{name}" in line for line in lines), name
-    trained = outcome["model"]
+    more += ["objective={curriculum: all, exit_scale: 1.0}", *evaluated(train.prepared, "max_tokens: 16")]
+    trained, layers = train(train.line("layerskip", 60, *more))["model"], LLM(str(train.target)).target.num_layers
+    half, last = train.log(f"overlap_{layers // 2}"), train.log("last_layer_loss")
+    assert sum(half[-5:]) / 5 > sum(half[:3]) / 3 + 0.1
+    assert sum(last[-5:]) / 5 < last[0] * 1.02, "dropped layers included, the last layer's loss falls or stays"
+    acceptance = ("acceptance_tree_t1_1", "acceptance_chain_three_quarters_t0_1")
+    for name in ("chain_half_t0", "chain_t1", "tree_t0", *acceptance):
+        assert train.log(f"eval/{name}"), name
     assert AutoModelForCausalLM.from_pretrained(trained).config.num_hidden_layers == layers
     config = {"method": "early_exit", "exit_layer": layers // 2, "num_speculative_tokens": 3, "adaptive": False}
     llm, prompt = LLM(trained, speculative_config=config), {"prompt_token_ids": [3]}

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, SamplingParams
-from forerun.cli import main
 from forerun.errors import ArgumentError
 from forerun.losses.objective import FrozenTarget
 from forerun.training.loop.distributed import Parallel
@@ -20,7 +19,7 @@ from forerun.training.medusa2 import Medusa2Objective, Medusa2Settings, TargetAn
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
 from llamas import tiny_llama
-from training.conftest import drafts, evaluated, line_of, same_weights
+from training.conftest import Trainer, drafts, evaluated, same_weights
 from training.test_distill import batch, windows
 from training.ttt import VOCABULARY, medusa, model
 
@@ -64,9 +63,7 @@ def reference(module: TargetAndHead, *, joint: float | None, learn_from: str) ->
 
 @pytest.mark.parametrize("learn_from", ["target", "data"])
 @pytest.mark.parametrize(("done", "joint"), [(0.2, None), (0.6, 0.5), (0.9, 1.0)])
-def test_the_loss_and_its_gradient_equal_a_written_out_reference(
-    done: float, joint: float | None, learn_from: str
-) -> None:
+def test_loss_and_gradient_equal_a_written_out_reference(done: float, joint: float | None, learn_from: str) -> None:
     module = learner()
     report = objective(module, learn_from=learn_from, heads_first=0.5, warmup=0.2)(replace(batch(), done=done))
     report.loss.backward()
@@ -94,29 +91,28 @@ def test_the_stages_and_their_learning_rates() -> None:
         read_recipe("medusa2", None, ["objective.heads_first=2"], {"target": "a", "data": "b", "output": "c"})
 
 
-def words(target: Path, prepared: Path, output: Path, steps: int, *more: str) -> list[str]:
+def words(train: Trainer, steps: int, *more: str, into: str = "run") -> list[str]:
     own = ("training.learning_rate=1e-3", "training.log_every_steps=1", "draft.options={num_heads: 3}")
-    return line_of("medusa2", target, prepared, output, steps, *own, *more)
+    return train.line("medusa2", steps, *own, *more, into=into)
 
 
-def test_the_target_stands_still_until_the_heads_have_learnt_and_a_stopped_run_goes_on_to_the_bit(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_target_stands_still_until_the_heads_have_learnt_and_a_run_goes_on_to_the_bit(
+    train: Trainer,
 ) -> None:
     more = ("training.save_every_steps=2", "training.keep_checkpoints=0", "training.weight_decay=0.5")
-    assert main(words(target, prepared, tmp_path / "whole", 6, *more, "objective.warmup=0")) == 0
-    before = load_file(target / "model.safetensors")
-    stages = [load_file(tmp_path / "whole" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6)]
+    whole, on = (train.folder / into for into in ("whole", "on"))
+    train(words(train, 6, *more, "objective.warmup=0", into="whole"))
+    before = load_file(train.target / "model.safetensors")
+    stages = [load_file(whole / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6)]
 
     def same(stage: dict[str, torch.Tensor]) -> set[bool]:
         return {torch.equal(stage[f"model.{name}"], tensor) for name, tensor in before.items()}
 
     assert [same(stage) for stage in stages] == [{True}, {False}, {False}]
     assert not torch.equal(stages[0]["head.heads.0.0.linear.weight"], stages[1]["head.heads.0.0.linear.weight"])
-    (tmp_path / "on").mkdir()
-    shutil.copytree(tmp_path / "whole" / "checkpoint-2", tmp_path / "on" / "checkpoint-2")
-    assert main(words(target, prepared, tmp_path / "on", 6, *more, "objective.warmup=0")) == 0
-    assert same_weights(*(tmp_path / name / "checkpoint-6" / "model.safetensors" for name in ("on", "whole")))
-    capsys.readouterr()
+    shutil.copytree(whole / "checkpoint-2", on / "checkpoint-2")
+    train(words(train, 6, *more, "objective.warmup=0", into="on"))
+    assert same_weights(*(folder / "checkpoint-6" / "model.safetensors" for folder in (on, whole)))
 
 
 @torch.no_grad()
@@ -128,32 +124,23 @@ def held_out_loss(folder: Path | str, texts: list[list[int]]) -> float:
 
 
 @pytest.mark.slow
-def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_is_accepted_than_of_heads_alone_and_the_target_stays_what_it_was(train: Trainer) -> None:
     """In 160 steps the first depth is right more often by 0.1, and by 0.03 more often than that of heads which learnt
     alone as long; the target's loss on texts of its own that are not in the data is within five percent. Both
     checkpoints are read by others, and draft losslessly."""
-
-    def trained(name: str, *more: str) -> tuple[dict[str, Any], list[dict[str, float]]]:
-        assert main(words(target, prepared, tmp_path / name, 160, "training.learning_rate=3e-3", *more)) == 0
-        lines = [json.loads(line) for line in (tmp_path / name / "log.jsonl").read_text().splitlines()]
-        return json.loads(capsys.readouterr().out), [line for line in lines if "acceptance_0" in line]
-
-    def right(lines: list[dict[str, float]]) -> float:
-        return sum(line["acceptance_0"] for line in lines) / len(lines)
-
-    outcome, together = trained("run", *evaluated(prepared, "max_tokens: 16, nodes: 6"))
-    _, alone = trained("alone", "objective.heads_first=1")
-    assert right(together[-12:]) > right(together[:6]) + 0.1
-    assert right(together[-12:]) > right(alone[-12:]) + 0.03
-    joined = [line["target_overlap"] for line in together if "target_overlap" in line]
-    assert len(joined) == 80 and joined[0] > 0.999 and not any("target_overlap" in line for line in alone)
+    rate = "training.learning_rate=3e-3"
+    outcome = train(words(train, 160, rate, *evaluated(train.prepared, "max_tokens: 16, nodes: 6")))
+    train(words(train, 160, rate, "objective.heads_first=1", into="alone"))
+    together, alone = (train.log("acceptance_0", into) for into in ("run", "alone"))
+    assert sum(together[-12:]) / 12 > sum(together[:6]) / 6 + 0.1
+    assert sum(together[-12:]) / 12 > sum(alone[-12:]) / 12 + 0.03
+    joined = train.log("target_overlap")
+    assert len(joined) == 80 and joined[0] > 0.999 and not train.log("target_overlap", "alone")
     params = SamplingParams(temperature=1, max_tokens=40, seed=3, detokenize=False)
     prompts = [{"prompt_token_ids": [first, 7]} for first in range(0, VOCABULARY, 4)]
-    written = LLM(str(target)).generate(prompts, params)
+    written = LLM(str(train.target)).generate(prompts, params)
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in written]
-    assert held_out_loss(outcome["model"], texts) < 1.05 * held_out_loss(target, texts)
+    assert held_out_loss(outcome["model"], texts) < 1.05 * held_out_loss(train.target, texts)
     stored = json.loads((Path(outcome["head"]) / "config.json").read_text())
     assert stored["base_model_name_or_path"] == outcome["model"] and stored["medusa_num_heads"] == 3
     assert outcome["best"] > 1.2 and drafts(outcome["model"], "medusa", outcome["head"], shape=(1, 1, 1)) > 1.2

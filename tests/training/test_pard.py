@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
 from torch.nn.functional import log_softmax
 from transformers import (
     AutoModelForCausalLM,
@@ -20,17 +21,15 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from forerun.cli import main
+from drafters.asking import setup_for
 from forerun.control.config import method_of
-from forerun.decode.drafter import DrafterSetup
 from forerun.drafters.draft_models.pard import PardConfig, PardDrafter, mark, mask_token
 from forerun.errors import ArgumentError
 from forerun.losses.objective import FrozenTarget
-from forerun.model import TransformersTarget
 from forerun.training.pard import PardObjective, PardSettings
 from forerun.types import LAST_HIDDEN
 from llamas import tiny_llama
-from training.conftest import drafts, evaluated, line_of, logged
+from training.conftest import Trainer, drafts, evaluated
 from training.test_distill import draft
 from training.ttt import VOCABULARY, batch_of, model, tokens
 
@@ -57,8 +56,7 @@ def objective(lm: Any, **settings: Any) -> PardObjective:
 
 
 def drafter(lm: Any, **options: Any) -> PardDrafter:
-    setup = DrafterSetup(target=TransformersTarget(model(), rows=2, slots=64), tokenizer=None, rows=2, slots=64)
-    return PardDrafter(PardConfig(model=lm, **options), setup)
+    return PardDrafter(PardConfig(model=lm, **options), setup_for(model(), rows=2, slots=64))
 
 
 @pytest.mark.parametrize("kind", ["llama", "windows", "gpt2"])
@@ -90,7 +88,7 @@ PARD2 = {"data_weight": 0.1, "target_weight": 1.0, "confidence": True}
 
 @pytest.mark.parametrize("settings", [{}, PARD2, {"data_weight": 0.0, "target_weight": 2.0}], ids=str)
 @pytest.mark.parametrize("few", [False, True], ids=["all", "dropped"])
-def test_the_loss_and_its_gradient_equal_a_written_out_reference(few: bool, settings: dict[str, Any]) -> None:
+def test_loss_and_gradient_equal_a_written_out_reference(few: bool, settings: dict[str, Any]) -> None:
     """Each prediction alone, through transformers' own forward: a beginning of a document, and masks behind it."""
     lm, texts, start = pard().requires_grad_(True), [tokens(12), tokens(9, seed=5)], 5
     batch = batch_of(texts, (), padding=3)
@@ -140,8 +138,6 @@ def test_the_loss_and_its_gradient_equal_a_written_out_reference(few: bool, sett
 
 
 def words() -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, models
-
     made = Tokenizer(models.WordLevel({f"w{index}": index for index in range(VOCABULARY)}, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=made)
 
@@ -181,33 +177,28 @@ def test_a_setting_that_makes_no_sense_is_refused(settings: dict[str, Any]) -> N
         PardSettings(**settings)
 
 
-def test_it_trains_from_the_command_line_and_writes_the_public_format(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_trains_from_the_command_line_and_writes_the_public_format(train: Trainer) -> None:
     """A transformers directory with two keys more; read back bit for bit; in 80 steps it drafts 1.4 times as much."""
-    start = tmp_path / "start"
+    start, untrained = (train.folder / name for name in ("start", "untrained"))
     draft(max_position_embeddings=128).save_pretrained(start)
-    AutoTokenizer.from_pretrained(target).save_pretrained(start)
+    AutoTokenizer.from_pretrained(train.target).save_pretrained(start)
     assert method_of(start) == "draft_model"
     more = ["--draft", str(start), "training.log_every_steps=1", "objective.depths=3", "training.eval_every_steps=80"]
-    more += evaluated(prepared, "max_tokens: 16, nodes: 10")
-    assert main(line_of("pard", target, prepared, tmp_path / "run", 80, *more)) == 0
-    outcome = json.loads(capsys.readouterr().out)
+    more += evaluated(train.prepared, "max_tokens: 16, nodes: 10")
+    folder = Path(train(train.line("pard", 80, *more))["draft"])
     for depth in range(3):
-        figures = logged(tmp_path / "run", f"acceptance_{depth}")
+        figures = train.log(f"acceptance_{depth}")
         assert sum(figures[-10:]) / 10 > sum(figures[:3]) / 3 + 0.1, (depth, figures[:3], figures[-10:])
-    assert len(logged(tmp_path / "run", "eval/tree_t0")) == len(logged(tmp_path / "run", "eval/chain_t1")) == 1
-    folder = Path(outcome["draft"])
+    assert len(train.log("eval/tree_t0")) == len(train.log("eval/chain_t1")) == 1
     written = json.loads((folder / "config.json").read_text())
     assert (written["pard_token"], written["spd_type"]) == (MASK, "pard") and written["model_type"] == "llama"
     assert method_of(folder) == "pard"
     stored, loaded = load_file(folder / "model.safetensors"), AutoModelForCausalLM.from_pretrained(folder)
     assert isinstance(loaded, LlamaForCausalLM) and loaded.config.pard_token == MASK
     assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in stored.items())
-    untrained = tmp_path / "untrained"
     lm = AutoModelForCausalLM.from_pretrained(start)
     lm.config.pard_token = MASK
     lm.save_pretrained(untrained)
-    AutoTokenizer.from_pretrained(target).save_pretrained(untrained)
-    lengths = [drafts(target, "pard", one, shape=(1, 1, 1)) for one in (folder, untrained)]
+    AutoTokenizer.from_pretrained(train.target).save_pretrained(untrained)
+    lengths = [drafts(train.target, "pard", one, shape=(1, 1, 1)) for one in (folder, untrained)]
     assert lengths[0] > 1.4 * lengths[1]

@@ -23,13 +23,8 @@ SHORT = ("training.steps=2", "evaluation.count=1", "evaluation.prompt_tokens=32"
 SHORTER = ("training.optimizer=adamw", "windows.rows=1", "objective.steps=1")
 """For the shipped target, whose matrices take Muon ten seconds a step where bfloat16 is slow."""
 SMALL = {
-    "vocab_size": 34_000,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 16_384,
+    **{"vocab_size": 34_000, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 16_384},
 }
 """Of a stand-in, whose number of layers is the large one's: the recipes' boundaries and draft vocabularies must fit."""
 

@@ -19,7 +19,7 @@ from forerun.training.data.store import PreparedData, write_prepared
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import flatten, make_recipe, read_recipe
 from forerun.training.run import TrainingRun
-from training.conftest import words
+from training.conftest import Trainer, words
 
 HARMLESS = {
     *("output", "target_parallel", "trackers", "evaluation.settings.rows"),
@@ -33,22 +33,11 @@ ELSEWHERE = {"kind", "target", "data", "mode", "features", "evaluation.prompts",
 ELSEWHERE |= {"training.seconds"}
 """Keys that other tests change: directories, which count by what they hold; what is not given beside `steps`."""
 OTHER: dict[str, Any] = {
-    "target_dtype": "bfloat16",
-    "target_parallel": "fsdp",
-    "draft.start": "elsewhere",
-    "draft.options": {"boundaries": [1, 2, 3]},
-    "objective.divergence": "lk",
-    "objective.writer": "target",
-    "training.steps": 2,
-    "training.max_seconds": 1e9,
-    "training.eval_every_steps": 1,
-    "training.patience": 3,
-    "training.optimizer": "muon",
-    "training.betas": [0.5, 0.5],
-    "training.schedule": "linear",
-    "training.warmup_steps": 1,
-    "training.dtype": "bfloat16",
-    "training.best_metric": "tree_t0",
+    **{"target_dtype": "bfloat16", "target_parallel": "fsdp", "draft.start": "elsewhere"},
+    **{"draft.options": {"boundaries": [1, 2, 3]}, "objective.divergence": "lk", "objective.writer": "target"},
+    **{"training.steps": 2, "training.max_seconds": 1e9, "training.eval_every_steps": 1, "training.patience": 3},
+    **{"training.optimizer": "muon", "training.betas": [0.5, 0.5], "training.schedule": "linear"},
+    **{"training.warmup_steps": 1, "training.dtype": "bfloat16", "training.best_metric": "tree_t0"},
 }
 """Another value of each key that is no number and no switch."""
 SHA = "sha256 [0-9a-f]{16}"
@@ -119,75 +108,60 @@ def test_a_target_of_the_hub_is_the_one_in_a_directory(
     assert under(finished, "target", "org/name").fixed() == finished.fixed()
 
 
-def test_directories_may_move_but_not_change(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_directories_may_move_but_not_change(train: Trainer) -> None:
     """Target, data, features and evaluation prompts, each moved, then changed in its place."""
-    shutil.copytree(target, tmp_path / "target")
-    shutil.copytree(prepared, tmp_path / "data")
-    store = ["features", "--boundaries", "1,2,3", "--no-probe", "--yes"]
+    target, data, features = (train.folder / name for name in ("target", "data", "features"))
+    shutil.copytree(train.target, target)
+    shutil.copytree(train.prepared, data)
 
-    def extract(target: Path, data: Path, output: Path, *more: str) -> None:
-        assert main([*store, "--target", str(target), "--data", str(data), "--output", str(output), *more]) == 0
+    def extract(output: Path, *more: str) -> None:
+        where = ("--target", str(train.target), "--data", str(train.prepared), "--output", str(output))
+        assert main(["features", "--boundaries", "1,2,3", "--no-probe", "--yes", *where, *more]) == 0
 
-    def start(*more: str, **places: Path) -> tuple[int, str]:
-        made = {"target": target, "data": prepared, "features": tmp_path / "features"} | places
-        line = words(made["target"], made["data"], tmp_path / "run", 1)
-        capsys.readouterr()
-        return main([*line, "mode=offline", f"features={made['features']}", *more]), capsys.readouterr().err
+    def line(*more: str, features: Path = features) -> list[str]:
+        return train.eagle3(1, "mode=offline", f"features={features}", *more)
 
-    extract(target, prepared, tmp_path / "features")
-    assert start()[0] == 0
-    shutil.copytree(tmp_path / "features", tmp_path / "moved")
-    moved = {"target": tmp_path / "target", "data": tmp_path / "data", "features": tmp_path / "moved"}
-    code, said = start(f"evaluation.prompts={tmp_path / 'data'}", **moved)
-    assert code == 0 and "holds a finished run: an earlier one did all 1 steps" in said
+    extract(features)
+    train(line())
+    moved = shutil.copytree(features, train.folder / "moved")
+    places = (f"target={target}", f"data={data}", f"evaluation.prompts={data}")
+    assert main(line(*places, features=Path(moved))) == 0
+    assert "holds a finished run: an earlier one did all 1 steps" in train.capsys.readouterr().err
 
-    extract(target, prepared, tmp_path / "rounded", "--dtype", "float8")
-    refused(start(features=tmp_path / "rounded"), r"features was 'bfloat16 by transformers', is 'float8_e4m3fn by tr")
-    write_data(tmp_path / "other", prepared, documents=3)
-    refused(start(f"evaluation.prompts={tmp_path / 'other'}"), rf"evaluation\.prompts was '{SHA}', is '{SHA}'\.")
-    refused(start("evaluation.prompts=null"), rf"evaluation\.prompts was '{SHA}', is None\.")
-    tensors = load_file(tmp_path / "target" / "model.safetensors")
+    def differs(line: list[str], message: str) -> None:
+        said = train.refused(line)
+        assert re.search(message, said) and "--allow-changes" in said, said
+
+    rounded, other = (train.folder / name for name in ("rounded", "other"))
+    extract(rounded, "--dtype", "float8")
+    differs(line(features=rounded), r"features was 'bfloat16 by transformers', is 'float8_e4m3fn by tr")
+    former = PreparedData(train.prepared)
+    write_prepared(other, [former.document(number) for number in range(3)], former.tokenizer)
+    differs(line(f"evaluation.prompts={other}"), rf"evaluation\.prompts was '{SHA}', is '{SHA}'\.")
+    differs(line("evaluation.prompts=null"), rf"evaluation\.prompts was '{SHA}', is None\.")
+    tensors = load_file(target / "model.safetensors")
     tensors["lm_head.weight"].mul_(1.1)
-    save_file(tensors, tmp_path / "target" / "model.safetensors", metadata={"format": "pt"})
-    online = words(tmp_path / "target", tmp_path / "other", tmp_path / "run", 1)
-    capsys.readouterr()
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    online = train.eagle3(1, f"target={target}", f"data={other}", f"evaluation.prompts={other}")
     message = rf"target was '{SHA}', is '{SHA}'; data was '{SHA}', is '{SHA}'; mode was 'offline', is 'online'; "
-    refused((main(online), capsys.readouterr().err), message)
-    assert main([*online, "--allow-changes"]) == 0
+    differs(online, message)
+    train([*online, "--allow-changes"])
 
 
-def write_data(folder: Path, former: Path, documents: int) -> None:
-    """The first documents of others."""
-    data = PreparedData(former)
-    write_prepared(folder, [data.document(number) for number in range(documents)], data.tokenizer)
-
-
-def refused(ran: tuple[int, str], message: str) -> None:
-    code, said = ran
-    plain = " ".join(said.split())
-    assert code == 2 and re.search(message, plain) and "--allow-changes" in plain, said
-
-
-def test_a_finished_run_started_again_says_so(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    line = words(target, prepared, tmp_path / "run", 2)
+def test_a_finished_run_started_again_says_so(train: Trainer) -> None:
+    line = train.eagle3(2)
+    train(line)
+    shutil.rmtree(train.folder / "run" / "head")
     assert main(line) == 0
-    shutil.rmtree(tmp_path / "run" / "head")
-    capsys.readouterr()
-    assert main(line) == 0
-    again = capsys.readouterr()
+    again = train.capsys.readouterr()
     outcome = json.loads(again.out)
     assert (outcome["reason"], outcome["loss"], outcome["steps"]) == ("already_finished", None, 2)
     assert "holds a finished run: an earlier one did all 2 steps" in " ".join(again.err.split())
     assert "--allow-changes" in again.err and Path(outcome["head"], "model.safetensors").is_file()
     assert main([word for word in line if word != "--json"]) == 0
-    shown = capsys.readouterr().out
+    shown = train.capsys.readouterr().out
     assert "nothing was trained" in shown and "nan" not in shown.lower() and "loss" not in shown
-    assert main([*line, "training.steps=3", "--allow-changes"]) == 0
-    assert json.loads(capsys.readouterr().out)["reason"] == "finished"
+    assert train([*line, "training.steps=3", "--allow-changes"])["reason"] == "finished"
 
 
 def test_a_run_cut_behind_an_evaluation_equals_one_to_the_bit(target: Path, prepared: Path, tmp_path: Path) -> None:

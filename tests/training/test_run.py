@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,7 +17,8 @@ from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, read_head, write_head
 from forerun.model.identity import fingerprint
 from forerun.training import run
-from forerun.training.data.store import UNWRITTEN, write_prepared
+from forerun.training.data.store import UNWRITTEN, about_answers, runs_in_circles, write_prepared
+from forerun.training.dry_run import plan
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationRecipe, EvaluationSettings, read_recipe
 from forerun.training.run import open_frozen_target
@@ -25,25 +27,19 @@ from forerun.types import SpeculationStats
 from forerun.writing import TokenizerIdentity, alone
 from llamas import tiny_llama
 from selection import slow
-from training.conftest import drafts, in_two_processes, logged, words
+from training.conftest import Trainer, drafts, in_two_processes, logged, words
+from training.data.conftest import store
 from training.ttt import VOCABULARY, head, model, tokens
 
 
-def test_training_makes_a_head_that_drafts_and_resumes(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    output = tmp_path / "run"
-    assert main(words(target, prepared, output, 2)) == 0
-    early = json.loads(capsys.readouterr().out)
-    assert main([*words(target, prepared, output, 40), "--allow-changes"]) == 0
-    late = json.loads(capsys.readouterr().out)
+def test_training_makes_a_head_that_drafts_and_resumes(train: Trainer) -> None:
+    early = train(train.eagle3(2))
+    late = train(train.eagle3(40, "--allow-changes"))
     assert late["steps"] == 40
     assert late["best"] > max(1.5, early["best"]), "it started well already"
-    log = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    assert any("eval/tree_t1" in line for line in log)
-
-    assert drafts(target, "eagle3", late["head"], top_k=2, nodes=6) > 1.2
-    assert read_head(late["head"]).target == fingerprint(target)
+    assert train.log("eval/tree_t1")
+    assert drafts(train.target, "eagle3", late["head"], top_k=2, nodes=6) > 1.2
+    assert read_head(late["head"]).target == fingerprint(train.target)
 
 
 def test_a_head_that_was_trained_for_other_weights_is_loaded_with_a_warning(
@@ -124,9 +120,7 @@ def test_a_prompt_ends_where_the_answer_begins(tmp_path: Path, caplog: pytest.Lo
         ("distill", ["draft.start=a", "training.best_metric=acceptance_5"], "acceptance_4, "),
     ],
 )
-def test_a_metric_that_no_evaluation_gives_is_told_of_before_anything_is_loaded(
-    kind: str, words: list[str], named: str
-) -> None:
+def test_a_metric_that_no_evaluation_gives_is_told_before_loading(kind: str, words: list[str], named: str) -> None:
     places = {"target": "nowhere", "data": "nowhere", "output": "nowhere"}
     recipe = read_recipe(kind, None, [*words, "evaluation.prompts=x"], places)
     with pytest.raises(ArgumentError, match=named):
@@ -148,19 +142,17 @@ VARIANTS = {
         *(("float16", "float32", "no-lm-head"), ("float32", "bfloat16", "3.1")),
     ],
 )
-def test_every_dtype_of_target_and_training_is_planned_and_trained(
-    given: str, training: str, variant: str, target: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_every_dtype_of_both_is_planned_and_trained(given: str, training: str, variant: str, train: Trainer) -> None:
     """Online, where the features have the target's dtype."""
-    made = words(target, prepared, tmp_path / "run", 2)
-    made += [f"target_dtype={given}", f"training.dtype={training}", "objective.steps=2", "evaluation.prompts=null"]
-    is_planned_and_trained([*made, "draft.vocab_size=null", f"draft.options={VARIANTS[variant]}"], tmp_path / "run")
+    more = [f"target_dtype={given}", "objective.steps=2", "draft.vocab_size=null", f"draft.options={VARIANTS[variant]}"]
+    is_planned_and_trained(train, training, *more)
 
 
-def is_planned_and_trained(line: list[str], output: Path) -> None:
-    assert main([*line, "--dry-run"]) == 0 and not output.exists()
+def is_planned_and_trained(train: Trainer, dtype: str, *more: str) -> None:
+    line = train.eagle3(2, f"training.dtype={dtype}", "evaluation.prompts=null", *more)
+    assert main([*line, "--dry-run"]) == 0 and not (train.folder / "run").exists()
     assert main(line) == 0
-    losses = logged(output, "loss")
+    losses = train.log("loss")
     assert losses and all(0 < loss < 10 for loss in losses)
 
 
@@ -168,55 +160,39 @@ def is_planned_and_trained(line: list[str], output: Path) -> None:
     ("stored", "training"),
     [("bfloat16", "float32"), ("float8", "bfloat16"), *slow(("float16", "float32"), ("float32", "bfloat16"))],
 )
-def test_every_stored_dtype_is_planned_and_trained(
-    stored: str, training: str, target: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_every_stored_dtype_is_planned_and_trained(stored: str, training: str, train: Trainer) -> None:
     """Offline, where the features have the store's dtype."""
-    store = tmp_path / "features"
-    where = ("--target", str(target), "--data", str(prepared), "--output", str(store))
+    store = train.folder / "features"
+    where = ("--target", str(train.target), "--data", str(train.prepared), "--output", str(store))
     assert main(["features", *where, "--boundaries", "1,2,3", "--dtype", stored, "--no-probe", "--yes"]) == 0
-    made = [*words(target, prepared, tmp_path / "run", 2), f"training.dtype={training}", "evaluation.prompts=null"]
-    is_planned_and_trained([*made, "mode=offline", f"features={store}"], tmp_path / "run")
+    is_planned_and_trained(train, training, "mode=offline", f"features={store}")
 
 
-def test_prompts_of_another_tokenizer_are_refused(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = tmp_path / "prompts"
+def test_prompts_of_another_tokenizer_are_refused(train: Trainer, tmp_path: Path) -> None:
     identity = TokenizerIdentity(name="other", vocab_size=40, vocabulary="v", template="t")
-    write_prepared(other, [([1, 2, 3], [False, True, True])], identity)
-    assert main([*words(target, prepared, tmp_path / "run", 1), f"evaluation.prompts={other}"]) == 2
-    assert "was prepared with the tokenizer of 'other'" in capsys.readouterr().err
+    write_prepared(tmp_path / "prompts", [([1, 2, 3], [False, True, True])], identity)
+    said = train.refused(train.eagle3(1, f"evaluation.prompts={tmp_path / 'prompts'}"))
+    assert "was prepared with the tokenizer of 'other'" in said
 
 
-def test_tokens_beyond_an_embedding_are_told_of_before_training(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokens_beyond_an_embedding_are_told_of_before_training(train: Trainer, tmp_path: Path) -> None:
     """Of the target, and of a draft model with the target's own tokenizer; whether they are trained on or decoded."""
-    tokenizer = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(target))
+    tokenizer = TokenizerIdentity.of(PreTrainedTokenizerFast.from_pretrained(train.target))
     for name, token in (("beyond", VOCABULARY), ("last", VOCABULARY - 1)):
         write_prepared(tmp_path / name, [([1, token, 3], [False, True, True])], tokenizer)
-    made = words(target, prepared, tmp_path / "run", 1)
-    for word in (f"data={tmp_path / 'beyond'}", f"evaluation.prompts={tmp_path / 'beyond'}"):
-        assert main([*made, word]) == 2
-        said = " ".join(capsys.readouterr().err.split())
+    for key in ("data", "evaluation.prompts"):
+        said = train.refused(train.eagle3(1, f"{key}={tmp_path / 'beyond'}"))
         assert f"holds token id {VOCABULARY}, and the target" in said and f"has {VOCABULARY}" in said
-    small = tmp_path / "small"
-    shutil.copytree(target, small)
+    small = shutil.copytree(train.target, tmp_path / "small")
     tiny_llama(VOCABULARY - 1, num_hidden_layers=2).save_pretrained(small)
-    line = ["train", "distill", "--target", str(target), "--data", str(tmp_path / "last"), "--draft", str(small)]
-    assert main([*line, "--output", str(tmp_path / "run")]) == 2
-    said = " ".join(capsys.readouterr().err.split())
+    said = train.refused(train.line("distill", 1, f"data={tmp_path / 'last'}", "--draft", str(small)))
     assert f"holds token id {VOCABULARY - 1}, and the draft model" in said
 
 
-def test_a_second_run_into_one_output_is_refused(
-    target: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made = [*words(target, prepared, tmp_path / "run", 1), "evaluation.prompts=null"]
+def test_a_second_run_into_one_output_is_refused(train: Trainer, tmp_path: Path) -> None:
+    made = train.eagle3(1, "evaluation.prompts=null")
     with alone(tmp_path / "run") as first:
-        assert first and main(made) == 2
-        assert "another run is training into" in capsys.readouterr().err
+        assert first and "another run is training into" in train.refused(made)
         assert main([*made, "--dry-run"]) == 0
     assert main(made) == 0
 
@@ -224,9 +200,8 @@ def test_a_second_run_into_one_output_is_refused(
 def test_a_recipe_file_yields_to_flags_and_words(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text("target: a\ndata: b\noutput: c\ntraining: {learning_rate: 1e-3, steps: 5}\n")
-    recipe = read_recipe(
-        "eagle3", file, ["training.steps=9", "objective.divergence=lk"], {"target": "z", "features": None}
-    )
+    words = ["training.steps=9", "objective.divergence=lk"]
+    recipe = read_recipe("eagle3", file, words, {"target": "z", "features": None})
     assert (recipe.target, recipe.data, recipe.training.steps) == ("z", "b", 9)
     assert recipe.training.learning_rate == 1e-3
     assert recipe.objective.divergence.value == "lk"
@@ -347,3 +322,39 @@ def test_a_new_run_replaces_no_folder_that_no_run_has_written(trained: type[Trai
     (tmp_path / trained.folder / "weights.bin").write_text("somebody's")
     with pytest.raises(ArgumentError, match=r"would be (replaced|deleted)"):
         trained.check_output(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "hydra", "kangaroo", "mlp_speculator", "peagle"])
+def test_a_fresh_head_is_planned_from_its_configuration(
+    kind: str, train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [word for word in train.line(kind, 300)[3:] if "=" in word]
+    places = {"target": str(train.target), "data": str(train.prepared), "output": str(train.folder / "run")}
+    options = ["draft.options={boundaries: [1, 2, 3]}"] if kind in ("eagle3", "peagle") else []
+    recipe = read_recipe(kind, None, [*words, *options], places)
+    loaded = run.TrainingRun(recipe, Parallel())
+    trainable = sum(weight.numel() for weight in loaded.module.parameters() if weight.requires_grad)
+    monkeypatch.setattr(run, "open_frozen_target", lambda *_: pytest.fail("the target was loaded"))
+    found = plan(recipe, Parallel())
+    assert found["trainable_parameters"] == trainable and found["seconds_per_step"] > 0
+    assert found["passes"] == pytest.approx(300 / loaded.batches.steps_per_epoch)
+    assert any("passes over the data" in sentence for sentence in found["advice"])
+
+
+def test_many_passes_long_documents_and_what_is_not_held_out_are_told(train: Trainer) -> None:
+    more = ["windows.length=16", "objective.steps=7", "draft.options={boundaries: [1, 2, 3]}", "draft.vocab_size=8"]
+    assert main([word for word in train.line("eagle3", 2000, *more, "--dry-run") if word != "--json"]) == 0
+    said = train.capsys.readouterr().out
+    for part in ("2,000 steps are", "overfits", "splits", "evaluation.prompts", "objective.steps=5", "vocabulary of 8"):
+        assert part in said
+    assert json.loads(said[said.index("{") :])["training"]["steps"] == 2000
+
+
+def test_circles_and_silence_are_told_of(tmp_path: Path) -> None:
+    circle, text = [*range(20), *[5, 6, 7] * 20], [*range(90)]
+    assert runs_in_circles(np.array(circle)) and not runs_in_circles(np.array(text))
+    assert not runs_in_circles(np.array([1] * 20)), "too short to say"
+    documents = [(ids, [False] + [True] * (len(ids) - 1)) for ids in (circle, text, [1, 2])]
+    circles, silence = about_answers(store(tmp_path / "odd", documents))
+    assert circles.startswith("33% of the answers run in circles") and silence.startswith("33% of the answers have two")
+    assert list(about_answers(store(tmp_path / "plain", documents[1:2]))) == []

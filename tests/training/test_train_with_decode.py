@@ -1,6 +1,5 @@
 """Train with decode: the target writes while what is trained drafts for it; resumed to the bit, and worth its time."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from forerun.cli import main
 from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError, DataError
 from forerun.losses.objective import ObjectiveSettings, TokenBatch
@@ -21,7 +19,7 @@ from forerun.training.recipe import make_recipe
 from forerun.training.run import TrainingRun
 from forerun.training.trained import trained_class
 from forerun.writing import TokenizerIdentity
-from training.conftest import logged, same_weights, words
+from training.conftest import Trainer, goes_on, same_weights
 from training.ttt import VOCABULARY, model
 
 WRITTEN = ("objective.writer=target", "objective.prompt_tokens=4", "objective.temperature=0.0", "windows.length=32")
@@ -55,17 +53,21 @@ def text_of(batch: TokenBatch) -> list[list[int]]:
     ]
 
 
-def test_the_text_is_the_targets_own_whoever_drafts_and_follows_its_weights(
+def is_written(run: TrainingRun, text: list[int], prompt: int) -> bool:
+    """Whether the target goes on so from the prompt, token by token."""
+    found = text[:prompt]
+    while len(found) < len(text):
+        found.append(int(run.model(torch.tensor([found])).logits[0, -1].argmax()))
+    return found == text
+
+
+def test_the_text_is_the_targets_whoever_drafts_and_follows_its_weights(
     target: Path, foreign: Path, tmp_path: Path
 ) -> None:
     """At temperature 0 plain decoding's, token by token, above it that of the seed; a head changes where it counts."""
     run = run_of(target, foreign, tmp_path, temperature=0.0, accepted=0.0)
     before = run.batches.batch(0, 0, 1).batch
-    for text in text_of(before):
-        found = text[:4]
-        while len(found) < len(text):
-            found.append(int(run.model(torch.tensor([found])).logits[0, -1].argmax()))
-        assert found == text
+    assert all(is_written(run, text, 4) for text in text_of(before))
     given = run.batches.windows.batch(0)
     assert not torch.equal(before.tokens, given.tokens) and torch.equal(before.documents, given.documents)
     with torch.no_grad():
@@ -121,27 +123,20 @@ def test_prompts_without_answers_are_answered_whatever_else_is_written(
     prompts = {tuple(text[:6]) for text in given if UNWRITTEN in text}
     mine = [text for text in answered if tuple(text[:6]) in prompts]
     assert len({tuple(text[:6]) for text in mine}) == len(prompts) == 8
-    for text in mine:
-        found = text[:6]
-        while len(found) < len(text):
-            found.append(int(run.model(torch.tensor([found])).logits[0, -1].argmax()))
-        assert found == text
+    assert all(is_written(run, text, 6) for text in mine)
 
 
-def test_prompts_without_answers_are_refused_where_nobody_writes_them(
-    target: Path, unanswered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_without_answers_are_refused_where_nobody_writes_them(train: Trainer, unanswered: Path) -> None:
     with pytest.raises(DataError, match=r"9 documents are prompts.*objective.writer=target.*data regenerate"):
-        run_of(target, unanswered, tmp_path / "run", writer="data")
-    places = ("--target", str(target), "--data", str(unanswered), "--output", str(tmp_path / "features"))
-    assert main(["features", "--kind", "eagle3", *places]) == 2
-    assert "9 documents are prompts" in capsys.readouterr().err
+        run_of(train.target, unanswered, train.folder / "run", writer="data")
+    places = ("--target", str(train.target), "--data", str(unanswered), "--output", str(train.folder / "features"))
+    assert "9 documents are prompts" in train.refused(["features", "--kind", "eagle3", *places])
 
 
-def test_batches_are_seen_again_from_disk_by_any_number_of_processes(
-    target: Path, foreign: Path, tmp_path: Path
-) -> None:
-    """Five batches of three rows are written at once, and each is seen three times."""
+def test_batches_come_again_from_disk_to_any_number_of_processes(target: Path, foreign: Path, tmp_path: Path) -> None:
+    """Five batches of three rows are written at once, or as many as a setting says; each is seen three times."""
+    seven = run_of(target, foreign, tmp_path, temperature=0.0, at_once=7).batches.writer
+    assert seven is not None and seven.together == 2
     batches = run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches
     assert batches.writer is not None and batches.writer.together == 5
     made = [batches.batch(step, 0, 1).batch for step in range(16)]
@@ -160,11 +155,6 @@ def test_batches_are_seen_again_from_disk_by_any_number_of_processes(
         run_of(target, foreign, tmp_path, temperature=0.0, reuse=3).batches.batch(7, 0, 1)
 
 
-def test_how_many_windows_are_written_together_is_a_setting(target: Path, foreign: Path, tmp_path: Path) -> None:
-    writer = run_of(target, foreign, tmp_path, temperature=0.0, at_once=7).batches.writer
-    assert writer is not None and writer.together == 2, "of three rows each"
-
-
 def test_what_a_resumed_run_may_ask_for_stays_and_nothing_else(target: Path, foreign: Path, tmp_path: Path) -> None:
     batches = run_of(target, foreign, tmp_path, temperature=0.0, reuse=1).batches
 
@@ -178,34 +168,25 @@ def test_what_a_resumed_run_may_ask_for_stays_and_nothing_else(target: Path, for
     assert held(10) == [*range(5, 15)], "the seventh step reads batch 7"
 
 
-def written_by(target: Path, data: Path, output: Path, steps: int, *more: str) -> list[str]:
-    return [*words(target, data, output, steps), "training.log_every_steps=1", *WRITTEN, *more]
+def written_by(train: Trainer, steps: int, data: Path, *more: str, into: str) -> list[str]:
+    return train.eagle3(steps, f"data={data}", "training.log_every_steps=1", *WRITTEN, *more, into=into)
 
 
 @pytest.mark.parametrize("reuse", [1, 2])
-def test_a_run_goes_on_to_the_bit(target: Path, foreign: Path, tmp_path: Path, reuse: int) -> None:
-    """Six steps at once, and three of them in another run, at temperature 1; a part of the documents stay."""
+def test_a_run_goes_on_to_the_bit(train: Trainer, foreign: Path, reuse: int) -> None:
+    """At temperature 1; a part of the documents stay."""
     more = ["objective.temperature=1.0", f"objective.reuse={reuse}", "objective.written=0.8", "objective.accepted=0.5"]
-    more += ["training.save_every_steps=3", "training.keep_checkpoints=0", "evaluation.prompts=null"]
-    assert main(written_by(target, foreign, tmp_path / "one", 6, *more)) == 0
-    (tmp_path / "two").mkdir()
-    for name in ("checkpoint-3", "written"):
-        shutil.copytree(tmp_path / "one" / name, tmp_path / "two" / name)
-    assert main(written_by(target, foreign, tmp_path / "two", 6, *more)) == 0
-    assert logged(tmp_path / "two", "loss") == logged(tmp_path / "one", "loss")[3:]
-    assert same_weights(*(tmp_path / name / "head" / "model.safetensors" for name in ("one", "two")))
+    more += ["evaluation.prompts=null"]
+    one, two = goes_on(train, lambda into: written_by(train, 6, foreign, *more, into=into))
+    assert same_weights(*(folder / "head" / "model.safetensors" for folder in (one, two)))
 
 
 @pytest.mark.slow
-def test_it_lifts_acceptance_over_the_same_steps_without_it(
-    target: Path, foreign: Path, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_lifts_acceptance_over_the_same_steps_without_it(train: Trainer, foreign: Path) -> None:
     """On texts that are not the target's: by 0.5 tokens a pass at least, half of the batches written before."""
-    lengths = []
+    lengths, evaluation = [], ["draft.vocab_size=null", "evaluation.count=8"]
     for name, more in (("without", ["objective.writer=data"]), ("with", ["objective.reuse=2"])):
-        evaluation = [f"evaluation.prompts={prepared}", "draft.vocab_size=null", "evaluation.count=8"]
-        assert main(written_by(target, foreign, tmp_path / name, 60, *evaluation, *more)) == 0
-        lengths.append(json.loads(capsys.readouterr().out)["best"])
+        lengths.append(train(written_by(train, 60, foreign, *evaluation, *more, into=name))["best"])
     assert lengths[1] > lengths[0] + 0.5, lengths
 
 

@@ -1,4 +1,4 @@
-"""What the tests of training-time test share: a tiny target, heads for it, and features of a text."""
+"""What the tests of training-time test share: a tiny target, random heads for it, and features of a text."""
 
 import functools
 from collections.abc import Callable
@@ -28,15 +28,11 @@ from llamas import HEAD_SIZES, tiny_llama
 
 VOCABULARY = 40
 HIDDEN = 32
-FIRST: dict[str, Any] = {
-    "generation": 1,
-    "boundaries": (LAST_HIDDEN,),
-    "draft_vocab_size": VOCABULARY,
-    "own_lm_head": False,
-}
+FIRST: dict[str, Any] = {"generation": 1, "boundaries": (LAST_HIDDEN,)}
+FIRST |= {"draft_vocab_size": VOCABULARY, "own_lm_head": False}
 """What makes an EAGLE-1 head of `head`."""
 LAYERS: dict[str, Any] = {**HEAD_SIZES, "vocab_size": VOCABULARY, "initializer_range": 0.2}
-"""Of heads for `model()`, unless their options say otherwise."""
+"""Of the heads below, which are for `model()`; their options say otherwise."""
 
 HYBRID: dict[str, Any] = {
     "model_type": "qwen3_5_moe_text",
@@ -61,31 +57,39 @@ def model() -> LlamaForCausalLM:
         return tiny_llama(VOCABULARY, num_hidden_layers=4, max_position_embeddings=128, initializer_range=0.2)
 
 
-def head(**options: Any) -> EagleHead:
-    """A random head for `model()`, EAGLE-3's; a reduced vocabulary unless the options say otherwise."""
+def _random(head: Callable[[Any], Any], config: Any) -> Any:
+    """A head of random weights: no norm is all ones, no correction nothing, no reduced vocabulary the first tokens."""
     torch.manual_seed(1)
-    given = {**LAYERS, "draft_vocab_size": 30, "boundaries": (1, 2, 3), **options}
-    made = EagleHead(EagleConfig(**given)).eval()
-    _vary(made)
+    made = head(config).eval()
+    for name, weight in made.named_parameters():
+        if "norm" in name:
+            torch.nn.init.uniform_(weight, 0.5, 1.5)
+        if name.startswith(("markov_head", "confidence_head", "embed_proj", "candidate_selector")) or "_conv." in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    if config.reduced_vocabulary:
+        ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: config.draft_vocab_size]
+        made.set_vocabulary(ids.sort().values)
     return made
 
 
+def head(**options: Any) -> EagleHead:
+    """EAGLE-3's unless the options say otherwise, with a reduced vocabulary."""
+    return _random(EagleHead, EagleConfig(**{**LAYERS, "draft_vocab_size": 30, "boundaries": (1, 2, 3), **options}))
+
+
 def medusa(**options: Any) -> MedusaHead:
-    """A random Medusa head for `model()`; of three depths unless the options say otherwise."""
+    """Of three depths."""
     torch.manual_seed(1)
-    config = MedusaConfig.for_target("medusa", model(), options={"num_heads": 3, **options})
-    made = MedusaHead(config).eval()
+    made = MedusaHead(MedusaConfig.for_target("medusa", model(), options={"num_heads": 3, **options})).eval()
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     return made
 
 
 def hydra(**options: Any) -> HydraHead:
-    """A random Hydra head for `model()`; of three depths of three blocks unless the options say otherwise."""
-    torch.manual_seed(1)
+    """Of three depths of three blocks."""
     given = {"num_heads": 3, "num_layers": 3, "initializer_range": 0.2, **options}
-    made = HydraHead(HydraConfig.for_target("hydra", model(), options=given)).eval()
-    _vary(made)
+    made = _random(HydraHead, HydraConfig.for_target("hydra", model(), options=given))
     for name, weight in made.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(weight, std=0.3)
@@ -93,8 +97,7 @@ def hydra(**options: Any) -> HydraHead:
 
 
 def mlp_speculator(**options: Any) -> MlpSpeculatorHead:
-    """A random MLP speculator for `model()`; of three depths, narrower than the target, unless the options say
-    otherwise."""
+    """Of three depths, narrower than the target."""
     torch.manual_seed(1)
     given = {"n_predict": 3, "inner_dim": 24, **options}
     made = MlpSpeculatorHead(MlpSpeculatorConfig.for_target("mlp_speculator", model(), options=given)).eval()
@@ -105,18 +108,18 @@ def mlp_speculator(**options: Any) -> MlpSpeculatorHead:
 
 
 def kangaroo(**options: Any) -> KangarooHead:
-    """A random adapter for `model()`, after two layers unless the options say otherwise."""
-    torch.manual_seed(1)
+    """After two layers."""
     given = {"boundaries": [2], "initializer_range": 0.2, **options}
-    made = KangarooHead(KangarooConfig.for_target("kangaroo", model(), options=given)).eval()
-    _vary(made)
-    return made
+    return _random(KangarooHead, KangarooConfig.for_target("kangaroo", model(), options=given))
+
+
+TWO_LAYERS: dict[str, Any] = {**LAYERS, "boundaries": (1, 2, 3)}
+TWO_LAYERS |= {"num_hidden_layers": 2, "mask_token_id": VOCABULARY - 1}
 
 
 def dflash(**options: Any) -> DFlashHead:
-    """A random DFlash head for `model()`, of two layers and blocks of five unless the options say otherwise; with a
-    ``markov_rank`` a DSpark head, with a ``gru_hidden_dim`` a Domino, with a ``selector_rank`` a DFlash 2 head."""
-    torch.manual_seed(1)
+    """Of two layers and blocks of five; with a ``markov_rank`` a DSpark head, with a ``gru_hidden_dim`` a Domino, with
+    a ``selector_rank`` a DFlash 2 head."""
     config: Any = DFlashConfig
     if "markov_rank" in options:
         config = DSparkConfig
@@ -124,56 +127,19 @@ def dflash(**options: Any) -> DFlashHead:
         config, options = DominoConfig, {"emb_dim": 7, **options}
     elif "selector_rank" in options:
         config, options = DFlash2Config, {"conv_group_size": 8, "selector_top_k": 6, **options}
-    given = {
-        **LAYERS,
-        "draft_vocab_size": VOCABULARY,
-        "boundaries": (1, 2, 3),
-        "num_hidden_layers": 2,
-        "block_size": 5,
-        "mask_token_id": VOCABULARY - 1,
-        **options,
-    }
-    shape = config(**given)
-    made: DFlashHead = kind_named(shape.kind).head(shape).eval()
-    _vary(made)
-    return made
+    shape = config(**{**TWO_LAYERS, "draft_vocab_size": VOCABULARY, "block_size": 5, **options})
+    return _random(kind_named(shape.kind).head, shape)
 
 
 def peagle(**options: Any) -> PEagleHead:
-    """A random P-EAGLE head for `model()`, of two layers unless the options say otherwise."""
-    torch.manual_seed(1)
-    given = {
-        **LAYERS,
-        "draft_vocab_size": 30,
-        "boundaries": (1, 2, 3),
-        "num_hidden_layers": 2,
-        "mask_token_id": VOCABULARY - 1,
-        **options,
-    }
-    made = PEagleHead(PEagleConfig(**given)).eval()
-    _vary(made)
-    return made
+    """Of two layers."""
+    return _random(PEagleHead, PEagleConfig(**{**TWO_LAYERS, "draft_vocab_size": 30, **options}))
 
 
 def mtp(**options: Any) -> MtpHead:
-    """A random MTP layer for `model()`, dense and on its last hidden state unless the options say otherwise."""
-    torch.manual_seed(1)
+    """One layer, dense and on the target's last hidden state."""
     given = {**LAYERS, "draft_vocab_size": VOCABULARY, "boundaries": (LAST_HIDDEN,), **options}
-    made = MtpHead(MtpConfig(**given)).eval()
-    _vary(made)
-    return made
-
-
-def _vary(made: DecoderHead) -> None:
-    """Let no norm be all ones, no correction nothing, and no reduced vocabulary the first tokens."""
-    for name, weight in made.named_parameters():
-        if "norm" in name:
-            torch.nn.init.uniform_(weight, 0.5, 1.5)
-        if name.startswith(("markov_head", "confidence_head", "embed_proj", "candidate_selector")) or "_conv." in name:
-            torch.nn.init.normal_(weight, std=0.3)
-    if made.config.reduced_vocabulary:
-        ids = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(2))[: made.config.draft_vocab_size]
-        made.set_vocabulary(ids.sort().values)
+    return _random(MtpHead, MtpConfig(**given))
 
 
 def tokens(length: int, seed: int = 3) -> list[int]:
@@ -190,9 +156,7 @@ def features(text: list[int], boundaries: tuple[int, ...]) -> dict[int, torch.Te
 
 
 @torch.no_grad()
-def drafted_block(
-    made: Any, text: list[int], root: int
-) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+def drafted_block(made: Any, text: list[int], root: int) -> list[Any]:
     """What a head whose depths depend on the tokens above drafts behind the root, the text's own tokens beside others:
     of every depth the logits below another token and below the text's, and the acceptance there."""
     runner = BlockRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=1, slots=64)
@@ -201,7 +165,7 @@ def drafted_block(
     depths = made.config.max_depth or 0
     drafts = [7, *text[root + 1 :], *[0] * depths]
 
-    def levels(logits: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
+    def levels(logits: torch.Tensor) -> list[Any]:
         found, place = [], 0
         for depth in range(depths):
             if depth:  # The path's token stands second; its parent's place is 0 under the root
@@ -307,22 +271,14 @@ def two_texts(boundaries: tuple[int, ...], start: int = 4) -> FeatureBatch:
 
 def batch_of(documents: list[list[int]], boundaries: tuple[int, ...], padding: int = 0) -> FeatureBatch:
     """One packed row; every token counts."""
-    parts = [features(document, boundaries) for document in documents]
-    lengths = [len(document) for document in documents]
-    size = sum(lengths) + padding
+    parts, none = [features(document, boundaries) for document in documents], torch.zeros(1, padding, HIDDEN)
     flat = [token for document in documents for token in document] + [0] * padding
-    numbers = [number for number, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
-    positions = [place for length in lengths for place in range(length)] + [0] * padding
-    joined = {
-        boundary: torch.cat([part[boundary] for part in parts] + [torch.zeros(1, padding, HIDDEN)], dim=1)
-        for boundary in parts[0]
-    }
+    numbers = [number for number, document in enumerate(documents) for _ in document] + [-1] * padding
+    positions = [place for document in documents for place in range(len(document))] + [0] * padding
+    ids, mask, own, places = (
+        torch.tensor([row]) for row in (flat, [number >= 0 for number in numbers], numbers, positions)
+    )
     return FeatureBatch(
-        batch=TokenBatch(
-            tokens=torch.tensor([flat]),
-            loss_mask=torch.tensor([[number >= 0 for number in numbers]]),
-            documents=torch.tensor([numbers]),
-            positions=torch.tensor([positions]),
-        ),
-        features={boundary: states.view(1, size, HIDDEN) for boundary, states in joined.items()},
+        batch=TokenBatch(tokens=ids, loss_mask=mask, documents=own, positions=places),
+        features={boundary: torch.cat([*(part[boundary] for part in parts), none], dim=1) for boundary in parts[0]},
     )

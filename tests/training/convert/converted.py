@@ -12,12 +12,8 @@ from forerun.modelopt import EAGLE3_DEFAULT_CFG
 from training.ttt import model
 
 SMALL = {
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "initializer_range": 0.2,
-    "max_position_embeddings": 128,
+    **{"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
+    **{"initializer_range": 0.2, "max_position_embeddings": 128},
 }
 
 

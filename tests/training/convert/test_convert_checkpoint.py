@@ -162,18 +162,9 @@ by_trainer = pytest.mark.filterwarnings("ignore::UserWarning:torch.*", "ignore::
 def trainer(model: Any, output: Path, **options: Any) -> Trainer:
     rows = [{"input_ids": row, "labels": row, "loss_mask": torch.ones_like(row)} for row in text(4, 10)]
     given = {
-        "output_dir": str(output),
-        "max_steps": 2,
-        "per_device_train_batch_size": 2,
-        "per_device_eval_batch_size": 2,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "report_to": [],
-        "use_cpu": True,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-        "seed": 0,
+        **{"output_dir": str(output), "max_steps": 2, "per_device_train_batch_size": 2},
+        **{"per_device_eval_batch_size": 2, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "report_to": []},
+        **{"use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no", "seed": 0},
         **options,
     }
     return Trainer(model=model, args=TrainingArguments(**given), train_dataset=rows, eval_dataset=rows)

@@ -23,9 +23,7 @@ from training.ttt import batch_of
 CONFIGS: dict[str, dict[str, Any]] = {
     "medusa": {"medusa_num_heads": 3},
     "dflash": {
-        "dflash_block_size": 4,
-        "dflash_num_anchors": 16,
-        "dflash_mask_token_id": 39,
+        **{"dflash_block_size": 4, "dflash_num_anchors": 16, "dflash_mask_token_id": 39},
         "dflash_architecture_config": {"num_hidden_layers": 2, "initializer_range": 0.2},
     },
     "mtp": {"mtp_steps": 2},
@@ -119,9 +117,7 @@ def test_mtp_begins_with_the_checkpoints_layers(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     modelopt.convert(model, [("mtp", {})])
     stored = read_target(str(tmp_path)).tensors
-    assert all(
-        torch.equal(tensor, stored[key].float()) for key, tensor in head_of(model).state_dict().items() if key != "d2t"
-    )
+    assert all(torch.equal(of, stored[key].float()) for key, of in head_of(model).state_dict().items() if key != "d2t")
     objective = model._convert_objective(checkpointing=False)
     assert isinstance(objective, MtpObjective) and (objective.settings.steps, objective.settings.decay) == (3, 0.6)
     with pytest.raises(CheckpointError, match="brings no MTP layers"):

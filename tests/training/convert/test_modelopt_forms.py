@@ -66,10 +66,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "eagle_mix_hidden_states": (lambda: [("eagle", {"eagle_mix_hidden_states": True})], "smaller eagle_ttt_steps"),
     "eagle_enable_nvtx": (lambda: [("eagle", {"eagle_enable_nvtx": True})], "torch.profiler"),
     "another decoder": (lambda: [("eagle", {"eagle_decoder_type": "kimi"})], "'kimi'. Did you mean 'kimik2'"),
-    "experts": (
-        lambda: [("eagle", {"eagle_decoder_type": "kimik2", ARCHITECTURE: {"num_hidden_layers": 2}})],
-        "experts",
-    ),
+    "MoE": (lambda: [("eagle", {"eagle_decoder_type": "kimik2", ARCHITECTURE: {"num_hidden_layers": 2}})], "experts"),
     "parallel heads of layers": (
         lambda: [("eagle", {ARCHITECTURE: {"parallel_draft_heads_num_layers": 2}})],
         "num_hidden_layers",
@@ -78,10 +75,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: [("eagle", {ARCHITECTURE: first_eagle()["config"][ARCHITECTURE] | {"parallel_draft_step": 2}})],
         "P-EAGLE",
     ),
-    "LoRA through the teacher": (
-        lambda: [("eagle", config(**LORA, eagle_base_lora_logits_detach_prob=0.5))],
-        "must be 1.0",
-    ),
+    "LoRA via teacher": (lambda: [("eagle", config(**LORA, eagle_base_lora_logits_detach_prob=0.5))], "must be 1.0"),
     "LoRA of late layers of any kind": (
         lambda: [("eagle", {"eagle_base_lora": True, "eagle_base_lora_start_layer": 2})],
         "target_modules",
@@ -371,12 +365,8 @@ def test_modelopts_recipe_is_read_as_ours(tmp_path: Path) -> None:
     assert (found.objective.steps, found.objective.decay) == (4, 0.9)
     assert (found.windows.length, found.windows.rows) == (2048, 1)
     training = found.training
-    assert (training.steps, training.learning_rate, training.warmup_steps, training.schedule) == (
-        7,
-        1e-4,
-        1000,
-        "linear",
-    )
+    assert (training.steps, training.learning_rate) == (7, 1e-4)
+    assert (training.warmup_steps, training.schedule) == (1000, "linear")
     expected = {"num_hidden_layers": 2, "rope_theta": 5e5, "rope_scaling": None, "boundaries": [2, 14, 27]}
     assert found.draft.options == {**expected, "qk_norm": True}
     (tmp_path / "eagle3.yaml").write_text(RECIPE.replace("offline_data_path: ,", "offline_data_path: states,"))

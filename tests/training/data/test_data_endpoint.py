@@ -89,7 +89,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 TALK = [{"role": "system", "content": "s"}, user("a"), assistant("old"), user("b"), assistant("old"), user("c")]
 
 
-def test_user_turns_are_kept_and_every_answer_is_new_and_built_on_the_new_ones(
+def test_user_turns_are_kept_and_every_answer_builds_on_new_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "k")
@@ -271,7 +271,7 @@ def test_limit_and_equal_ids(tmp_path: Path) -> None:
     assert [line["id"] for line in lines(tmp_path)] == ["x", "x#2"]
 
 
-def test_bad_input_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+def test_bad_input_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="limit"):
         todo(tmp_path, [{"prompt": "q"}], limit=0)
     with pytest.raises(ArgumentError, match="is the input"):

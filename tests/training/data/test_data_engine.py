@@ -67,9 +67,7 @@ def test_a_prompt_that_does_not_fit_costs_only_itself(llm: LLM, tmp_path: Path) 
     assert [line["id"] for line in found] == ["good"]
 
 
-def test_an_answer_that_nobody_can_write_down_costs_only_itself(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unwritable_answer_costs_only_itself(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, outputs = Request.output, count()
 
     def output(request: Request) -> Any:
@@ -82,7 +80,7 @@ def test_an_answer_that_nobody_can_write_down_costs_only_itself(
     assert len(found) == 1 and not llm.engine.busy
 
 
-def test_an_interrupted_run_leaves_whole_lines_and_an_idle_engine(
+def test_interrupted_it_leaves_whole_lines_and_is_idle(
     llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, whole = 0, llm.engine.step
@@ -104,9 +102,7 @@ def test_an_interrupted_run_leaves_whole_lines_and_an_idle_engine(
     assert sorted(line["id"] for line in run(llm, tmp_path, records)) == [str(n) for n in range(6)]
 
 
-def test_variables_of_the_chat_template_are_handed_to_it(
-    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variables_of_the_chat_template_reach_it(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     template = llm.tokenizer.chat_template + "{{ 'the dog' if thinking else 'the cat' }}"
     monkeypatch.setattr(llm.tokenizer, "chat_template", template)
     (line,) = run(llm, tmp_path, [{"prompt": "the log"}], variables={"thinking": True})

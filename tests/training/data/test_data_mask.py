@@ -250,7 +250,7 @@ def test_a_call_that_the_template_drops_beside_others_is_refused() -> None:
         RecordEncoder(tokenizer).encode(talk(CHAT[1], *called, later))
 
 
-def test_variables_of_the_chat_template_are_handed_to_it() -> None:
+def test_variables_of_the_chat_template_reach_it() -> None:
     tokenizer = byte_tokenizer(THINKING)
     off = RecordEncoder(tokenizer, variables={"enable_thinking": False}, answer_tokens=1)
     assert tokenizer.decode(off.encode(talk(CHAT[1])).tokens[:-1]) == "<user>hi</s>\n<assistant><think>\n\n</think>\n\n"

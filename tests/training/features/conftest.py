@@ -73,15 +73,8 @@ class Windows:
 def manifest_of(data: Documents, **changes: Any) -> FeatureManifest:
     """As of a target with boundaries 1 and 3 and hidden size 64."""
     facts: dict[str, Any] = {
-        "target": "some/target",
-        "target_hash": "1" * 8,
-        "boundaries": (1, 3),
-        "dtype": "float32",
-        "hidden_size": 64,
-        "tokenizer_hash": "2" * 8,
-        "template_hash": "3" * 8,
-        "data_hash": data.hash,
-        "documents": len(data),
-        "tokens": sum(len(tokens) for tokens in data.tokens),
+        **{"target": "some/target", "target_hash": "1" * 8, "boundaries": (1, 3), "dtype": "float32"},
+        **{"hidden_size": 64, "tokenizer_hash": "2" * 8, "template_hash": "3" * 8, "data_hash": data.hash},
+        **{"documents": len(data), "tokens": sum(len(tokens) for tokens in data.tokens)},
     }
     return FeatureManifest(**{**facts, **changes})

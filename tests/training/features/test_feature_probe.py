@@ -150,7 +150,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
         source.close()
 
 
-def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass_the_probe(
+def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_states_pass(
     started: Started,
 ) -> None:
     model, fake, source = started
@@ -169,7 +169,7 @@ def test_vllm_is_asked_for_boundaries_without_prefix_cache_or_chunks_and_its_sta
     assert not folder.exists()
 
 
-def test_states_of_other_tokens_or_no_states_from_vllm_are_refused(
+def test_other_tokens_or_no_states_of_vllm_are_refused(
     started: Started, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, fake, source = started
@@ -187,9 +187,7 @@ def test_states_of_other_tokens_or_no_states_from_vllm_are_refused(
 
 
 @pytest.mark.parametrize("started", [False], indirect=True)
-def test_on_an_accelerator_the_writer_is_waited_for_but_not_for_ever(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_accelerator_awaits_the_writer_but_not_for_ever(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
     model, fake, source = started
     assert fake.arguments["kv_transfer_config"]["kv_connector"] == "ExampleHiddenStatesConnector"
     assert not {"enforce_eager", "kv_cache_memory_bytes"} & set(fake.arguments)

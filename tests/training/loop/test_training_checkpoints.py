@@ -59,9 +59,7 @@ def test_a_run_cut_in_two_equals_one_and_so_does_its_log(tmp_path: Path) -> None
         log.write('{"step": 4, "loss": 99}\n{"step": 5, "lo')  # a killed run leaves later lines, and half a line
     assert run(cut, steps=6).steps == 6
     same_files(tmp_path / "whole" / "checkpoint-6", cut / "checkpoint-6")
-    lines = [
-        [{key: line[key] for key in ("step", *KEYS)} for line in logged(path)] for path in (tmp_path / "whole", cut)
-    ]
+    lines = [[{key: line[key] for key in ("step", *KEYS)} for line in logged(run)] for run in (tmp_path / "whole", cut)]
     assert lines[0] == lines[1]
 
 
@@ -215,9 +213,7 @@ def again(begun: Path, output: Path, recipe: object = None, **values: object) ->
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", 3), ("betas", (0.5, 0.5)), ("optimizer", "muon")])
-def test_a_changed_setting_is_refused_by_name_unless_asked_for(
-    begun: Path, tmp_path: Path, name: str, value: object
-) -> None:
+def test_a_changed_setting_is_refused_unless_asked_for(begun: Path, tmp_path: Path, name: str, value: object) -> None:
     """Which settings may change: tests/training/test_resume.py."""
     former, now = json.loads(json.dumps([getattr(settings(steps=2), name), value]))
     words = re.escape(f"under another recipe: training.{name} was {former!r}, is {now!r}. ")

@@ -33,8 +33,8 @@ from training.loop.toy import FLOAT, Head, Numbers, Pressed, Toy, logged, run, s
 
 @pytest.mark.parametrize("emulates", [False, True])
 def test_a_cpu_that_emulates_bfloat16_trains_in_float32(monkeypatch: pytest.MonkeyPatch, emulates: bool) -> None:
-    for module in ("settings", "update"):
-        monkeypatch.setattr(f"forerun.training.loop.{module}.multiplies", lambda *_: not emulates)
+    for module in ("recipe", "loop.update"):
+        monkeypatch.setattr(f"forerun.training.{module}.multiplies", lambda *_: not emulates)
     device = torch.device("cpu")
     assert TrainSettings().halves(device) is not emulates
     assert TrainSettings(dtype="bfloat16").halves(device) and not TrainSettings(dtype="float32").halves(device)
@@ -70,14 +70,8 @@ def test_optimizers_share_the_trainable_parameters_and_decay_only_matrices() -> 
     of = [[names[id(p)] for group in optimizer.param_groups for p in group["params"]] for optimizer in (muon, adam)]
     assert isinstance(muon, torch.optim.Muon)
     assert of[0] == ["layers.0.weight", "layers.1.weight"]
-    assert of[1] == [
-        "lm_head.weight",
-        "embed_tokens.weight",
-        "layers.0.bias",
-        "layers.1.bias",
-        "norm.weight",
-        "norm.bias",
-    ]
+    biases = ["layers.0.bias", "layers.1.bias", "norm.weight", "norm.bias"]
+    assert of[1] == ["lm_head.weight", "embed_tokens.weight", *biases]
     assert [group["weight_decay"] for group in adam.param_groups] == [0.3, 0.0]
     assert muon.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
     (only,) = build_optimizers(head, TrainSettings())
@@ -213,9 +207,7 @@ def test_time_ends_training_with_a_checkpoint(tmp_path: Path) -> None:
     assert result.checkpoint.name == f"checkpoint-{result.steps}"
 
 
-def test_a_budget_of_seconds_is_spent_once_and_the_rate_falls_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seconds_are_spent_once_and_the_rate_falls_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that goes on by a second whenever it is read, which is once in a step."""
     monkeypatch.setattr(trainer, "time", SimpleNamespace(monotonic=count().__next__))
     asked: dict[str, Any] = {"schedule": "linear", "warmup_steps": 0, "log_every_steps": 1, "steps": None}
@@ -336,9 +328,7 @@ def test_an_objective_that_is_a_module_does_not_make_the_target_ours(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_missing_package_is_named_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_missing_package_is_named_with_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, {"tensorboard": "torch.utils.tensorboard"}.get(name, name), None)
     with pytest.raises(ArgumentError, match=f"pip install {name}"):
         tracker(name, tmp_path, {})
@@ -490,7 +480,7 @@ def test_training_ends_where_evaluation_no_longer_gains(tmp_path: Path) -> None:
     assert result.checkpoint.name == "checkpoint-8"
 
 
-def test_a_range_test_takes_what_learns_fastest_and_leaves_no_trace(
+def test_a_range_test_takes_what_learns_fastest_without_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A trial's rate is a factor on the recipe's; from there the run is one that began with that rate."""

@@ -98,9 +98,7 @@ class Numbers:
         documents[:, -1] = -1
         positions = torch.arange(LENGTH).expand_as(tokens)
         batch = TokenBatch(
-            tokens=tokens[mine],
-            loss_mask=counts[mine] & (not self.blank),
-            documents=documents[mine],
+            **{"tokens": tokens[mine], "loss_mask": counts[mine] & (not self.blank), "documents": documents[mine]},
             positions=positions[mine],
         )
         return FeatureBatch(batch=batch, features={0: features[mine]})
