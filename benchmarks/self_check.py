@@ -4,7 +4,7 @@
 
 Each fault is planted between the plain forwards, which say what is right, and the target's own passes. In 16 bits sizes
 are mean KL divergences in nats (limit: `FACTOR` times the model's own noise); in float32 the worst root-mean-square
-error of a node's logits in units of their spread (limit: `STRUCTURE`). `tests/model/test_planted_faults.py` plants the
+error of a node's logits in units of their spread (limit: `STRUCTURE`). `tests/model/test_self_check.py` plants the
 same in models of every kind.
 """
 

@@ -9,15 +9,9 @@ from torch import Tensor
 VOCABULARY = 99
 WINDOW = 8
 _COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    **{"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "max_position_embeddings": 512},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 _GROUPED = {**_COMMON, "num_key_value_heads": 2}
 _MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -54,12 +48,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": (
         "Llama4Text",
         {
-            **_GROUPED,
-            "head_dim": 16,
-            "intermediate_size_mlp": 96,
-            "num_local_experts": 4,
-            "attention_chunk_size": WINDOW,
-            "layer_types": ["chunked_attention", "full_attention"] * 2,
+            **{**_GROUPED, "head_dim": 16, "intermediate_size_mlp": 96, "num_local_experts": 4},
+            **{"attention_chunk_size": WINDOW, "layer_types": ["chunked_attention", "full_attention"] * 2},
             "no_rope_layers": [1, 0, 1, 0],
         },
     ),
@@ -67,11 +57,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name -> transformers class prefix, configuration."""
 SHARING = {
-    **_GROUPED,
-    "num_kv_shared_layers": 2,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 8,
-    "layer_types": _MIXED,
+    **{**_GROUPED, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": VOCABULARY},
+    **{"hidden_size_per_layer_input": 8, "layer_types": _MIXED},
 }
 """A Gemma 4 whose last layers read the keys of earlier ones, and whose layers each have an embedding."""
 

@@ -31,17 +31,10 @@ def tiny(kind: str = "llama", vocab_size: int = len(TOKENS), *, seed: int = 0, *
     configuration."""
     torch.manual_seed(seed)
     shape = {
-        "vocab_size": vocab_size,
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "max_position_embeddings": 512,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0},
-        "initializer_range": 0.1,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
+        **{"vocab_size": vocab_size, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH},
+        **{"num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS},
+        **{"max_position_embeddings": 512, "rope_parameters": {"rope_type": "default", "rope_theta": 20000.0}},
+        **{"initializer_range": 0.1, "tie_word_embeddings": False, "pad_token_id": 0},
     }
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**shape | changes)).eval()
     with torch.no_grad():

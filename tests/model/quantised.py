@@ -51,9 +51,7 @@ def gptq(weight: Tensor, bits: int = 4, *, shuffled: bool = False) -> Stored:
     values, back = _values(codes, scales, zeros), order.argsort()
     groups = (torch.arange(weight.shape[1]) // GROUP)[back]
     stored = {
-        "qweight": pack(codes[:, back], bits).T,
-        "qzeros": pack(zeros.T - 1, bits),
-        "scales": scales.T.half(),
+        **{"qweight": pack(codes[:, back], bits).T, "qzeros": pack(zeros.T - 1, bits), "scales": scales.T.half()},
         "g_idx": groups.to(torch.int32),
     }
     return stored, values[:, back]

@@ -29,7 +29,7 @@ def target() -> TransformersTarget:
 
 
 @pytest.mark.parametrize("counts", [(3, 25, 14), (25, 14, 9), (25,)], ids=str)
-def test_long_prompts_go_in_pieces(
+def test_prompts_go_in_pieces(
     monkeypatch: pytest.MonkeyPatch, target: TransformersTarget, counts: tuple[int, ...]
 ) -> None:
     """Also where no row ends in the first."""

@@ -117,12 +117,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any], Any]] = {
     "qwen2": ("qwen2", "qwen2", {"rope_parameters": ROPE, "tie_word_embeddings": True}, None),
     "qwen3": ("qwen3", "qwen3", {"rope_parameters": ROPE, "head_dim": 32}, None),
     "gemma2": ("gemma2", "gemma2", {**GEMMA, **CAPS}, caps),
-    "gemma2 of 46 layers": (
-        "gemma2",
-        "gemma2",
-        {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 46},
-        window,
-    ),
+    "gemma2, 46 layers": ("gemma2", "gemma2", {**GEMMA, "query_pre_attn_scalar": 16, "num_hidden_layers": 46}, window),
     "gemma3": ("gemma3_text", "gemma3", {**GEMMA, "rope_parameters": BOTH, "num_hidden_layers": 7}, window),
     "phi3": ("phi3", "phi3", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, **SHORT}, window),
     "starcoder2": ("starcoder2", "starcoder2", {"rope_parameters": ROPE}, None),
@@ -270,15 +265,12 @@ def test_what_is_being_written_is_seen_by_nobody(tmp_path: Path, kept: Path, mon
     assert list(kept.iterdir()) == []
 
 
-def test_a_folder_with_one_is_that_model(tmp_path: Path) -> None:
+def test_test_a_folder_with_one_is_that_model_unless_a_checkpoint_is_beside_it(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     file = write_tiny(folder / "tiny.gguf")
     shutil.copy(file, folder / "mmproj-tiny.gguf")
     assert resolve(folder) == resolve(file)
-
-
-def test_a_checkpoint_beside_one_comes_first(tmp_path: Path) -> None:
     write_tiny(tmp_path / "tiny.gguf")
     (tmp_path / "config.json").write_text("{}")
     assert resolve(tmp_path) == tmp_path
@@ -394,9 +386,7 @@ def test_the_command_line_generates_from_one(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("rows", [len(TOKENS) - 40, len(TOKENS) + 40])
-def test_a_head_has_fewer_rows_than_the_tokenizer_tokens_or_more(
-    tmp_path: Path, rows: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_has_fewer_or_more_rows_than_tokens(tmp_path: Path, rows: int, caplog: pytest.LogCaptureFixture) -> None:
     file = write_tiny(tmp_path / "tiny.gguf", model=tiny(vocab_size=rows))
     llm = LLM(file, dtype="float32", device="cpu", max_num_seqs=1)
     short = rows < len(TOKENS)

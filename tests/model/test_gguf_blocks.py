@@ -81,19 +81,20 @@ def test_a_checkpoint_of_the_weights_has_none(tmp_path: Path) -> None:
     assert not list_in_blocks(loaded(checkpoint(file)).model)
 
 
-@pytest.mark.parametrize("more", [{"dtype": "float32"}, {"repack": False}], ids=str)
-def test_where_weights_are_not_packed_in_bf16_there_are_none(tmp_path: Path, more: dict[str, Any]) -> None:
-    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0), **more).model)
+@pytest.mark.parametrize(
+    ("stored", "more"),
+    [(Type.Q4_0, {"dtype": "float32"}), (Type.Q4_0, {"repack": False}), (Type.F16, {}), (Type.BF16, {})],
+    ids=str,
+)
+def test_weights_that_are_not_packed_in_bf16_or_of_types_without_blocks_have_none(
+    tmp_path: Path, stored: Type, more: dict[str, Any]
+) -> None:
+    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", stored), **more).model)
 
 
 def test_where_blocks_are_slower_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "fast", lambda: False)
     assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", Type.Q4_0)).model)
-
-
-@pytest.mark.parametrize("stored", [Type.F16, Type.BF16], ids=lambda kind: kind.name)
-def test_types_without_blocks_are_dequantised(tmp_path: Path, stored: Type) -> None:
-    assert not list_in_blocks(loaded(write_tiny(tmp_path / "tiny.gguf", stored)).model)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -135,7 +135,7 @@ def test_nothing_is_loaded_if_it_does_not_fit(tmp_path: Path, monkeypatch: pytes
         TransformersTarget.load(tmp_path, rows=2, slots=64, device="cpu")
 
 
-def test_recurrent_states_that_do_not_fit_are_told_before_anything_is_loaded(
+def test_recurrent_states_that_do_not_fit_are_told_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("qwen3_next")
@@ -160,10 +160,8 @@ def test_the_drafters_share_is_kept_free(tmp_path: Path) -> None:
 def test_slots_that_nobody_asked_for_shrink_to_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama", max_position_embeddings=4000)
     assert TransformersTarget.load(model, self_check=False).slots == 4000 + memory.HEADROOM
-    assert (
-        TransformersTarget.load(make("llama", max_position_embeddings=10**6), self_check=False).slots
-        == 8192 + memory.HEADROOM
-    )
+    longer = make("llama", max_position_embeddings=10**6)
+    assert TransformersTarget.load(longer, self_check=False).slots == 8192 + memory.HEADROOM
     monkeypatch.setattr(memory, "available_bytes", lambda _device: 2**20)
     target = TransformersTarget.load(model, self_check=False)
     assert 512 <= target.slots < 4000

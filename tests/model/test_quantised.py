@@ -75,9 +75,7 @@ def test_a_checkpoint_in_few_bits_is_checked_packed_and_drafted_for(
 
 @pytest.mark.skipif(products.library() is None, reason="no compiler, or no AVX2")
 @pytest.mark.parametrize("name", ["w4a16", "w8a16", "gptq", "awq", "gptq-act-order", "compressed-int8"])
-def test_integers_stay_in_blocks_where_products_take_them(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_integers_stay_in_blocks_if_products_can(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights in blocks are not rounded to bf16, activations are to 8 bits. Groups in another order, and scales that 16
     bits do not hold, are dequantised."""
     write(name, tmp_path / "model")
@@ -148,9 +146,7 @@ def test_on_a_gpu_the_package_that_would_multiply_is_named_once(
         ("w4a16", {"quant_method": "hqq"}, r"HQQ version.*GGUF file"),
     ],
 )
-def test_what_is_not_read_says_what_else_can_be_done(
-    name: str, changes: dict[str, str], why: str, tmp_path: Path
-) -> None:
+def test_what_is_not_read_says_what_to_do(name: str, changes: dict[str, str], why: str, tmp_path: Path) -> None:
     write(name, tmp_path)
     edit(tmp_path, **changes)
     with pytest.raises((UnsupportedModelError, CheckpointError), match=why):

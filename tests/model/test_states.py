@@ -19,7 +19,7 @@ from forerun.model.inputs import Nodes
 from forerun.model.masks import Block
 from forerun.model.states.rows import MOST, SPACING, RowStates, StatePass, Tree
 from model.families import random_tokens
-from model.test_every_family import compare, greedy
+from model.test_families import compare, greedy
 from model.test_resume import ROWS, TREES, begun, worst
 from model.tiny import build
 from selection import slow
@@ -93,9 +93,7 @@ def test_a_preempted_answer_goes_on_as_before() -> None:
     llm = LLM(model, speculative_config=config, max_num_seqs=4, max_model_len=128, kv_cache_tokens=130)
     asked = SamplingParams(temperature=0, max_tokens=2 * NEW, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], asked)
-    assert [output.outputs[0].token_ids for output in outputs] == [
-        answer_to("qwen3_next", each, 2 * NEW) for each in prompts
-    ]
+    assert [one.outputs[0].token_ids for one in outputs] == [answer_to("qwen3_next", each, 2 * NEW) for each in prompts]
     assert llm.engine.preemptions
 
 
@@ -111,9 +109,7 @@ def test_a_tree_that_grows_by_levels(kind: str) -> None:
     for steps in ((7,), (3, 5, 7)):
         target.truncate([0], [0])
         target.prefill([0], [prompt])
-        logits = torch.cat(
-            [scored(target, tree, start, stop) for start, stop in zip((0, *steps), steps, strict=False)], 1
-        )
+        logits = torch.cat([scored(target, tree, start, stop) for start, stop in pairwise((0, *steps))], 1)
         target.commit([0], [(2, 4)])
         found.append(torch.cat([logits, target.score([0], [TokenTree(13)]).logits], dim=1))
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)

@@ -156,7 +156,7 @@ def folder(tmp_path: Path, good: Path, monkeypatch: pytest.MonkeyPatch) -> Folde
 @pytest.mark.parametrize(
     ("name", "door"), in_turn(WRONG, DOORS), ids=lambda value: value if isinstance(value, str) else value[0]
 )
-def test_every_door_says_the_same_in_one_line(
+def test_every_door_says_one_line(
     name: str, door: list[str], folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make, words = WRONG[name]

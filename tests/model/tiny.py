@@ -48,14 +48,9 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
         "layer_types": ["linear_attention", "indexed_attention"] * 2,
-        **{
-            "indexer_budget": 16,
-            "indexer_compress_ratio": 4,
-            "indexer_n_heads": 4,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-        },
-        **{"ple_layer_ids": [1], "ngram_vocab_size_base": 50, "eos_token_id": 2, "heads_per_ngram": 2},
+        **{"indexer_budget": 16, "indexer_compress_ratio": 4, "indexer_n_heads": 4, "indexer_kv_heads": 1},
+        **{"indexer_head_dim": 16, "ple_layer_ids": [1], "ngram_vocab_size_base": 50, "eos_token_id": 2},
+        "heads_per_ngram": 2,
     },
     "inkling_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2},
     "inkling2_text": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "unpadded_vocab_size": 99},
