@@ -140,12 +140,8 @@ class Case:
     def params(self) -> SamplingParams:
         grammar = (GrammarProcessor(ToyMatcher(), len(self.prompt), [self.stop], MaskBudget()),) if self.grammar else ()
         return SamplingParams(
-            temperature=TEMPERATURE,
-            top_p=TOP_P,
-            max_tokens=self.room + 1,
-            stop_token_ids=[self.stop],
-            logits_processors=grammar,
-            detokenize=False,
+            **{"temperature": TEMPERATURE, "top_p": TOP_P, "max_tokens": self.room + 1},
+            **{"stop_token_ids": [self.stop], "logits_processors": grammar, "detokenize": False},
         )
 
 
@@ -222,9 +218,7 @@ class Enumeration:
             hybrid() if case.hybrid else toy(),
             tokenizer=False,
             speculative_config={"method": case.variant.method, "rule": case.rule, **options},
-            max_num_seqs=1,
-            max_model_len=32,
-            self_check=False,
+            **{"max_num_seqs": 1, "max_model_len": 32, "self_check": False},
         )
         self.engine = self.llm.engine
         patch.setattr(Row, "rng", lambda row: self._rng)
@@ -316,25 +310,12 @@ class Enumeration:
         answer.row.tokens = [*answer.row.tokens, *tokens]
         answer.text, answer.stats = copy.deepcopy(answer.text), copy.deepcopy(answer.stats)
         trace = StepTrace(
-            step=0,
-            position=0,
-            drafter=None,
-            rule="",
-            nodes=(),
-            path=(),
-            next_token=tokens[-1],
-            kind=Source.TARGET,
-            draft_ms=0.0,
-            verify_ms=0.0,
-            commit_ms=0.0,
+            **{"step": 0, "position": 0, "drafter": None, "rule": "", "nodes": (), "path": ()},
+            **{"next_token": tokens[-1], "kind": Source.TARGET, "draft_ms": 0.0, "verify_ms": 0.0, "commit_ms": 0.0},
         )
         emitted = Emitted(
-            tokens=list(tokens),
-            sources=[Source.DRAFT] * len(tokens),
-            drafted=len(tokens),
-            depth=len(tokens),
-            logprobs=None,
-            trace=trace,
+            **{"tokens": list(tokens), "sources": [Source.DRAFT] * len(tokens), "drafted": len(tokens)},
+            **{"depth": len(tokens), "logprobs": None, "trace": trace},
         )
         Completion.append(answer, emitted)
         return tuple(token.id for token in answer.tokens[1:]), answer.finish_reason is not None
@@ -363,9 +344,7 @@ def answers_of(case: Case, begun: Answered = ()) -> dict[Answered, float]:
                 found[tokens] = chance
                 continue
             probs = _next_token(case.prompt, (FIRST, *tokens), case.grammar, case.hybrid)
-            going |= {
-                (*tokens, token): chance * float(probs[token]) for token in torch.nonzero(probs).flatten().tolist()
-            }
+            going |= {(*tokens, token): chance * float(probs[token]) for token in probs.nonzero().flatten().tolist()}
         growing = going
     return found
 

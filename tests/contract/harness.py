@@ -60,17 +60,10 @@ def weary(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
 
 
 SAMPLED = SamplingParams(
-    temperature=0.8,
-    top_k=4,
-    top_p=0.95,
-    min_p=0.05,
-    repetition_penalty=1.2,
-    presence_penalty=0.3,
-    frequency_penalty=0.4,
-    allowed_token_ids=[token for token in range(VOCABULARY) if token != NEVER],
-    logit_bias={4: 0.5},
-    logits_processors=(weary,),
-    max_tokens=5,
+    **{"temperature": 0.8, "top_k": 4, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.2},
+    **{"presence_penalty": 0.3, "frequency_penalty": 0.4},
+    **{"allowed_token_ids": [token for token in range(VOCABULARY) if token != NEVER], "logit_bias": {4: 0.5}},
+    **{"logits_processors": (weary,), "max_tokens": 5},
 )
 """Everything on, and few enough outcomes to count; the four tokens after the first make room for three levels."""
 UNWEARY = replace(SAMPLED, logits_processors=())
@@ -126,18 +119,6 @@ HEADS = Heads(
 eagle_head, medusa_head, dflash_head = HEADS.eagle, HEADS.medusa, HEADS.dflash
 
 
-def _eagle(method: str, label: str, **options: Any) -> Variant:
-    return Variant(method, label, {"model": HEADS.eagle(3 if method == "eagle3" else 1), **options})
-
-
-def _way(method: str, label: str, **options: Any) -> Variant:
-    return Variant(method, label, options)
-
-
-def _draft_model(label: str, **options: Any) -> Variant:
-    return Variant("draft_model", label, {"model": relative(), **options})
-
-
 def word_tokenizer() -> PreTrainedTokenizerFast:
     """A word for each token id, separated by spaces."""
     words = Tokenizer(WordLevel({f"w{index:02}": index for index in range(VOCABULARY)}, unk_token="w00"))
@@ -155,13 +136,9 @@ def _corpus() -> tempfile.TemporaryDirectory[str]:
     return folder
 
 
-def _rest(label: str, **options: Any) -> Variant:
-    return Variant("rest", label, {"datastore": _corpus().name, "num_speculative_tokens": 3, "min_match": 1, **options})
-
-
-def _translated(method: str, label: str, pieces: Sequence[str], drafts: Sequence[str], **options: Any) -> Variant:
+def _translated(pieces: Sequence[str], drafts: Sequence[str], **options: Any) -> dict[str, Any]:
     tokenizers = {"target_tokenizer": tongue(pieces), "tokenizer": tongue(drafts)}
-    return Variant(method, label, {"model": retold(relative(), pieces, drafts), **tokenizers, **options})
+    return {"model": retold(relative(), pieces, drafts), **tokenizers, **options}
 
 
 def _member(method: str = "ngram", **options: Any) -> dict[str, Any]:
@@ -170,160 +147,150 @@ def _member(method: str = "ngram", **options: Any) -> dict[str, Any]:
     return {"method": method, **model, **options}
 
 
-def _cascade(label: str, **options: Any) -> Variant:
-    return Variant("cascade", label, {"model": relative(), "num_speculative_tokens": 3, **options})
-
-
 CHAIN, TREE = {"num_speculative_tokens": 3}, (3, 2, 1)
+DRAWN, TWO_LEVELS = _member("draft_model", **CHAIN), _member("cascade", num_speculative_tokens=2, inner=_member())
 DOMINO = {"emb_dim": 6, "gru_hidden_dim": 5}
-VARIANTS: dict[str, list[Variant]] = {
-    "ngram": [
-        _way("ngram", "chain", **CHAIN),
-        _way("ngram", "trie", num_speculative_tokens=3, max_branches=3),
-        _way("ngram", "frequent", num_speculative_tokens=3, max_branches=2, match="most_frequent"),
-    ],
-    "lookahead": [
-        _way("lookahead", "small", window=3, level=3, guesses=3),
-        _way("lookahead", "window-only", window=4, level=3, guesses=4, copy_text=False),
-    ],
-    "jacobi": [_way("jacobi", "chain", **CHAIN)],
-    "suffix": [
-        _way("suffix", "chain", num_speculative_tokens=3, max_spec_offset=1),
-        _way("suffix", "tree", num_speculative_tokens=3, max_spec_offset=1, nodes=5),
-    ],
-    "prediction": [_way("prediction", "chain", num_speculative_tokens=3, text=[1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8])],
-    "first_of": [
-        _way("first_of", "copy-or-model", drafters=[_member(**CHAIN), _member("draft_model", **CHAIN)], min_tokens=0.6),
-        _way(
-            "first_of",
-            "sampled",
-            drafters=[_member(prompt_lookup_min=2), _member("draft_model", **CHAIN)],
-            min_tokens=0,
-            reproducible=False,
-        ),
-    ],
-    "merge": [
-        _way("merge", "given", drafters=[_member(), _member("draft_model", shape=TREE)], nodes=6),
-        _way("merge", "beside-a-chain", drafters=[_member(max_branches=3), _member("draft_model")], reproducible=False),
-        _way("merge", "beside-a-tree", drafters=[_member("draft_model", shape=TREE), _member()], reproducible=False),
-    ],
-    "cascade": [
-        _cascade("tail", inner=_member(max_branches=2), tail=3),
-        _cascade("three-levels", inner=_member("cascade", num_speculative_tokens=2, inner=_member())),
-    ],
-    "draft_model": [
-        _draft_model("chain", **CHAIN),
-        _draft_model("given", num_speculative_tokens=3, draw="deterministic"),
-        _draft_model("tree", shape=TREE),
-        _draft_model("iid-tree", shape=TREE, draw="iid"),
-        _draft_model("given-tree", shape=TREE, draw="deterministic"),
-        _draft_model("greedy-k-tree", shape=TREE, draw="greedy_k"),
-        _draft_model("hot", num_speculative_tokens=3, temperature=1.7),
-        _draft_model("irregular-tree", tree=(0, 0, 1, 1, 2, 4)),
-        _draft_model("irregular-given-tree", tree=(0, 0, 0, 1, 1, 2), draw="deterministic"),
-    ],
-    "pard": [
-        _way("pard", "best-first", model=pard_model(), num_speculative_tokens=3, nodes=8),
-        _way("pard", "best-first-given", model=pard_model(), nodes=8, draw="deterministic"),
-        _way("pard", "chain", model=pard_model(), shape=(1, 1, 1)),
-        _way("pard", "one-token", model=pard_model(), shape=(2,)),
-        _way("pard", "sampled-tree", model=pard_model(), shape=TREE),
-        _way("pard", "stopping", model=pard_model(), shape=(1, 1, 1), stop="svip"),
-    ],
-    "early_exit": [
-        _way("early_exit", "chain", exit_layer=1, **CHAIN),
-        _way("early_exit", "tree", exit_layer=1, shape=TREE),
-    ],
-    "quantized_self": [_way("quantized_self", "chain", **CHAIN)],
-    "skip_layers": [
-        _way("skip_layers", "chain", skip=["1.mlp"], **CHAIN),
-        _way("skip_layers", "stopping-tree", skip=["1.mlp"], shape=TREE, adapt_threshold=True),
-    ],
-    "rest": [_rest("trie", max_match=3, nodes=8), _rest("chain", max_hits=1)],
-    "recycling": [
-        _way("recycling", "fixed", num_speculative_tokens=3, nodes=8, top_k=3),
-        _way("recycling", "adaptive", num_speculative_tokens=3, nodes=8, top_k=3, adaptive_tree=True),
-    ],
-    "tli": [_translated("tli", "chain", WORDS, OTHERS, **CHAIN), _translated("tli", "tree", WORDS, OTHERS, shape=TREE)],
-    "slem": [
-        _translated("slem", "letters", LETTERS, LETTERS[::-1], **CHAIN),
-        _translated("slem", "words", WORDS, OTHERS, num_speculative_tokens=4, look_behind=2),
-    ],
-    "eagle3": [
-        _eagle("eagle3", "chain", **CHAIN),
-        _eagle("eagle3", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8),
-        _eagle("eagle3", "dynamic-given", num_speculative_tokens=3, top_k=3, nodes=8, draw="deterministic"),
-        _eagle("eagle3", "tree", shape=TREE),
-        _eagle("eagle3", "greedy-k-tree", shape=TREE, draw="greedy_k"),
-        _way("eagle3", "latent-chain", model=HEADS.eagle(latent=True), **CHAIN),
-        _way("eagle3", "latent-dynamic", model=HEADS.eagle(latent=True), top_k=3, nodes=8),
-    ],
-    "eagle": [_eagle("eagle", "chain", **CHAIN)],
-    "eagle2": [_eagle("eagle2", "dynamic", num_speculative_tokens=3, top_k=3, nodes=8)],
-    "medusa": [
-        _way("medusa", "best-first", model=HEADS.medusa(), nodes=8),
-        _way("medusa", "chain", model=HEADS.medusa(), shape=(1, 1, 1), draw="iid"),
-        _way("medusa", "sampled-tree", model=HEADS.medusa(), nodes=6, draw="without_replacement"),
-        _way("medusa", "sparse-tree", model=HEADS.medusa(), tree=(0, 0, 0, 1, 1, 2, 4)),
-    ],
-    "hydra": [
-        _way("hydra", "tree", model=HEADS.hydra(), shape=TREE),
-        _way("hydra", "chain", model=HEADS.hydra(num_hidden_layers=0), **CHAIN),
-        _way("hydra", "dynamic", model=HEADS.hydra(), top_k=3, nodes=8),
-        _way("hydra", "sparse-tree", model=HEADS.hydra(), tree=(0, 0, 0, 1, 1, 2, 4)),
-    ],
-    "mlp_speculator": [
-        _way("mlp_speculator", "chain", model=HEADS.mlp(), **CHAIN),
-        _way("mlp_speculator", "tree", model=HEADS.mlp(tie_weights=True, inner_dim=20), shape=TREE),
-        _way("mlp_speculator", "dynamic", model=HEADS.mlp(scale_input=True), top_k=3, nodes=8),
-    ],
-    "dflash": [
-        _way("dflash", "best-first", model=HEADS.dflash(), nodes=8),
-        _way("dflash", "best-first-given", model=HEADS.dflash(), nodes=8, draw="deterministic"),
-        _way("dflash", "chain", model=HEADS.dflash(), shape=(1, 1, 1)),
-        _way("dflash", "sampled-tree", model=HEADS.dflash(), shape=TREE),
-        _way("dflash", "windows", model=HEADS.dflash(sliding_window=6, causal_windows=True), shape=(1, 1, 1)),
-    ],
-    "dspark": [
-        _way("dspark", "chain", model=HEADS.dflash(markov_rank=6), **CHAIN),
-        _way("dspark", "tree", model=HEADS.dflash(markov_rank=6, markov_head_type="rnn"), shape=TREE),
-        _way("dspark", "dynamic", model=HEADS.dflash(markov_rank=6), top_k=3, nodes=8),
-    ],
-    "dflash2": [
-        _way("dflash2", "chain", model=HEADS.dflash(selector_rank=5, selector_top_k=5), **CHAIN),
-        _way("dflash2", "tree", model=HEADS.dflash(selector_rank=5, selector_top_k=2), shape=TREE),
-        _way("dflash2", "dynamic", model=HEADS.dflash(selector_rank=5, selector_top_k=5), top_k=3, nodes=8),
-    ],
-    "domino": [
-        _way("domino", "chain", model=HEADS.dflash(**DOMINO), **CHAIN),
-        _way("domino", "tree", model=HEADS.dflash(**DOMINO, pure_draft_prefix_len=0), shape=TREE),
-        _way("domino", "dynamic", model=HEADS.dflash(**DOMINO), top_k=3, nodes=8),
-    ],
-    "peagle": [
-        _way("peagle", "best-first", model=HEADS.peagle(), num_speculative_tokens=3, nodes=8),
-        _way("peagle", "chain", model=HEADS.peagle(own_embedding=False), shape=(1, 1, 1)),
-        _way("peagle", "one-token", model=HEADS.peagle(), shape=(2,)),
-        _way("peagle", "sampled-tree", model=HEADS.peagle(norm_before_residual=True), shape=TREE),
-        _way("peagle", "windows", model=HEADS.peagle(sliding_window=6), shape=(1, 1, 1)),
-    ],
-    "kangaroo": [
-        _way("kangaroo", "chain", model=HEADS.kangaroo(), **CHAIN),
-        _way("kangaroo", "whole-chain", model=HEADS.kangaroo(), num_speculative_tokens=3, exit_below=0),
-        _way("kangaroo", "tree", model=HEADS.kangaroo(sliding_window=6), shape=TREE, exit_below=0.3),
-        _way("kangaroo", "dynamic", model=HEADS.kangaroo(), num_speculative_tokens=3, top_k=3, nodes=8),
-    ],
-    "gemma4_assistant": [
-        _way("gemma4_assistant", "chain", model=HEADS.assistant(), **CHAIN),
-        _way("gemma4_assistant", "groups", model=HEADS.assistant(VOCABULARY // 2), shape=TREE),
-        _way("gemma4_assistant", "dynamic", model=HEADS.assistant(), num_speculative_tokens=3, top_k=3, nodes=8),
-    ],
-    "mtp": [
-        _way("mtp", "experts", model=HEADS.mtp(sparse=True), **CHAIN),
-        _way("mtp", "chain", model=HEADS.mtp(), **CHAIN),
-        _way("mtp", "two-modules-tree", model=HEADS.mtp(2), shape=TREE),
-        _way("mtp", "dynamic", model=HEADS.mtp(2, True), num_speculative_tokens=3, top_k=3, nodes=8),
-    ],
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "ngram": {
+        "chain": CHAIN,
+        "trie": {**CHAIN, "max_branches": 3},
+        "frequent": {**CHAIN, "max_branches": 2, "match": "most_frequent"},
+    },
+    "lookahead": {
+        "small": {"window": 3, "level": 3, "guesses": 3},
+        "window-only": {"window": 4, "level": 3, "guesses": 4, "copy_text": False},
+    },
+    "jacobi": {"chain": CHAIN},
+    "suffix": {"chain": {**CHAIN, "max_spec_offset": 1}, "tree": {**CHAIN, "max_spec_offset": 1, "nodes": 5}},
+    "prediction": {"chain": {**CHAIN, "text": [1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8]}},
+    "first_of": {
+        "copy-or-model": {"drafters": [_member(**CHAIN), DRAWN], "min_tokens": 0.6},
+        "sampled": {"drafters": [_member(prompt_lookup_min=2), DRAWN], "min_tokens": 0, "reproducible": False},
+    },
+    "merge": {
+        "given": {"drafters": [_member(), _member("draft_model", shape=TREE)], "nodes": 6},
+        "beside-a-chain": {"drafters": [_member(max_branches=3), _member("draft_model")], "reproducible": False},
+        "beside-a-tree": {"drafters": [_member("draft_model", shape=TREE), _member()], "reproducible": False},
+    },
+    "cascade": {
+        "tail": {"model": relative(), **CHAIN, "inner": _member(max_branches=2), "tail": 3},
+        "three-levels": {"model": relative(), **CHAIN, "inner": TWO_LEVELS},
+    },
+    "draft_model": {
+        "chain": {"model": relative(), **CHAIN},
+        "given": {"model": relative(), **CHAIN, "draw": "deterministic"},
+        "tree": {"model": relative(), "shape": TREE},
+        "iid-tree": {"model": relative(), "shape": TREE, "draw": "iid"},
+        "given-tree": {"model": relative(), "shape": TREE, "draw": "deterministic"},
+        "greedy-k-tree": {"model": relative(), "shape": TREE, "draw": "greedy_k"},
+        "hot": {"model": relative(), **CHAIN, "temperature": 1.7},
+        "irregular-tree": {"model": relative(), "tree": (0, 0, 1, 1, 2, 4)},
+        "irregular-given-tree": {"model": relative(), "tree": (0, 0, 0, 1, 1, 2), "draw": "deterministic"},
+    },
+    "pard": {
+        "best-first": {"model": pard_model(), **CHAIN, "nodes": 8},
+        "best-first-given": {"model": pard_model(), "nodes": 8, "draw": "deterministic"},
+        "chain": {"model": pard_model(), "shape": (1, 1, 1)},
+        "one-token": {"model": pard_model(), "shape": (2,)},
+        "sampled-tree": {"model": pard_model(), "shape": TREE},
+        "stopping": {"model": pard_model(), "shape": (1, 1, 1), "stop": "svip"},
+    },
+    "early_exit": {"chain": {"exit_layer": 1, **CHAIN}, "tree": {"exit_layer": 1, "shape": TREE}},
+    "quantized_self": {"chain": CHAIN},
+    "skip_layers": {
+        "chain": {"skip": ["1.mlp"], **CHAIN},
+        "stopping-tree": {"skip": ["1.mlp"], "shape": TREE, "adapt_threshold": True},
+    },
+    "rest": {
+        "trie": {"datastore": _corpus().name, **CHAIN, "min_match": 1, "max_match": 3, "nodes": 8},
+        "chain": {"datastore": _corpus().name, **CHAIN, "min_match": 1, "max_hits": 1},
+    },
+    "recycling": {
+        "fixed": {**CHAIN, "nodes": 8, "top_k": 3},
+        "adaptive": {**CHAIN, "nodes": 8, "top_k": 3, "adaptive_tree": True},
+    },
+    "tli": {"chain": _translated(WORDS, OTHERS, **CHAIN), "tree": _translated(WORDS, OTHERS, shape=TREE)},
+    "slem": {
+        "letters": _translated(LETTERS, LETTERS[::-1], **CHAIN),
+        "words": _translated(WORDS, OTHERS, num_speculative_tokens=4, look_behind=2),
+    },
+    "eagle3": {
+        "chain": {"model": HEADS.eagle(), **CHAIN},
+        "dynamic": {"model": HEADS.eagle(), **CHAIN, "top_k": 3, "nodes": 8},
+        "dynamic-given": {"model": HEADS.eagle(), **CHAIN, "top_k": 3, "nodes": 8, "draw": "deterministic"},
+        "tree": {"model": HEADS.eagle(), "shape": TREE},
+        "greedy-k-tree": {"model": HEADS.eagle(), "shape": TREE, "draw": "greedy_k"},
+        "latent-chain": {"model": HEADS.eagle(latent=True), **CHAIN},
+        "latent-dynamic": {"model": HEADS.eagle(latent=True), "top_k": 3, "nodes": 8},
+    },
+    "eagle": {"chain": {"model": HEADS.eagle(1), **CHAIN}},
+    "eagle2": {"dynamic": {"model": HEADS.eagle(1), **CHAIN, "top_k": 3, "nodes": 8}},
+    "medusa": {
+        "best-first": {"model": HEADS.medusa(), "nodes": 8},
+        "chain": {"model": HEADS.medusa(), "shape": (1, 1, 1), "draw": "iid"},
+        "sampled-tree": {"model": HEADS.medusa(), "nodes": 6, "draw": "without_replacement"},
+        "sparse-tree": {"model": HEADS.medusa(), "tree": (0, 0, 0, 1, 1, 2, 4)},
+    },
+    "hydra": {
+        "tree": {"model": HEADS.hydra(), "shape": TREE},
+        "chain": {"model": HEADS.hydra(num_hidden_layers=0), **CHAIN},
+        "dynamic": {"model": HEADS.hydra(), "top_k": 3, "nodes": 8},
+        "sparse-tree": {"model": HEADS.hydra(), "tree": (0, 0, 0, 1, 1, 2, 4)},
+    },
+    "mlp_speculator": {
+        "chain": {"model": HEADS.mlp(), **CHAIN},
+        "tree": {"model": HEADS.mlp(tie_weights=True, inner_dim=20), "shape": TREE},
+        "dynamic": {"model": HEADS.mlp(scale_input=True), "top_k": 3, "nodes": 8},
+    },
+    "dflash": {
+        "best-first": {"model": HEADS.dflash(), "nodes": 8},
+        "best-first-given": {"model": HEADS.dflash(), "nodes": 8, "draw": "deterministic"},
+        "chain": {"model": HEADS.dflash(), "shape": (1, 1, 1)},
+        "sampled-tree": {"model": HEADS.dflash(), "shape": TREE},
+        "windows": {"model": HEADS.dflash(sliding_window=6, causal_windows=True), "shape": (1, 1, 1)},
+    },
+    "dspark": {
+        "chain": {"model": HEADS.dflash(markov_rank=6), **CHAIN},
+        "tree": {"model": HEADS.dflash(markov_rank=6, markov_head_type="rnn"), "shape": TREE},
+        "dynamic": {"model": HEADS.dflash(markov_rank=6), "top_k": 3, "nodes": 8},
+    },
+    "dflash2": {
+        "chain": {"model": HEADS.dflash(selector_rank=5, selector_top_k=5), **CHAIN},
+        "tree": {"model": HEADS.dflash(selector_rank=5, selector_top_k=2), "shape": TREE},
+        "dynamic": {"model": HEADS.dflash(selector_rank=5, selector_top_k=5), "top_k": 3, "nodes": 8},
+    },
+    "domino": {
+        "chain": {"model": HEADS.dflash(**DOMINO), **CHAIN},
+        "tree": {"model": HEADS.dflash(**DOMINO, pure_draft_prefix_len=0), "shape": TREE},
+        "dynamic": {"model": HEADS.dflash(**DOMINO), "top_k": 3, "nodes": 8},
+    },
+    "peagle": {
+        "best-first": {"model": HEADS.peagle(), **CHAIN, "nodes": 8},
+        "chain": {"model": HEADS.peagle(own_embedding=False), "shape": (1, 1, 1)},
+        "one-token": {"model": HEADS.peagle(), "shape": (2,)},
+        "sampled-tree": {"model": HEADS.peagle(norm_before_residual=True), "shape": TREE},
+        "windows": {"model": HEADS.peagle(sliding_window=6), "shape": (1, 1, 1)},
+    },
+    "kangaroo": {
+        "chain": {"model": HEADS.kangaroo(), **CHAIN},
+        "whole-chain": {"model": HEADS.kangaroo(), **CHAIN, "exit_below": 0},
+        "tree": {"model": HEADS.kangaroo(sliding_window=6), "shape": TREE, "exit_below": 0.3},
+        "dynamic": {"model": HEADS.kangaroo(), **CHAIN, "top_k": 3, "nodes": 8},
+    },
+    "gemma4_assistant": {
+        "chain": {"model": HEADS.assistant(), **CHAIN},
+        "groups": {"model": HEADS.assistant(VOCABULARY // 2), "shape": TREE},
+        "dynamic": {"model": HEADS.assistant(), **CHAIN, "top_k": 3, "nodes": 8},
+    },
+    "mtp": {
+        "experts": {"model": HEADS.mtp(sparse=True), **CHAIN},
+        "chain": {"model": HEADS.mtp(), **CHAIN},
+        "two-modules-tree": {"model": HEADS.mtp(2), "shape": TREE},
+        "dynamic": {"model": HEADS.mtp(2, True), **CHAIN, "top_k": 3, "nodes": 8},
+    },
 }
+"""Of each drafter the ways in which it is tested."""
+VARIANTS = {method: [Variant(method, *way) for way in ways.items()] for method, ways in OPTIONS.items()}
 
 
 def variants() -> list[Variant]:
@@ -515,9 +482,8 @@ def without_unlikely(trees: list[TokenTree]) -> list[TokenTree]:
 
     def unlikely(tree: TokenTree) -> bool:
         probs = tree.draft_probs.get(0)
-        return (
-            probs is not None and tree.drawn[1] is not Drawn.DETERMINISTIC and bool(probs[tree.tokens[1]] < max(probs))
-        )
+        drawn = probs is not None and tree.drawn[1] is not Drawn.DETERMINISTIC
+        return drawn and bool(probs[tree.tokens[1]] < max(probs))
 
     return [TokenTree(tree.tokens[0]) if unlikely(tree) else tree for tree in trees]
 

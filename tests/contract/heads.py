@@ -148,12 +148,8 @@ class Heads:
         text |= dict.fromkeys(("vocab_size_per_layer_input", "hidden_size_per_layer_input"), 0)
         head = Gemma4AssistantHead(
             Gemma4AssistantConfig(
-                target_hidden_size=config.hidden_size,
-                vocab_size=self.size,
-                draft_vocab_size=self.size,
-                boundaries=(LAST_HIDDEN,),
-                text_config=text,
-                num_centroids=groups,
+                **{"target_hidden_size": config.hidden_size, "vocab_size": self.size, "draft_vocab_size": self.size},
+                **{"boundaries": (LAST_HIDDEN,), "text_config": text, "num_centroids": groups},
                 centroid_intermediate_top_k=max(1, groups // 2),
             )
         )

@@ -26,9 +26,7 @@ def proposals(variant: Variant) -> list[tuple[Budget, TokenTree, TokenTree, bool
         def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
             limited = {}
             for nodes, depth in LIMITS:
-                least = Budget(
-                    nodes=[min(nodes, own) for own in budget.nodes], depth=[min(depth, own) for own in budget.depth]
-                )
+                least = Budget(nodes=[min(nodes, n) for n in budget.nodes], depth=[min(depth, n) for n in budget.depth])
                 limited[nodes, depth] = least, [tree.copy() for tree in super().propose(context, least)]
             trees: list[TokenTree] = super().propose(context, budget)
             for least, drafted in limited.values():

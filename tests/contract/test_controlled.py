@@ -157,10 +157,7 @@ def test_the_reproducible_mode_keeps_its_width() -> None:
     variant = adaptive("ngram", "trie")
     engine = LLM(
         llm(None).target.model,
-        tokenizer=False,
-        speculative_config=variant.config(),
-        reproducible=True,
-        max_model_len=64,
+        **{"tokenizer": False, "speculative_config": variant.config(), "reproducible": True, "max_model_len": 64},
         self_check=False,
     )
     outputs = engine.generate(as_prompts([PROMPT]), NEUTRAL, trace=True)

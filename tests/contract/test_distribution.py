@@ -77,7 +77,5 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(variant: Variant) -> No
     params = [replace(SAMPLED, max_tokens=14, seed=seed) for seed in range(len(PROMPTS))]
     together = tokens_of(llm(variant).generate(as_prompts(PROMPTS), params))
     engine = llm(variant)
-    alone = [
-        tokens_of(engine.generate(as_prompts([prompt]), own))[0] for prompt, own in zip(PROMPTS, params, strict=True)
-    ]
+    alone = [tokens_of(engine.generate(as_prompts([one]), own))[0] for one, own in zip(PROMPTS, params, strict=True)]
     assert together == alone

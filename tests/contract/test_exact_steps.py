@@ -150,17 +150,14 @@ SAMPLING = [
 ]
 DEEP = [replace(tree((2, 1, 1)), label="deep-tree") for tree in (_dspark, _peagle_tree, _kangaroo_tree)]
 """Whose trees take seconds to enumerate: slow tests."""
+SMALL_TREE = _member("draft_model", shape=(2, 1, 1))
 CONTROLLED = [
     *(variant for variant in SAMPLING if variant.method not in ("tli", "quantized_self", "skip_layers")),
-    Variant(
-        "auto", "several", {"drafters": [_member("draft_model", shape=(2, 1, 1)), COPIES, FEW], "reproducible": False}
-    ),
+    Variant("auto", "several", {"drafters": [SMALL_TREE, COPIES, FEW], "reproducible": False}),
 ]
 OTHER_RULES = [
-    *(
-        (SAMPLING[0], rule)
-        for rule in ("sample_walk", "token_rejection", "recursive_rejection", "traversal", "greedy_k")
-    ),
+    *((SAMPLING[0], rule) for rule in ("sample_walk", "token_rejection", "recursive_rejection")),
+    *((SAMPLING[0], rule) for rule in ("traversal", "greedy_k")),
     *((SAMPLING[2], rule) for rule in ("sample_walk", "recursive_rejection")),
     *((SAMPLING[4], rule) for rule in ("traversal", "recursive_rejection")),
     *((SAMPLING[-1], rule) for rule in ("sample_walk", "recursive_rejection")),
