@@ -130,9 +130,7 @@ def reached(graph: Graph, start: Set[str]) -> set[str]:
 def used() -> set[str]:
     """What is reached from the public names, the command line, ``python -m``, entry points and scripts of `USERS`."""
     known = modules().keys()
-    ways = {
-        name: graph()[name] | named(tree, known) | {name.rpartition(".")[0]} - {""} for name, tree in modules().items()
-    }
+    ways = {at: graph()[at] | named(tree, known) | {at.rpartition(".")[0]} - {""} for at, tree in modules().items()}
     start = {"forerun", *(name for name in known if name.endswith(".__main__"))}
     verbs = re.search(
         r"^VERBS = \{(.*?)^\}", (SOURCE / "forerun/cli/__init__.py").read_text(), re.MULTILINE | re.DOTALL

@@ -148,9 +148,7 @@ KIND = ManifestKind(format="boxes", version=3, what="a box", remedy="make it ane
         (None, "is not a box, it has no manifest.json"),
     ],
 )
-def test_a_manifest_that_does_not_describe_what_is_there_is_refused(
-    content: str | None, message: str, tmp_path: Path
-) -> None:
+def test_a_manifest_of_something_else_is_refused(content: str | None, message: str, tmp_path: Path) -> None:
     KIND.write(tmp_path, {"holds": 1})
     assert KIND.read(tmp_path) == {"holds": 1}
     if content is None:

@@ -39,9 +39,7 @@ def test_pairs_are_measured_for_a_whole_batch(source_tied: Path) -> None:
 
 
 def test_the_lower_bound_lies_below_the_mean_and_falls_with_the_scatter() -> None:
-    steady, wild = (
-        Burden(drafter="x", batch=1, ratios=ratios) for ratios in ([0.98, 1.0, 1.02] * 7, [0.8, 1.0, 1.2] * 7)
-    )
+    steady, wild = (Burden(drafter="x", batch=1, ratios=of) for of in ([0.98, 1.0, 1.02] * 7, [0.8, 1.0, 1.2] * 7))
     assert abs(steady.mean - wild.mean) < 1e-9
     assert wild.low < steady.low < steady.mean
 
@@ -82,12 +80,11 @@ class TestContest:
 
     def test_every_arm_writes_as_much_and_is_held_against_plain(self, source_tied: Path, work: Workload) -> None:
         llm = LLM(str(source_tied), tokenizer=False, max_num_seqs=1, max_model_len=96)
+        theirs = load_transformers(source_tied)
         arms: Sequence[Any] = [
             Contestant(PLAIN, llm, False, work),
             Contestant("forerun ngram", llm, {"method": "ngram", "adaptive": False}, work),
-            TransformersContestant(
-                "transformers prompt lookup", load_transformers(source_tied), {"prompt_lookup_num_tokens": 4}, work
-            ),
+            TransformersContestant("transformers prompt lookup", theirs, {"prompt_lookup_num_tokens": 4}, work),
         ]
         contest = Contest()
         compete(arms, work, contest, quiet)

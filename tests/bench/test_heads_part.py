@@ -10,7 +10,7 @@ import pytest
 from bench.heads import head
 from bench.test_acceptance import line
 from bench.test_parts import results, shown
-from bench.test_scale_head import other_head
+from bench.test_scale import other_head
 from benchmarks.suite.acceptance import NODES, Acceptance, AcceptancePlan
 from benchmarks.suite.heads import HeadBoard, forms, head_goals, measure_heads
 from benchmarks.suite.suite import as_json

@@ -1,3 +1,5 @@
+"""The parts of the benchmarks, on paper and on tiny models; the script for a lent GPU runs without one, too."""
+
 import copy
 import io
 import json
@@ -10,6 +12,7 @@ import torch
 from rich.console import Console
 
 from bench.conftest import lively_llama, quiet
+from benchmarks import gpu, spec_bench
 from benchmarks.suite import plots, report
 from benchmarks.suite.arms import Run, forerun_arms, transformers_arms
 from benchmarks.suite.bits import BitCount, BitPlan, compare
@@ -24,6 +27,7 @@ from forerun import LLM
 from forerun.demo import contexts
 from forerun.errors import ArgumentError
 from forerun.model import TransformersTarget
+from forerun.model.kernels.forwards import LAYERS_BY
 from forerun.model.kernels.packing import pack
 from forerun.types import Source, StepTrace
 
@@ -215,10 +219,8 @@ class TestReport:
         assert found["differing tokens of ngram in 50000, demo model, reproducible mode"].met
 
     def test_a_tie_excuses_a_tree_and_transformers(self) -> None:
-        lines = [
-            TextComparison(arm=arm, answers=6, identical=5, ties=1)
-            for arm in ("forerun draft_model tree", "transformers plain")
-        ]
+        arms = ("forerun draft_model tree", "transformers plain")
+        lines = [TextComparison(arm=arm, answers=6, identical=5, ties=1) for arm in arms]
         assert all(goal.met for goal in text_goals(lines, []))
 
     def test_tables_say_what_was_measured_and_on_what(self) -> None:
@@ -246,3 +248,80 @@ class TestReport:
         costs = results().steps
         assert costs is not None
         assert step_goals(costs)[0].goal == "<= 1.35"
+
+
+def line(arm: str, category: str, question: str, *, tokens: int, seconds: float, passes: int) -> dict[str, object]:
+    figures = {"tokens": tokens, "seconds": seconds, "passes": passes}
+    return {"arm": arm, "category": category, "question": question, **figures}
+
+
+LINES = [
+    line(spec_bench.PLAIN, "math", "1", tokens=40, seconds=4.0, passes=40),
+    line(spec_bench.PLAIN, "qa", "2", tokens=20, seconds=2.0, passes=20),
+    line("forerun ngram", "math", "1", tokens=40, seconds=2.0, passes=20),
+    line("forerun ngram", "qa", "2", tokens=20, seconds=2.5, passes=20),
+    line("forerun auto", "math", "1", tokens=40, seconds=1.0, passes=10),
+    line("forerun auto", "qa", "2", tokens=20, seconds=2.0, passes=20),
+    line("transformers plain", "math", "1", tokens=40, seconds=16.0, passes=0),
+]
+
+
+def test_a_summary_has_tokens_per_pass_and_speed_by_category() -> None:
+    found = spec_bench.summary(LINES)
+    assert found["tokens_per_pass"]["forerun auto"] == {"all": 2.0, "math": 4.0, "qa": 1.0}
+    assert found["speedup"]["forerun ngram"] == {"math": 2.0, "qa": 0.8}
+    assert found["forerun auto over"]["transformers plain"] == {"math": 16.0, "mean": 16.0, "worst question": 16.0}
+
+
+def test_the_board_is_markdown_with_the_fastest_drafter_first(capsys: pytest.CaptureFixture[str]) -> None:
+    spec_bench.write_board(spec_bench.summary(LINES))
+    assert capsys.readouterr().out.splitlines() == [
+        "|  | math | qa | mean |",
+        "| --- | --- | --- | --- |",
+        "| `auto` | 4.00, 4.00 x | 1.00, 1.00 x | 2.00, 2.50 x |",
+        "| `ngram` | 2.00, 2.00 x | 1.00, 0.80 x | 1.50, 1.40 x |",
+    ]
+
+
+def lines(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "gpu.jsonl").read_text().splitlines()]
+
+
+def test_a_dry_run_prints_one_line_for_each_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu.main([str(tmp_path), "ceiling", "step", "growth", "quantised", "--dry"])
+    found = lines(tmp_path)
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")] == found
+    assert not [line for line in found if "failed" in line or "cut_after_s" in line]
+    steps = [line for line in found if line["part"] == "step"]
+    assert [(line["arm"], line["temperature"]) for line in steps] == [
+        (arm, temperature) for temperature in (0.0, 0.8) for arm in ("plain", "suffix", "eagle3", "draft_model")
+    ]
+    assert all(line["wall_ms"] > 0 and line["tokens_a_step"] >= 1 for line in steps)
+    assert [line["nodes"] for line in found if line["part"] == "growth"] == [1, 16, 8]
+    assert [line["format"] for line in found if line["part"] == "quantised"] == list(gpu.FORMATS)
+    assert found[-1]["part"] == "done"
+
+
+def test_a_part_that_fails_or_takes_too_long_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_bench: gpu.Bench) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def cut(_bench: gpu.Bench) -> None:
+        raise gpu.CutError
+
+    apart = list[tuple[list[str], dict[str, str]]]()
+    monkeypatch.setattr(gpu, "run_module", lambda _bench, parts, environment: apart.append((parts, environment)))
+    monkeypatch.setattr(gpu, "PARTS", {"first": (fail, 5), "second": (cut, 7), "third": (gpu.without, 5)})
+    gpu.main([str(tmp_path), "first", "second", "third", "--dry"])
+    first, second, _ = lines(tmp_path)
+    assert "illegal memory access" in first["failed"] and second["cut_after_s"] == 7
+    assert apart == [(["step"], {LAYERS_BY: "parts"})]
+    with pytest.raises(SystemExit):
+        gpu.main([str(tmp_path), "steps", "--dry"])
+    assert "unknown part 'steps'; there are first, second, third" in capsys.readouterr().err
+
+
+def test_a_lease_takes_twelve_minutes_at_most() -> None:
+    assert sum(gpu.PARTS[name][1] for name in gpu.IN_A_LEASE) <= 12 * 60

@@ -66,9 +66,7 @@ def one_answer(script: Script, task: Task = TASKS[0], **asking: Any) -> BenchAns
 
 def written(path: Path, *prompts: str) -> Path:
     """A workload of these prompts."""
-    path.write_text(
-        "".join(json.dumps({"id": str(place), "prompt": text}) + "\n" for place, text in enumerate(prompts))
-    )
+    path.write_text("".join(json.dumps({"id": str(at), "prompt": text}) + "\n" for at, text in enumerate(prompts)))
     return path
 
 
@@ -245,14 +243,10 @@ class TestLoad:
 NO_CHUNKS = (
     *(b"null", b"7", b"[]", b'"error"', b"[null]", b"true"),
     *(b'{"choices": %s}' % bad for bad in (b"7", b'"abc"', b"[null]", b"[7]", b'{"a": 1}')),
-    *(
-        b'{"choices": [{"delta": %s}]}' % bad
-        for bad in (b"7", b'"a"', b"[1]", b'{"content": 7}', b'{"content": ["a"]}')
-    ),
-    *(
-        b'{"usage": %s}' % bad
-        for bad in (b"7", b"[1]", b'{"completion_tokens": "x"}', b'{"completion_tokens": Infinity}')
-    ),
+    *(b'{"choices": [{"delta": %s}]}' % bad for bad in (b"7", b'"a"', b"[1]")),
+    *(b'{"choices": [{"delta": {"content": %s}}]}' % bad for bad in (b"7", b'["a"]')),
+    *(b'{"usage": %s}' % bad for bad in (b"7", b"[1]")),
+    *(b'{"usage": {"completion_tokens": %s}}' % bad for bad in (b'"x"', b"Infinity")),
     *(b'{"metrics": %s}' % bad for bad in (b"7", b'{"speculative_decoding": {"num_spec_steps": 3}}')),
     b'{"timings": {"draft_n": []}}',
 )
@@ -382,18 +376,10 @@ class TestWorkloads:
                 read_workload([name])
 
 
-NO_ADDRESSES = [
-    *(
-        ("--server", url)
-        for url in ("http://localhost:port", "http://[::1", "https://[zz]:8", "http://localhost:99999")
-    ),
-    *(
-        ("--server", url)
-        for url in ("http://localhost:-1", "http://", "http:///v1", "http://:80", "nonsense", "ftp://a")
-    ),
-    *(("--server", url) for url in ("http://a\nb", "http://a/\x00", "")),
-    *(("--baseline-server", "http://localhost:port"), ("--metrics-url", "http://localhost:port")),
-]
+NO_ADDRESSES = [("--server", f"http{rest}") for rest in ("://localhost:port", "://[::1", "s://[zz]:8", "://a:99999")]
+NO_ADDRESSES += [("--server", f"http:{rest}") for rest in ("//a:-1", "//", "///v1", "//:80", "//a\nb", "//a/\x00")]
+NO_ADDRESSES += [("--server", url) for url in ("nonsense", "ftp://a", "")]
+NO_ADDRESSES += [(option, "http://localhost:port") for option in ("--baseline-server", "--metrics-url")]
 
 
 class TestCommand:
@@ -516,9 +502,7 @@ class TestCommand:
         assert f"needs {missing}" in told and "pip install 'forerun[bench]'" in told
 
     @pytest.mark.parametrize(("option", "url"), NO_ADDRESSES)
-    def test_an_address_that_is_none_is_refused(
-        self, option: str, url: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_is_no_address_is_refused(self, option: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
         given = {"--server": "http://127.0.0.1:9"} | {option: url}
         assert bench(*(word for pair in given.items() for word in pair)) == 2
         told = capsys.readouterr().err
@@ -538,7 +522,7 @@ class TestCommand:
             said_ = capsys.readouterr().err
             assert "another max_tokens: 7, now" in said_ and "another tasks" not in said_
 
-    def test_a_result_with_other_loads_is_refused_before_anything_is_asked(
+    def test_a_result_with_other_loads_is_refused_at_once(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "old.json").write_text(json.dumps({"loads": [{"load": "1 user"}]}))
@@ -586,7 +570,7 @@ class TestCommand:
             (["--num-prompts", "-1"], "--num-prompts must be at least 1"),
         ],
     )
-    def test_bad_input_is_refused_before_anything_is_asked(
+    def test_bad_input_is_refused_at_once(
         self, words: list[str], said_: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         script = brief()

@@ -13,9 +13,7 @@ from forerun.drafters.drawing import Draw
 from forerun.errors import ArgumentError
 
 DRAWING = {
-    Draw.IID: Drawing.IID,
-    Draw.WITHOUT_REPLACEMENT: Drawing.WITHOUT_REPLACEMENT,
-    Draw.GREEDY_K: Drawing.GREEDY_K,
+    **{Draw.IID: Drawing.IID, Draw.WITHOUT_REPLACEMENT: Drawing.WITHOUT_REPLACEMENT, Draw.GREEDY_K: Drawing.GREEDY_K},
     Draw.DETERMINISTIC: Drawing.DETERMINISTIC,
 }
 SAMPLED = [Draw.IID, Draw.WITHOUT_REPLACEMENT]

@@ -109,9 +109,7 @@ def test_another_drafts_where_there_is_nothing_to_copy(checkpoint: Path) -> None
 @needs_llama_cpp
 @pytest.mark.usefixtures("one_setting")
 @pytest.mark.parametrize("faulty", [False, True])
-def test_a_gguf_file_is_compared_with_llama_cpp_itself(
-    tmp_path: Path, faulty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_is_compared_with_llama_cpp(tmp_path: Path, faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     file = write_tiny(tmp_path / "tiny.gguf", model=tiny(initializer_range=0.4))
     llm = LLM(file, speculative_config={"method": "recycling"}, max_num_seqs=8, max_model_len=80, backend="llama.cpp")

@@ -77,14 +77,11 @@ def test_survival_is_scipys(statistic: float, freedom: int) -> None:
     assert chi_square.survival(statistic, freedom) == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-9)
 
 
-def test_pearson_is_scipys() -> None:
+def test_test_pearson_is_scipys_and_an_impossible_answer_infinitely_wrong() -> None:
     cells = {(1,): 0.5, (2,): 0.3, (): 0.2}
     counts = Counter({(1,): 55, (2,): 20, (): 25})
     expected = stats.chisquare([55, 20, 25], [50, 30, 20])
     assert chi_square.pearson(cells, counts, 100) == (pytest.approx(expected.statistic), 2)
-
-
-def test_an_impossible_answer_is_infinitely_wrong() -> None:
     statistic, freedom = chi_square.pearson({(1,): 0.5, (2,): 0.5, (): 0.0}, Counter({(1,): 5, (2,): 4, (): 1}), 10)
     assert chi_square.survival(statistic, freedom) == 0.0
 
@@ -139,7 +136,7 @@ def test_the_power_is_kept() -> None:
 
 
 @pytest.mark.parametrize("chances", [[0.988, 0.012], [0.01] * 23 + [0.77], [0.3, 0.3, 0.2, 0.19, 0.01]], ids=len)
-def test_what_is_right_hardly_fails_more_often_than_the_level_says(
+def test_what_is_right_fails_hardly_more_often_than_allowed(
     monkeypatch: pytest.MonkeyPatch, chances: list[float]
 ) -> None:
     """Chi-square is an approximation: where a cell expects two or three answers, eight times as many drawings fail."""
@@ -279,9 +276,7 @@ def test_a_fault_in_late_tokens_is_seen(
     assert not checks.chi_square_check(run, test).passed
 
 
-def test_no_draft_is_no_proof(
-    prompt: list[int], llm: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_draft_no_proof(prompt: list[int], llm: LLM, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = llm.generate
 
     def undrafted(prompts: Any, params: Any, **options: Any) -> Any:

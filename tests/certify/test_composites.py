@@ -21,10 +21,7 @@ def certified(name: str) -> tuple[Check, set[str]]:
     """The check of one composite without seeds."""
     llm = LLM(
         toy(),
-        tokenizer=False,
-        speculative_config=NAMED[name].config(),
-        max_num_seqs=64,
-        max_model_len=32,
+        **{"tokenizer": False, "speculative_config": NAMED[name].config(), "max_num_seqs": 64, "max_model_len": 32},
         self_check=False,
     )
     setting = checks.Setting(params=PARAMS, seeded=False)
@@ -35,9 +32,7 @@ def certified(name: str) -> tuple[Check, set[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["merge-path-beside-2", "cascade-tail", "draft_model-greedy-k"])
-def test_composites_are_certified_and_the_old_choice_of_a_rule_is_not(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_composites_are_certified_and_the_old_choice_of_rule_is_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     check, rules = certified(name)
     assert check.passed and len(rules) == 1, check.summary

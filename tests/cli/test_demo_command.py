@@ -59,7 +59,7 @@ def test_sampled_text_is_the_same_with_deterministic_drafts_or_by_their_rule(
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_sampled_drafts_give_another_text_and_the_report_says_so(
+def test_it_says_that_sampled_drafts_give_another_text(
     forerun: Forerun, checkpoint: Path, draft_checkpoint: Path
 ) -> None:
     ran = forerun(*arguments(checkpoint, draft_checkpoint, 0.8))
@@ -142,9 +142,7 @@ def test_what_drafts_unless_told_otherwise_fits_any_target(forerun: Forerun, che
     assert found["identical"] is True and found["right"] is None and found["prompt"] == "chunk.py"
 
 
-def test_an_edit_is_asked_for_and_looked_at(
-    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_edit_is_asked_for_and_checked(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     edit = Edit(name="rename-1", request="Rename a to b:\n\ndef f(a):\n    return a", answer="def f(b):\n    return b")
     monkeypatch.setattr(demo.demo_texts, "edits", lambda: [edit])
     asked = ("demo", checkpoint, "--prompt-name", "rename-1", "-n", 12, "--repeats", 1)

@@ -32,13 +32,8 @@ def short_questions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(tokens: int, seconds: float, passes: int) -> RequestOutput:
     answer = CompletionOutput(
-        index=0,
-        text="text",
-        token_ids=list(range(tokens)),
-        tokens=[],
-        finish_reason="length",
-        stop_reason=None,
-        speculation=SpeculationStats(num_plain_steps=passes),
+        **{"index": 0, "text": "text", "token_ids": list(range(tokens)), "tokens": [], "finish_reason": "length"},
+        **{"stop_reason": None, "speculation": SpeculationStats(num_plain_steps=passes)},
     )
     asked: dict[str, Any] = {"request_id": "", "prompt": None, "prompt_token_ids": [], "finished": True}
     return RequestOutput(**asked, outputs=[answer], decode_s=seconds)
@@ -119,9 +114,7 @@ def test_what_differs_is_said(answer: AnsweredPair, said: str, capsys: pytest.Ca
     assert answer.wrong == ("no numeric tie" in said)
 
 
-def test_a_wrong_greedy_answer_is_an_exit_code(
-    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_answer_is_an_exit_code(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for gap, code in ((0.1, 0), (3.0, 1)):
         wrong = answered(parted=parting(gap))
         monkeypatch.setattr(side_by_side, "ask_all", lambda *_, wrong=wrong, **__: iter([wrong]))
@@ -138,7 +131,7 @@ def test_the_columns_grow_in_a_terminal(checkpoint: Path, monkeypatch: pytest.Mo
     assert "\x1b[" in written.getvalue() and "12 tokens, 12 passes" in written.getvalue()
 
 
-def test_without_a_network_the_shipped_pair_is_shown_and_one_line_says_so(
+def test_without_a_network_one_line_and_the_shipped_pair_are_shown(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shipped, "smollm2", unreachable)
@@ -164,9 +157,7 @@ def test_nothing_is_cut_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert "…" not in shown and "tok/pass" in shown and max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_model_without_a_chat_template_goes_on_with_the_questions(
-    forerun: Forerun, checkpoint: Path, tmp_path: Path
-) -> None:
+def test_without_a_chat_template_the_questions_go_on(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
     (model / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((model / "tokenizer_config.json").read_text())
@@ -176,9 +167,7 @@ def test_a_model_without_a_chat_template_goes_on_with_the_questions(
     assert ran.code == 0 and "has no chat template" in ran.out and "identical: yes" in ran.out, ran.err
 
 
-def test_where_no_model_is_there_one_line_says_how_to_get_one(
-    forerun: Forerun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_model_one_line_says_how_to_get_one(forerun: Forerun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "smollm2", unreachable)
     monkeypatch.setattr(demo.shipped, "folder_of", lambda _name: None)
     for words, remedy in ((["demo"], "forerun demo path/to/model"), (["demo", "--offline"], "smollm2")):

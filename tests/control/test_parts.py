@@ -308,9 +308,7 @@ def test_a_slower_machine_is_found_out_by_plain_passes_that_are_seen_now_and_the
         known.saw_host(0.0, 1, lookup_ms=0.0)
     assert len(plain) < 20
     seen = known.times(1, 0, 3)
-    assert seen[3] / seen[0] <= 2 * times[3] / times[0], (
-        "one that became slower is thought to be at most so much dearer"
-    )
+    assert seen[3] / seen[0] <= 2 * times[3] / times[0], "at most so much dearer for having become slower"
     for _ in range(30):
         known.saw_pass(0, 1, 0, 2 * times[0])
     seen = known.times(1, 0, 3)

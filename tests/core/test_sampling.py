@@ -111,9 +111,7 @@ WRONG_LAWS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("wrong", WRONG_LAWS)
-def test_no_other_distribution_leaves_the_sampler(
-    wrong: str, temperature: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_other_distribution_comes_out(wrong: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever step of its making is wrong."""
     sampler = Sampler(SamplingParams(temperature=temperature, allowed_token_ids=[0, 1, 2]), [1])
     assert float(sampler.probs(torch.zeros(4), []).sum()) == pytest.approx(1)
@@ -179,11 +177,9 @@ def test_processors_against_the_reference(seed: int) -> None:
     vocabulary = 8
     params = SamplingParams(
         repetition_penalty=chance.choice([None, 1.0, 1.3, 0.8]),
-        presence_penalty=chance.choice([0.0, 0.7, -0.5]),
-        frequency_penalty=chance.choice([0.0, 0.4, -0.3]),
+        **{"presence_penalty": chance.choice([0.0, 0.7, -0.5]), "frequency_penalty": chance.choice([0.0, 0.4, -0.3])},
         logit_bias=chance.choice([None, {1: 2.5, 6: -1.0}]),
-        allowed_token_ids=chance.choice([None, [0, 1, 2, 6, 7]]),
-        min_tokens=chance.choice([0, 3]),
+        **{"allowed_token_ids": chance.choice([None, [0, 1, 2, 6, 7]]), "min_tokens": chance.choice([0, 3])},
         max_tokens=10,
     )
     prompt = [chance.randrange(vocabulary) for _ in range(chance.randint(1, 4))]
@@ -220,9 +216,7 @@ def test_two_paths_with_two_histories_have_two_distributions() -> None:
         ([], [], [3]),
     ],
 )
-def test_bad_words_across_the_border_of_prompt_and_output(
-    prompt: list[int], output: list[int], banned: list[int]
-) -> None:
+def test_bad_words_across_the_end_of_the_prompt(prompt: list[int], output: list[int], banned: list[int]) -> None:
     sampler = Sampler(SamplingParams(), prompt, bad_words=[[1, 2, 0], [3]])
     assert torch.nonzero(sampler.process(torch.zeros(5), output).isinf()).flatten().tolist() == banned
 

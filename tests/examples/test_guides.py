@@ -1,11 +1,13 @@
-"""Recipes are complete; every key, default and variant that the guides name is true."""
+"""Recipes are complete, every key that the guides name is true, and the tutorial notebook runs from top to bottom."""
 
 import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from forerun.drafters.kinds import KINDS, kind_named
 from forerun.heads.eagle import EagleConfig, default_boundaries
@@ -27,13 +29,8 @@ def test_a_recipe_is_complete_and_its_head_can_be_built(path: Path) -> None:
     boundaries = tuple(recipe.draft.options.get("boundaries", default_boundaries(layers)))
     assert boundaries == default_boundaries(layers)
     made = EagleConfig(
-        hidden_size=64,
-        target_hidden_size=64,
-        intermediate_size=64,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        vocab_size=128256,
+        **{"hidden_size": 64, "target_hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2},
+        **{"num_key_value_heads": 1, "head_dim": 32, "vocab_size": 128256},
         draft_vocab_size=recipe.draft.vocab_size or 128256,
         **{**recipe.draft.options, "boundaries": boundaries},
     )
@@ -106,3 +103,51 @@ def test_the_default_boundaries_of_the_formats_guide_are_ours() -> None:
     ours, theirs = (tuple(map(int, row[3].split(","))) for row in table(text, "place")[:2])
     assert ours == default_boundaries(32) and theirs == tuple(boundary - 1 for boundary in ours)
     assert ", ".join(map(str, default_boundaries(8))) in text
+
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "eagle3.ipynb"
+STEPS = 4
+SECONDS = 600
+"""Longest a cell may take, on a busy machine; the whole takes well under a minute on two quiet cores."""
+
+
+@pytest.fixture(scope="module")
+def stored() -> Any:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def test_it_is_stored_without_outputs(stored: Any) -> None:
+    nbformat.validate(stored)
+    code = [cell for cell in stored.cells if cell.cell_type == "code"]
+    assert len(code) > 8
+    assert all(cell.outputs == [] and cell.execution_count is None for cell in code)
+
+
+@pytest.mark.slow
+# Third parties' warnings, of sockets and paths, are not ours to fix.
+@pytest.mark.filterwarnings("ignore")
+def test_it_trains_a_head_that_changes_no_answer_and_exports_it(
+    stored: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORERUN_EXAMPLE_STEPS", str(STEPS))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    client = NotebookClient(stored, timeout=SECONDS, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute()
+
+    shown = {cell.source: "".join(map(_shown, cell.outputs)) for cell in stored.cells if cell.cell_type == "code"}
+    assert "'identical': True" in _under(shown, '"identical"')
+    assert f"'steps': {STEPS}" in _under(shown, "outcome = run.train")
+    assert "image/png" in _under(shown, "plt.subplots")
+    assert _under(shown, "exported.command").startswith("'vllm serve ")
+    assert "'vllm', 'ok'" in _under(shown, "diagnose(")
+    assert "'the same text': True" in _under(shown, '"the same text"')
+
+
+def _under(shown: dict[str, str], words: str) -> str:
+    """What the cell that holds these words displayed; the last one, if several do."""
+    return [output for source, output in shown.items() if words in source][-1]
+
+
+def _shown(output: Any) -> str:
+    data = output.get("data", {})
+    return "image/png" if "image/png" in data else data.get("text/plain", "")

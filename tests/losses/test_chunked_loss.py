@@ -38,11 +38,8 @@ def plain(
     counted = (weights != 0).float()
     agrees = logs.argmax(-1).eq(target.argmax(-1)).float()
     return VocabularyLoss(
-        loss=(losses * entered).sum(),
-        weights=entered,
-        agrees=agrees * counted,
-        overlap=overlap.detach() * counted,
-        losses=losses.detach() * counted,
+        **{"loss": (losses * entered).sum(), "weights": entered, "agrees": agrees * counted},
+        **{"overlap": overlap.detach() * counted, "losses": losses.detach() * counted},
     )
 
 
@@ -63,13 +60,8 @@ def test_loss_figures_and_gradients_equal_the_plain_ones(
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(4)) * (torch.arange(ROWS) % 4 > 0)
     bias = None if softcap is None else drawn(SIZE, seed=5)
     teacher = Teacher(
-        hidden=drawn(ROWS, 6, seed=2),
-        weight=drawn(SIZE, 6, seed=3),
-        tokens=tokens,
-        bias=bias,
-        scale=0.5,
-        softcap=softcap,
-        temperature=temperature,
+        **{"hidden": drawn(ROWS, 6, seed=2), "weight": drawn(SIZE, 6, seed=3), "tokens": tokens, "bias": bias},
+        **{"scale": 0.5, "softcap": softcap, "temperature": temperature},
     )
     both = []
     for loss_of in (

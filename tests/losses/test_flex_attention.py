@@ -50,9 +50,7 @@ def test_it_and_its_gradients_equal_the_blockwise_attention(steps: int, reach: i
     ours, theirs = of(parts, FlexMask(packed(), reach)), of(parts, blocks_of(packed(), reach))
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
     flow = torch.randn(ours.shape, generator=torch.Generator().manual_seed(9), dtype=ours.dtype)
-    for found, expected in zip(
-        torch.autograd.grad(ours, parts, flow), torch.autograd.grad(theirs, parts, flow), strict=True
-    ):
+    for found, expected in zip(*(torch.autograd.grad(one, parts, flow) for one in (ours, theirs)), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 

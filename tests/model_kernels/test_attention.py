@@ -34,7 +34,7 @@ def test_equals_attention_by_definition(kv_heads: int, count: int) -> None:
 
 @pytest.mark.usefixtures("attention_path")
 @pytest.mark.parametrize("kv_heads", [1, 3, 6])
-def test_a_tokens_bits_do_not_depend_on_how_many_are_scored(kv_heads: int) -> None:
+def test_a_tokens_bits_do_not_depend_on_the_count(kv_heads: int) -> None:
     for trial in range(20):
         torch.manual_seed(trial)
         query = torch.randn(1, 6, 16, 64).bfloat16()

@@ -176,9 +176,7 @@ def test_what_blocks_take() -> None:
 
 
 @pytest.mark.parametrize(("slower", "fast"), [(0, True), (1, False)])
-def test_whether_blocks_pay_is_measured_once(
-    slower: int, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_pays_is_measured_once(slower: int, fast: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The memory that they save is worth no products that take clearly longer."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
     monkeypatch.setattr(products, "kind_of", lambda _: ProductKind.WIDENED)

@@ -178,9 +178,7 @@ def test_nobody_without_a_home(elsewhere: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o770])
-def test_a_temporary_folder_that_others_laid_ready_is_not_taken(
-    elsewhere: Path, monkeypatch: pytest.MonkeyPatch, mode: int
-) -> None:
+def test_a_temporary_folder_of_others_is_not_taken(elsewhere: Path, monkeypatch: pytest.MonkeyPatch, mode: int) -> None:
     for name in ("FORERUN_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))

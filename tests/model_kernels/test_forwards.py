@@ -177,9 +177,7 @@ def test_a_replaced_projection_is_not_bypassed(names: list[str]) -> None:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": True},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {},
+    **{"llama": {"attention_bias": True}, "mistral": {"sliding_window": 8}, "qwen2": {}},
     "qwen3": {"num_key_value_heads": 1},
 }
 
@@ -216,9 +214,7 @@ def assert_the_bits_of_the_parts(model: Any, *, layers: int) -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32, "widened"], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_whole_layer_has_the_bits_of_its_parts(
-    family: str, kind: torch.dtype | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_has_its_parts_bits(family: str, kind: torch.dtype | str, monkeypatch: pytest.MonkeyPatch) -> None:
     if kind == "widened":
         monkeypatch.setattr(products, "kind_of", lambda _: products.ProductKind.WIDENED)
     model = small(family, **FAMILIES[family]).to(kind if isinstance(kind, torch.dtype) else torch.bfloat16)
@@ -355,9 +351,7 @@ def test_copies_of_layers_run_for_themselves() -> None:
 
 
 @pytest.mark.parametrize(("parts", "whole"), [(5.2, 3.9), (3.9, 5.2)])
-def test_whole_layers_stay_on_a_gpu_where_they_are_faster(
-    parts: float, whole: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whole_layers_stay_on_a_gpu_if_faster(parts: float, whole: float, monkeypatch: pytest.MonkeyPatch) -> None:
     layers: Any = [SimpleNamespace(device=torch.device("cuda"))]
     monkeypatch.setattr(forwards, "time_layers", lambda _layers, tokens: (parts, whole + tokens / 100))
     assert forwards.are_faster(layers) is (whole < parts)

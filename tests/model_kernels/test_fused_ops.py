@@ -159,10 +159,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
     heads, states = Heads(queries=2, keys=1, depth=32), torch.randn(7, 4 * 32).bfloat16()
     angles, stores = torch.ones(2, 7, 32).bfloat16(), torch.zeros(2, 2, 11, 1, 32).bfloat16()
     fitting = {
-        "states": states,
-        "angles": tuple(angles),
-        "heads": heads,
-        "stores": tuple(stores),
+        **{"states": states, "angles": tuple(angles), "heads": heads, "stores": tuple(stores)},
         "places": torch.arange(7),
     }
     native.rope_and_write(**fitting)

@@ -65,13 +65,10 @@ def test_a_rows_bits_depend_on_what_it_sees_alone() -> None:
     torch.set_num_threads(before)
 
 
-def test_one_mask_for_all_sequences() -> None:
+def test_test_masks_are_shared_and_rows_are_found_in_the_cache() -> None:
     query, key, value, mask = problem(3, 4, 2, 5, 70)
     shared = native.attend(query, key, value, mask[:1], 0.125)
     assert torch.equal(shared, native.attend(query, key, value, mask[:1].repeat(3, 1, 1, 1), 0.125))
-
-
-def test_sequences_find_their_rows_among_all_of_the_cache() -> None:
     query, key, value, mask = problem(5, 4, 2, 3, 70)
     rows = torch.tensor([4, 0, 3])
     chosen = query[:3], key[rows], value[rows], mask[:3]

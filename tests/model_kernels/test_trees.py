@@ -169,10 +169,7 @@ def test_paths_that_lead_nowhere_are_refused(wrong: str) -> None:
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {},
-    "qwen3": {"num_key_value_heads": 1},
+    **{"llama": {}, "mistral": {"sliding_window": 8}, "qwen2": {}, "qwen3": {"num_key_value_heads": 1}},
 }
 
 
@@ -245,9 +242,7 @@ def test_passes_over_many_nodes_are_no_others(pair: list[TransformersTarget]) ->
 
 
 @pytest.mark.parametrize("pair", ["llama", "mistral"], indirect=True)
-def test_the_reproducible_mode_needs_no_kernel_of_ours(
-    pair: list[TransformersTarget], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reproducible_mode_needs_no_own_kernel(pair: list[TransformersTarget], monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch attends, which knows slots alone, each node is then handed its keys in their order."""
     monkeypatch.setattr(native, "attention_kernel", lambda: None)
     for one in pair:

@@ -90,33 +90,27 @@ def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
         load(**wrong)
 
 
-class TestVerdict:
-    def test_worth_it(self) -> None:
-        at = load(0.8)
-        found = decide(plan(at), at, drafter="ngram", text=None)
-        assert found.worth_it and found.method == "ngram" and found.words.startswith("worth it: ")
+FULL = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 20.0, 40.0),),))
 
-    def test_a_small_gain_is_called_one(self) -> None:
-        at = load(0.3, level=1.0)
-        best = plan(at).best.speedup
-        assert planner.A_LITTLE <= best < planner.WORTH_IT
-        assert "measure before" in decide(plan(at), at, drafter=None, text=None).words
 
-    def test_dear_drafts_are_not_worth_it_and_the_reason_is_said(self) -> None:
-        at = load(0.3, level=15.0)
-        found = decide(plan(at), at, drafter="draft_model", text=None)
-        assert not found.worth_it and found.method is None and "drafting a token costs" in found.notes[0]
-
-    def test_a_full_device_is_named_as_the_reason(self) -> None:
-        full = CostModel(nodes=(1, 2, 4), rows=(1,), contexts=(0,), pass_times_ms=(((10.0, 20.0, 40.0),),))
-        at = load(0.7, cost=full)
-        assert "fills the device" in decide(plan(at), at, drafter=None, text=None).notes[0]
-
-    def test_published_figures_choose_between_methods(self) -> None:
-        at = load(0.8)
-        found = decide(plan(at), at, drafter=None, text="summary")
-        assert found.method == "ngram" and "2.66" in found.notes[0]
-        assert decide(plan(at), at, drafter=None, text="qa").method in ("eagle", "recycling")
+@pytest.mark.parametrize(
+    ("at", "drafter", "text", "method", "words", "note"),
+    [
+        (load(0.8), "ngram", None, "ngram", "worth it: ", ""),
+        (load(0.8), None, "summary", "ngram", "worth it: ", "2.66"),
+        (load(0.8), None, "qa", "eagle", "worth it: ", ""),
+        (load(0.3, level=1.0), "ngram", None, "ngram", "a small gain, measure before", ""),
+        (load(0.3, level=15.0), "draft_model", None, None, "not worth it: ", "drafting a token costs"),
+        (load(0.7, cost=FULL), None, None, None, "not worth it: ", "fills the device"),
+    ],
+    ids=["worth it", "by published figures", "for questions", "a small gain", "dear drafts", "a full device"],
+)
+def test_the_verdict_and_its_reason(
+    at: PlanLoad, drafter: str | None, text: str | None, method: str | None, words: str, note: str
+) -> None:
+    found = decide(plan(at), at, drafter=drafter, text=text)
+    assert found.method == method and found.worth_it == (method is not None)
+    assert found.words.startswith(words) and note in "".join(found.notes[:1])
 
 
 class TestPrompts:

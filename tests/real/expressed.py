@@ -50,13 +50,13 @@ class Source:
     def sizes(self, pattern: str) -> Callable[[str], float]:
         """Root mean square of the states that the modules with such names give on a text, by layer number."""
         found = dict[str, float]()
+
+        def note(name: str, output: Any) -> None:
+            states = (output[0] if isinstance(output, tuple) else output)[0, 4:]
+            found[re.findall(r"\d+", name)[0]] = float(states.square().mean(-1).sqrt().mean())
+
         handles = [
-            module.register_forward_hook(
-                lambda _module, _args, output, name=name: found.__setitem__(
-                    re.findall(r"\d+", name)[0],
-                    float((output[0] if isinstance(output, tuple) else output)[0, 4:].square().mean(-1).sqrt().mean()),
-                )
-            )
+            module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
             for name, module in self.model.named_modules()
             if re.search(pattern, name)
         ]

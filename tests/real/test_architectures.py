@@ -26,9 +26,7 @@ KEPT = {"gemma": "norm", "gemma_spiked": "norm", "vaultgemma": "norm", "gemma2":
 
 
 def some(forms: dict[str, Form]) -> list[Any]:
-    return [
-        pytest.param(form, id=name, marks=[] if name in ALWAYS else pytest.mark.slow) for name, form in forms.items()
-    ]
+    return [pytest.param(form, id=n, marks=[] if n in ALWAYS else pytest.mark.slow) for n, form in forms.items()]
 
 
 @pytest.fixture(scope="module")

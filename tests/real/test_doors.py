@@ -33,10 +33,8 @@ TOOLS: Any = [
             "name": "weather",
             "description": "How warm it is in a city",
             "parameters": {
-                "type": "object",
-                "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}},
-                "required": ["city", "unit"],
-                "additionalProperties": False,
+                **{"type": "object", "properties": {"city": {"type": "string"}, "unit": {"enum": ["C", "F"]}}},
+                **{"required": ["city", "unit"], "additionalProperties": False},
             },
         },
     }

@@ -24,14 +24,8 @@ PARAMS = {
     "T=0": SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True),
     "T=0.8 top-p": SamplingParams(temperature=0.8, top_p=0.95, max_tokens=32, ignore_eos=True, seed=1),
     "penalties": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.2,
-        presence_penalty=0.1,
-        frequency_penalty=0.1,
-        logit_bias={3: 1.0},
-        max_tokens=32,
-        ignore_eos=True,
-        seed=1,
+        **{"temperature": 0.8, "repetition_penalty": 1.2, "presence_penalty": 0.1, "frequency_penalty": 0.1},
+        **{"logit_bias": {3: 1.0}, "max_tokens": 32, "ignore_eos": True, "seed": 1},
     ),
     "logprobs": SamplingParams(temperature=0.8, logprobs=3, max_tokens=32, ignore_eos=True, seed=1),
 }

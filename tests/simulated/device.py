@@ -28,16 +28,8 @@ NAME = "sim"
 
 _READS = {"_local_scalar_dense", "allclose", "equal"}
 """Operations that return a value of the device to the host."""
-_SIZED = {
-    "nonzero",
-    "masked_select",
-    "unique_consecutive",
-    "_unique2",
-    "unique_dim",
-    "_unique",
-    "bincount",
-    "repeat_interleave",
-}
+_SIZED = {"nonzero", "masked_select", "unique_consecutive", "bincount", "repeat_interleave"}
+_SIZED |= {"_unique", "_unique2", "unique_dim"}
 """Operations whose result has a size that depends on values: the host waits for it."""
 _INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
 """Take indices from the CPU, too, and copy them to the device, blocking."""
@@ -105,11 +97,8 @@ class DeviceTensor(Tensor):
             made = Tensor._make_wrapper_subclass(
                 cls,
                 held.shape,
-                strides=held.stride(),
-                storage_offset=held.storage_offset(),
-                dtype=held.dtype,
-                layout=held.layout,
-                device=torch.device(NAME, 0),
+                **{"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype},
+                **{"layout": held.layout, "device": torch.device(NAME, 0)},
             )
         made.held = held.detach()
         return made

@@ -22,13 +22,8 @@ SETTINGS: dict[str, SamplingParams] = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=LENGTH),
     "top-p": SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=LENGTH),
     "penalties": SamplingParams(
-        temperature=0.8,
-        repetition_penalty=1.3,
-        presence_penalty=0.2,
-        frequency_penalty=0.3,
-        logit_bias={3: 1.0},
-        seed=4,
-        max_tokens=LENGTH,
+        **{"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3},
+        **{"logit_bias": {3: 1.0}, "seed": 4, "max_tokens": LENGTH},
     ),
     "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
 }
@@ -124,11 +119,8 @@ def kept(variant: Variant, move: Move) -> list[Tensor]:
     features."""
     llm = LLM(
         move(model()),
-        tokenizer=False,
-        speculative_config={"adaptive": False, **on_device(variant.config(), move)},
-        max_num_seqs=3,
-        max_model_len=64,
-        self_check=False,
+        **{"tokenizer": False, "speculative_config": {"adaptive": False, **on_device(variant.config(), move)}},
+        **{"max_num_seqs": 3, "max_model_len": 64, "self_check": False},
     )
     for prompt in as_prompts(PROMPTS[:3]):
         llm.submit(prompt, SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True))

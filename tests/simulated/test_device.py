@@ -89,10 +89,7 @@ COUNTED: dict[str, tuple[Callable[[Tensor], Any], Kind]] = {
     "assignment of a CPU tensor": (lambda d: d.__setitem__(slice(0, 2), torch.zeros(2)), Kind.BLOCKING_WRITE),
     "list index": (lambda d: d[[0, 2]], Kind.BLOCKING_WRITE),
     "CPU index": (lambda d: d[torch.tensor([0, 2])], Kind.BLOCKING_WRITE),
-    "CPU index, written": (
-        lambda d: d.index_put_((torch.tensor([0]),), torch.ones(1, device=NAME)),
-        Kind.BLOCKING_WRITE,
-    ),
+    "CPU index, set": (lambda d: d.index_put_((torch.tensor([0]),), torch.ones(1, device=NAME)), Kind.BLOCKING_WRITE),
     "pinned, blocking": (lambda d: torch.zeros(4).pin_memory().to(NAME), Kind.BLOCKING_WRITE),
     "pinned, not blocking": (lambda d: torch.zeros(4).pin_memory().to(NAME, non_blocking=True), Kind.STAGED),
     "made pinned, not blocking": (lambda d: d.copy_(torch.zeros(4, pin_memory=True), non_blocking=True), Kind.STAGED),
@@ -249,9 +246,7 @@ def test_a_recording_keeps_what_the_host_knew(device: SimulatedDevice) -> None:
     ],
     ids=["float", "mask", "tensor", "list index", "staged"],
 )
-def test_a_wait_while_work_is_recorded_is_refused(
-    device: SimulatedDevice, work: Callable[[Tensor], Any], kind: str
-) -> None:
+def test_a_wait_in_a_recording_is_refused(device: SimulatedDevice, work: Callable[[Tensor], Any], kind: str) -> None:
     work(there())
     with pytest.raises(DeviceError, match=f"a {kind} while work is recorded"):
         device.record(work, (there(),))

@@ -97,7 +97,7 @@ def test_without_a_triton_that_serves_passes_run_in_torch(
     assert len(caplog.records) == 1 and why in caplog.text and "run in torch, which is slower" in caplog.text
 
 
-def test_a_device_that_is_too_small_says_what_would_fit_before_weights_are_read(
+def test_too_small_a_device_says_what_fits_before_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model().save_pretrained(tmp_path)

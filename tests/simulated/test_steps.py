@@ -74,9 +74,7 @@ def test_the_device_gives_the_text_and_the_drafts_of_the_cpu(variant: Variant | 
 
 
 @pytest.mark.parametrize(("variant", "setting"), cases(*WITHOUT_FLOAT64), ids=str)
-def test_a_device_without_float64_does_it_too(
-    variant: Variant | None, setting: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_float64_it_does_so_too(variant: Variant | None, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As MPS is one."""
     monkeypatch.setattr(devices, "WITHOUT_FLOAT64", {NAME})
     setting = setting.partition(" ")[0]
@@ -193,11 +191,7 @@ def test_sub_layers_that_are_only_tried_are_not_recorded(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(TransformersTarget, "draft", noted)
     config = {
-        "method": "skip_layers",
-        "search": "swift",
-        "skip_ratio": 0.3,
-        "search_window": 6,
-        "adaptive": False,
+        **{"method": "skip_layers", "search": "swift", "skip_ratio": 0.3, "search_window": 6, "adaptive": False},
         "num_speculative_tokens": 2,
     }
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -219,9 +213,7 @@ DRAFTED = itertools.product([one for one in EVERY if str(one) in DRAFT_MODELS], 
     [case if DRAFT_MODELS[str(case[0])] == case[1] else slow(case)[0] for case in DRAFTED],
     ids=str,
 )
-def test_a_draft_model_drafts_in_one_recording(
-    variant: Variant, setting: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_draft_models_draft_in_one_recording(variant: Variant, setting: str, caplog: pytest.LogCaptureFixture) -> None:
     """What it lacks, and all levels: a replay runs none of its Python; text and drafts are those of the CPU (above)."""
     prompts, forwards, device = as_prompts(PROMPTS[:3]), list[int](), SimulatedDevice()
     with device, recording(device):

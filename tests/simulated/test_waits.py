@@ -47,14 +47,8 @@ def test_a_step_waits_as_often_as_its_drafter_runs_a_model_whatever_the_rows(arm
 
 
 IN_ONE = {
-    "eagle3-chain": 6,
-    "eagle3-dynamic": 9,
-    "mtp-chain": 6,
-    "draft_model-chain": 6,
-    "dflash-chain": 6,
-    "dspark-chain": 6,
-    "peagle-chain": 6,
-    "medusa-best-first": 9,
+    **{"eagle3-chain": 6, "eagle3-dynamic": 9, "mtp-chain": 6, "draft_model-chain": 6, "dflash-chain": 6},
+    **{"dspark-chain": 6, "peagle-chain": 6, "medusa-best-first": 9},
 }
 """Drafters that run a model, and the most operations that a greedy draft of each launches beside its recording."""
 DRAFTS = [variant for variant in EVERY if str(variant) in IN_ONE]
@@ -88,9 +82,7 @@ def test_a_whole_draft_is_one_replay_and_one_read(variant: Variant) -> None:
         assert counts.launches <= IN_ONE[str(variant)]
 
 
-def test_the_last_line_is_what_the_table_says(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_is_as_the_table_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["waits.py", "plain", "ngram", "--rows", "2", "--sites"])
     settings = {name: replace(PARAMS[name], max_tokens=8) for name in ("T=0", "penalties")}
     monkeypatch.setattr(waits, "PARAMS", settings)

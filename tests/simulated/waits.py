@@ -95,10 +95,7 @@ def engine(arm: str, rows: int) -> LLM:
     tokenizer = AutoTokenizer.from_pretrained(shipped.resolve("demo"))
     return LLM(
         moved(loaded("demo")),
-        tokenizer=tokenizer,
-        speculative_config=config,
-        max_num_seqs=rows,
-        max_model_len=256,
+        **{"tokenizer": tokenizer, "speculative_config": config, "max_num_seqs": rows, "max_model_len": 256},
         self_check=False,
     )
 
@@ -130,10 +127,7 @@ def measured(arm: str, rows: int) -> list[Waits]:
             told = [output.speculation for output in outputs]
             found.append(
                 Waits(
-                    arm=arm,
-                    setting=setting,
-                    rows=rows,
-                    steps=steps,
+                    **{"arm": arm, "setting": setting, "rows": rows, "steps": steps},
                     tokens=sum(one.mean_acceptance_length for one in told) / rows,
                     drafter_errors=sum(one.drafter_errors for one in told),
                 )
@@ -146,11 +140,8 @@ def summary(found: Sequence[Waits]) -> dict[str, Any]:
     arms: dict[str, Any] = {}
     for waits in found:
         own = {
-            "reads": waits.per_step(Kind.READ),
-            "blocking_writes": waits.per_step(Kind.BLOCKING_WRITE),
-            "staged_copies": waits.per_step(Kind.STAGED),
-            "launches": waits.launches,
-            "replays": waits.replays,
+            **{"reads": waits.per_step(Kind.READ), "blocking_writes": waits.per_step(Kind.BLOCKING_WRITE)},
+            **{"staged_copies": waits.per_step(Kind.STAGED), "launches": waits.launches, "replays": waits.replays},
         }
         arm = arms.setdefault(waits.arm, {"reads": 0.0, "blocking_writes": 0.0, "settings": {}})
         arm["settings"][f"{waits.setting}, rows={waits.rows}"] = own

@@ -140,7 +140,7 @@ def test_a_full_disk_loses_nothing(
     assert not [path for path in out.rglob("*partial")]
 
 
-def test_another_model_or_other_prompts_are_refused(
+def test_another_model_or_prompt_is_refused(
     forerun: Forerun, words: list[object], questions: Path, tmp_path: Path
 ) -> None:
     assert forerun(*words, "--dry-run").code == 0
