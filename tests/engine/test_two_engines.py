@@ -234,7 +234,7 @@ async def test_closing_an_async_llm_frees_the_model(checkpoint: Path) -> None:
 
 def test_reprs_are_short_and_the_tokenizer_is_handed_out_where_there_is_one(checkpoint: Path) -> None:
     with LLM(str(checkpoint), dtype="float32", device="cpu", speculative_config="ngram") as llm:
-        assert repr(llm) == f"LLM({str(checkpoint)!r}, dtype='float32', device='cpu', drafter='ngram')"
+        assert repr(llm) == f"LLM({str(checkpoint)!r}, drafter='ngram': float32 on CPU)"
         assert llm.get_tokenizer() is llm.tokenizer
         [output] = llm.generate("the cat sat", GREEDY)
     answer = output.outputs[0]
