@@ -566,7 +566,7 @@ def translate(values: Mapping[str, Any]) -> dict[str, Any]:
         elif key not in ANYTHING:
             keys = [*RENAMED, *REFUSED, *ANYTHING]
             raise ArgumentError(
-                f"unknown key {key} in a recipe of ModelOpt's.{choices(key, keys)} Ours are in docs/training.md"
+                f"unknown key {key} in a recipe of ModelOpt's.{choices(key, keys)} Ours are in docs/recipes.md"
             )
     if "features" in recipe:
         recipe["mode"] = "offline"
