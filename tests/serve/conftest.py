@@ -166,7 +166,7 @@ def output(*answers: list[OutputToken] | list[int], ended: str = "stop", **stats
 
 
 def _wait_until_ready(live: Live) -> None:
-    for _ in range(600):
+    for _ in range(2400):
         try:
             if live.get("/health").status_code == 200:
                 return
