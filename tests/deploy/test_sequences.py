@@ -442,28 +442,33 @@ def proposer(
 def proposed(
     made: vllm.ForerunProposer, texts: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    table = np.full((4, 12), 49, np.int32)
-    for row, text in enumerate(texts):
-        table[row, : len(text)] = text
-    return made.propose(sampled, array([len(text) for text in texts] + [0] * (4 - len(texts))), table)
+    """Drafts for requests that wish nothing."""
+    return Runner(made, {str(row): (text, None) for row, text in enumerate(texts)}).ask(sampled)
+
+
+class Runner:
+    """Requests with texts and `extra_args`, for which drafts are asked for as vLLM's model runner does."""
+
+    def __init__(self, made: vllm.ForerunProposer, requests: dict[str, tuple[Sequence[int], Any]]) -> None:
+        self.made, self.texts = made, [text for text, _ in requests.values()]
+        self.input_batch = SimpleNamespace(req_ids=[*requests])
+        params = {name: SimpleNamespace(extra_args=given) for name, (_, given) in requests.items()}
+        self.requests = {name: SimpleNamespace(sampling_params=one) for name, one in params.items()}
+
+    def ask(self, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+        table = np.full((4, 40), 49, np.int32)
+        for row, text in enumerate(self.texts):
+            table[row, : len(text)] = text
+        lengths = array([len(text) for text in self.texts] + [0] * (4 - len(self.texts)))
+
+        def wrapped() -> list[list[int]]:  # As by a decorator
+            return self.made.propose(sampled, lengths, table)
+
+        return wrapped()
 
 
 def told(made: vllm.ForerunProposer, requests: dict[str, tuple[Sequence[int], Any]]) -> list[list[int]]:
-    """Drafts for requests with these texts and `extra_args`, asked for as vLLM's model runner does."""
-
-    class Runner:
-        def __init__(self) -> None:
-            self.input_batch = SimpleNamespace(req_ids=[*requests])
-            params = {name: SimpleNamespace(extra_args=given) for name, (_, given) in requests.items()}
-            self.requests = {name: SimpleNamespace(sampling_params=one) for name, one in params.items()}
-
-        def propose_draft_token_ids(self) -> list[list[int]]:
-            table, texts = np.full((4, 40), 49, np.int32), [text for text, _ in requests.values()]
-            for row, text in enumerate(texts):
-                table[row, : len(text)] = text
-            return made.propose([[text[-1]] for text in texts], array([len(text) for text in texts]), table)
-
-    return Runner().propose_draft_token_ids()
+    return Runner(made, requests).ask([[text[-1]] for text, _ in requests.values()])
 
 
 class TestVllm:
@@ -581,8 +586,15 @@ class TestWishesOfRequests:
             assert told(made, {"a": ((*self.TEXT, 1), wrong), "b": right}) == [[], [2, 3]]
         assert len([one for one in caplog.records if "is left out" in one.message]) == 1
 
-    def test_a_runner_of_another_kind_costs_wishes_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_drafted_where_the_requests_are_not_found(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Nobody would know which group a text belongs to."""
         made = proposer(monkeypatch, '{"method": "ngram"}')
-        assert proposed(made, [TestVllm.REPEATS], [[1]]) == [[2, 3, 1, 2]]
+        repeats = np.array([[1, 2, 1, 2]], np.int32)
+        for _ in range(2):
+            assert made.propose([[1]], array([4]), repeats) == [[]]
         monkeypatch.setattr(vllm.ForerunProposer, "_read_wish", lambda *_: {}["moved"])
-        assert told(made, {"a": (TestVllm.REPEATS, {"group": "g"})}) == [[2, 3, 1, 2]]
+        assert told(made, {"a": (TestVllm.REPEATS, {"group": "g"})}) == [[]]
+        (warning,) = [record.message for record in caplog.records if "nothing is drafted" in record.message]
+        assert "no caller has an input_batch" in warning

@@ -189,6 +189,7 @@ def test_fields_may_lack_what_models_forget() -> None:
     ("wrote", "right"),
     [
         ('{"x": "two\nlines\tand a tab"}', "two\nlines\tand a tab"),
+        ('{"x": "make \\\n  all"}', "make \\\n  all"),
         (r'{"x": "\d+\.\w \' \u00e9 \\ \""}', "\\d+\\.\\w \\' \u00e9 \\ \""),
     ],
 )

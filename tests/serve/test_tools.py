@@ -72,6 +72,7 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     ("qwen3_coder", "<tool_call>\n<function=clock>\n</function>\n</tool_call>", "", [("clock", {})]),
     ("qwen3_coder", "<tool_call>\n<fun", "<tool_call>\n<fun", []),
     ("glm45", f"{GLM}\n<tool_call>clock\n</tool_call>", "", TWO),
+    ("glm45", "<tool_call>clock<arg_key>a</arg_key>{<tool_call></tool_call> so", " so", [("clock", {})]),
     ("glm45", "<tool_call>what is this?</tool_call>", "<tool_call>what is this?</tool_call>", []),
     ("deepseek_v3", f"So: {FENCED}", "So:", ONE),
     ("deepseek_v3", PLAIN, "", TWO),
@@ -79,6 +80,7 @@ TEXTS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
 ]  # fmt: skip
 FUNCTIONS = [Function("weather", {"type": "object", "properties": {"city": {"type": "string"}}}), CLOCK]
 FRAGMENTS = sorted({part for _, text, _, _ in TEXTS for part in (text, text[: len(text) // 2], text[-9:])})
+MARKS = sorted({mark for one in FORMATS.values() for mark in (one.mark, *one.marks, *one.signs)} | {"clock", "{", "}"})
 
 
 def reader(name: str) -> PieceReader:
@@ -130,7 +132,9 @@ def test_a_call_in_the_last_chunk_is_the_reason_to_finish() -> None:
 @settings(max_examples=150)
 @given(
     name=st.sampled_from(sorted(FORMATS)),
-    parts=st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text('{}[]",:<> \n\\atn', max_size=6)), max_size=5),
+    parts=st.lists(
+        st.one_of(*map(st.sampled_from, (FRAGMENTS, MARKS)), st.text('{}[]",:<> \n\\atn', max_size=6)), max_size=8
+    ),
     seed=st.integers(0, 1000),
 )
 def test_malformed_texts_however_they_are_cut(name: str, parts: list[str], seed: int) -> None:

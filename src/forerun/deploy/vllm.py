@@ -58,7 +58,7 @@ class ForerunProposer:
         )
         self.most = min(room, int(given.get(TOKENS, room)))
         self._wishes: dict[str, Wish] = {}  # Of the requests that ran at the last step, by their ids
-        self._told_of_runner = False
+        self._warned_of_runner = False
         log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
 
     def load_model(self, *_: Any, **__: Any) -> None:
@@ -73,29 +73,30 @@ class ForerunProposer:
     ) -> list[list[int]]:
         """Return drafts for each row, ``token_ids_cpu[i, :num_tokens_no_spec[i]]``.
 
-        A row that sampled nothing, because its prompt is not read yet, gets none.
+        A row that sampled nothing, because its prompt is not read yet, gets none. Where it is not known which request
+        a row is, none gets any: the texts of one group would teach another's drafts.
         """
         rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
         lengths = num_tokens_no_spec[:rows]
         most = np.minimum(self.tokens_at(running), self.max_model_len - lengths)
         if running < rows:
             most[[not sampled for sampled in sampled_token_ids]] = 0
-        # vLLM's model runner, which calls this, hands itself to no plug-in.
-        wishes = self._wishes_of(sys._getframe(1).f_locals.get("self"), rows)
+        try:
+            wishes = self._wishes_of(_find_runner(), rows)
+        except (AttributeError, LookupError, TypeError) as error:
+            if not self._warned_of_runner:
+                log.warning("nothing is drafted, for this vLLM keeps its requests elsewhere: %r", error)
+            self._warned_of_runner = True
+            return [[] for _ in range(rows)]
         return self.sequences.chains(token_ids_cpu, lengths, most, wishes)
 
     def _wishes_of(self, runner: Any, rows: int) -> list[Wish] | None:
-        """Return what the requests in the first `rows` rows of the runner's batch wish, None where none does, or where
-        they are not found in it.
+        """Return what the requests in the first `rows` rows of the runner's batch wish, None where none does.
+
+        An AttributeError, LookupError or TypeError says that the runner does not keep them where they are looked for.
         """
-        try:
-            ids = runner.input_batch.req_ids[:rows]
-            self._wishes = {name: self._wishes.get(name) or self._read_wish(runner.requests[name]) for name in ids}
-        except (AttributeError, LookupError, TypeError) as error:
-            if not self._told_of_runner:
-                log.warning("extra_args are not read, for this vLLM keeps its requests elsewhere: %r", error)
-            self._told_of_runner = True
-            return None
+        ids = runner.input_batch.req_ids[:rows]
+        self._wishes = {name: self._wishes.get(name) or self._read_wish(runner.requests[name]) for name in ids}
         if all(wish is NOTHING for wish in self._wishes.values()):
             return None
         return [self._wishes[name] for name in ids]
@@ -130,6 +131,20 @@ class ForerunProposer:
         """
         tokens = [tokens for first, _, tokens in self.schedule if first <= max(1, batch)]
         return min([self.most, *tokens[-1:]])
+
+
+def _find_runner() -> Any:
+    """Return vLLM's model runner, which hands itself to no plug-in: the nearest caller that has a batch.
+
+    Between it and us may stand a decorator or a tracer. LookupError: nobody there has one.
+    """
+    frame = sys._getframe(2)  # The caller of `propose`
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if hasattr(caller, "input_batch"):
+            return caller
+        frame = frame.f_back
+    raise LookupError("no caller has an input_batch")
 
 
 def _parse_schedule(schedule: Any) -> list[tuple[int, int, int]]:

@@ -287,9 +287,11 @@ class FieldFormat(ToolFormat):
             value = arguments.field(key).read(raw)
             yield Piece(Kind.ARGUMENTS, f"{opening}{json.dumps(key, ensure_ascii=False)}: {value}")
             opening = ", "
-        closed = self.closing and (yield from text.opens(self.closing.strip()))
+        closed = bool(self.closing) and (yield from text.opens(self.closing.strip()))
         ended = yield from text.opens(self.end)
-        if ended or closed:
+        if not closed and not ended:  # A field is malformed, or the text ends within the call
+            ended = (yield from text.up_to(self.end)) is not None
+        if closed or ended:
             yield Piece(Kind.ARGUMENTS, "{}" if opening == "{" else "}")
         if not ended and (not closed or (yield from text.comes((self.end,), ended=True))):
             text.at = len(text.text)  # The text has ended within the call, of which nothing is content

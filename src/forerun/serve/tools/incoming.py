@@ -273,5 +273,5 @@ def _escape(character: str, *, escaped: bool) -> str:
     backslash.
     """
     if character < " ":
-        return json.dumps(character)[1:-1]
+        return ("\\" if escaped else "") + json.dumps(character)[1:-1]
     return f"\\{character}" if escaped and character not in '"\\/bfnrtu' else character
