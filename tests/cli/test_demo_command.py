@@ -70,7 +70,7 @@ def test_no_run_copies_an_earlier_one(checkpoint: Path) -> None:
     config = {"method": "suffix", "adaptive": False}
     llm = LLM(checkpoint, speculative_config=config, dtype="float32", max_num_seqs=1)
     params = SamplingParams(temperature=1.0, max_tokens=32, ignore_eos=True, seed=0)
-    found = demo.Race(llm, "the cat", params, repeats=2)
+    found = demo.race(llm, "the cat", params, repeats=2)
     drafted = [run.outputs[0].speculation.num_accepted_draft_tokens for run in found.runs["speculative"]]
     assert found.identical and drafted == [drafted[0]] * 3
     again = [llm.generate(["the cat"], params, cache_salt="one")[0].outputs[0] for _ in range(2)]

@@ -26,6 +26,7 @@ from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
     from forerun import LLM
+    from forerun.certify.reference import Difference
     from forerun.cli.leaderboard import BoardLine
     from forerun.demo.scale import ScaledModel
 
@@ -149,7 +150,7 @@ def _race(
     if not json:
         _introduce(setting)
     prompt: Any = task.text if isinstance(task, Prompt) else llm.chat_prompt(task.messages)
-    result = Race(llm, prompt, params, repeats=repeats, show=not json)
+    result = race(llm, prompt, params, repeats=repeats, show=not json)
     if json:
         console.write_json(record(llm, setting, result))
     else:
@@ -328,38 +329,45 @@ def _show_arm(arm: str, chunks: Iterable[StreamChunk]) -> RequestOutput:
     return output
 
 
-class Race:
-    """A `Race` completes one prompt plainly and speculatively, once to `show` and `repeats` times for
-    the clock, in turns.
+class Race(NamedTuple):
+    """One prompt, completed plainly and speculatively."""
+
+    runs: dict[str, list[RequestOutput]]  # By arm; the first of each is not timed
+    parted: Difference | None  # Where the two completions part; None if they are the same
+    identical: bool  # Every run of both arms has the same tokens
+    speeds: dict[str, float]  # Tokens per second by arm
+
+    @property
+    def speedup(self) -> float:
+        return self.speeds["speculative"] / self.speeds["plain"] if self.speeds["plain"] else 0.0
+
+
+def race(llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: bool = False) -> Race:
+    """Complete a prompt plainly and speculatively, once to `show` and `repeats` times for the clock, in turns.
 
     Decoding speed alone is compared: tokens after the first over the time after the first; medians.
     """
+    from forerun.cli.side_by_side import ARMS, both_arms
+    from forerun.speedup.compare import ask_arms, find_parting
 
-    def __init__(self, llm: LLM, prompt: Any, params: SamplingParams, *, repeats: int, show: bool = False) -> None:
-        from forerun.certify.reference import difference
-        from forerun.cli.side_by_side import both_arms
-
-        arms, runs = both_arms(), dict[str, list[RequestOutput]]()
-        # The first run of an arm pays for what is made once and for the printing, so it is not timed.
-        for arm in arms:
-            if show:
-                runs[arm.name] = [_show_arm(arm.name, llm.stream(prompt, params, **arm.options()))]
-            else:
-                runs[arm.name] = llm.generate([prompt], params, **arm.options())
-        for turn in range(repeats):
-            for arm in arms if turn % 2 == 0 else arms[::-1]:
-                runs[arm.name] += llm.generate([prompt], params, **arm.options())
-        self.runs = runs
-        plain, speculative = (_tokens(run[0]) for run in runs.values())
-        # Where the two completions part; None if they are the same.
-        self.parted = difference(llm, runs["plain"][0].prompt_token_ids, plain, speculative)
-        reproducible = all(_tokens(one) == _tokens(run[0]) for run in runs.values() for one in run)
-        self.identical = self.parted is None and reproducible
-        # Tokens per second by arm.
-        self.speeds = {
-            name: median(session.tokens_per_second(one) or 0.0 for one in run[1:]) for name, run in runs.items()
-        }
-        self.speedup = self.speeds["speculative"] / self.speeds["plain"] if self.speeds["plain"] else 0.0
+    arms = both_arms()
+    # The first run of an arm pays for what is made once and for the printing, so it is not timed.
+    if show:
+        first = {arm.name: _show_arm(arm.name, llm.stream(prompt, params, **arm.options())) for arm in arms}
+    else:
+        first = ask_arms(llm, arms, prompt, params)
+    timed = [ask_arms(llm, arms, prompt, params, first=turn % 2) for turn in range(repeats)]
+    runs = {name: [outputs[name] for outputs in (first, *timed)] for name in ARMS}
+    texts = [_tokens(output) for outputs in runs.values() for output in outputs]
+    return Race(
+        runs=runs,
+        parted=find_parting(llm, first["plain"], first["speculative"]),
+        identical=all(text == texts[0] for text in texts),
+        speeds={
+            name: median(session.tokens_per_second(output) or 0.0 for output in outputs[1:])
+            for name, outputs in runs.items()
+        },
+    )
 
 
 def _tokens(output: RequestOutput) -> list[int]:

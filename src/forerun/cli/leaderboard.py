@@ -5,7 +5,7 @@ each brought.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,34 +209,26 @@ def run(llm: LLM, board: list[BoardLine], *, max_tokens: int) -> BoardLine:
     """Let plain decoding, which is returned, and every drafter complete all prompts, in turns
     question by question.
     """
-    from forerun.certify.reference import difference
-    from forerun.speedup.compare import SpeedupArm
+    from forerun.speedup.compare import SpeedupArm, ask_arms, find_parting
 
     plain = BoardLine(name="plain", config={})
+    drafting = [SpeedupArm(name=line.name, speculative={**line.config, "adaptive": False}) for line in board]
+    arms = [SpeedupArm(name=plain.name), *drafting]
     prompts = questions(llm)
-    arms = [plain, *board]
     with console.progress_bar("completing", total=len(arms) * len(prompts) * len(TEMPERATURES)) as advance:
         for temperature in TEMPERATURES:
-            for number, prompt in enumerate(
-                [prompts[0], prompts[-1], *prompts], start=-2
-            ):  # a file and an edit warm up
-                length = 8 if number < 0 else max_tokens
-                params = SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=number < FILES, seed=7)
-                first: RequestOutput | None = None
-                for arm in arms:
-                    how = SpeedupArm(
-                        name=arm.name, speculative={**arm.config, "adaptive": False} if arm.config else False
-                    )
-                    [output] = llm.generate([prompt], params, **how.options())
-                    first = first or output
-                    if number < 0:
-                        continue
-                    arm.add(temperature, output)
-                    if temperature == 0 and arm is not plain:
-                        ids = first.outputs[0].token_ids, output.outputs[0].token_ids
-                        parted = difference(llm, output.prompt_token_ids, *ids)
-                        arm.unlike += parted is not None and not parted.tie
-                    advance(advance=1)
+            short = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, seed=7)
+            for prompt in (prompts[0], prompts[-1]):  # A file and an edit warm up
+                ask_arms(llm, arms, prompt, short)
+            for number, prompt in enumerate(prompts):
+                params = replace(short, max_tokens=max_tokens, ignore_eos=number < FILES)
+                outputs = ask_arms(llm, arms, prompt, params)
+                for line in (plain, *board):
+                    line.add(temperature, outputs[line.name])
+                    if temperature == 0:
+                        parted = find_parting(llm, outputs[plain.name], outputs[line.name])
+                        line.unlike += parted is not None and not parted.tie
+                advance(advance=len(arms))
     return plain
 
 

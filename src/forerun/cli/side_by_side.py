@@ -93,11 +93,10 @@ def ask_all(
 
 def warm_up(llm: LLM, question: Question, params: SamplingParams) -> None:
     """Decode a few tokens in both ways: the first passes of a process pay for what is made once."""
+    from forerun.speedup.compare import ask_arms
 
     short = replace(params, max_tokens=WARM_UP_TOKENS, ignore_eos=True)
-    prompt = _word_question(llm, question, short)
-    for arm in both_arms():
-        llm.generate([prompt], short, **arm.options())
+    ask_arms(llm, both_arms(), _word_question(llm, question, short), short)
 
 
 def _word_question(llm: LLM, question: Question, params: SamplingParams) -> dict[str, Any]:
@@ -110,9 +109,10 @@ def _word_question(llm: LLM, question: Question, params: SamplingParams) -> dict
 
 
 def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) -> AnsweredPair:
-    from forerun.certify.reference import difference
+    from forerun.speedup.compare import find_parting
 
-    prompt, runs = _word_question(llm, question, params), dict[str, RequestOutput]()
+    prompt = _word_question(llm, question, params)
+    runs = dict[str, RequestOutput]()
     temperature = float(params.temperature or 0.0)
     with _picture(temperature, show=show) as picture:
         for arm in both_arms():
@@ -121,8 +121,7 @@ def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) ->
                 if chunk.output is not None:
                     runs[arm.name] = chunk.output
             picture.done(arm.name, runs[arm.name])
-    ids = (run.outputs[0].token_ids for run in runs.values())
-    parted = difference(llm, prompt["prompt_token_ids"], *ids)
+    parted = find_parting(llm, runs["plain"], runs["speculative"])
     return AnsweredPair(question=question, temperature=temperature, parted=parted, **runs)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
-from forerun.certify.reference import difference
+from forerun.certify.reference import Difference, difference
 from forerun.training.data.store import runs_in_circles
 from forerun.types import RequestOutput, SamplingParams
 
@@ -49,6 +49,21 @@ class SpeedupArm:
         and a prompt in the cache would not be read.
         """
         return {"speculative": self.speculative, "cache_salt": f"arm {next(_NUMBERS)}"}
+
+
+def ask_arms(
+    llm: LLM, arms: Sequence[SpeedupArm], prompt: Any, params: SamplingParams, *, first: int = 0
+) -> dict[str, RequestOutput]:
+    """Return a completion of `prompt` by each arm, by the arms' names; arm `first` begins, and the others follow in
+    turn.
+    """
+    order = (*arms[first:], *arms[:first])
+    return {arm.name: llm.generate([prompt], params, **arm.options())[0] for arm in order}
+
+
+def find_parting(llm: LLM, plain: RequestOutput, other: RequestOutput) -> Difference | None:
+    """Return where two completions of one prompt part; None where they are the same."""
+    return difference(llm, plain.prompt_token_ids, plain.outputs[0].token_ids, other.outputs[0].token_ids)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +143,7 @@ class SideBySide:
         waiting = [prompt for prompt in prompts if prompt.digest not in done_before]
         deadline = time.monotonic() + seconds
         if waiting:
-            for arm in self.arms:
-                self._answer(arm, waiting[0], 0.0, min(WARM_UP_TOKENS, self.max_tokens))
+            ask_arms(self.llm, self.arms, waiting[0].prompt, self._params(0.0, min(WARM_UP_TOKENS, self.max_tokens)))
         for number, prompt in enumerate(waiting):
             if len(done_before) + number >= self.fewest and time.monotonic() > deadline:
                 break
@@ -146,27 +160,22 @@ class SideBySide:
     def _ask(self, prompt: AskedPrompt, number: int) -> list[AnswerTiming]:
         """Answer one prompt with every arm at every temperature; who goes first changes from prompt to prompt."""
         timings = list[AnswerTiming]()
-        turn = number % len(self.arms)
+        first = number % len(self.arms)
         for temperature in TEMPERATURES:
-            outputs = {
-                arm.name: self._answer(arm, prompt, temperature, self.max_tokens)
-                for arm in (*self.arms[turn:], *self.arms[:turn])
-            }
+            params = self._params(temperature, self.max_tokens)
+            outputs = ask_arms(self.llm, self.arms, prompt.prompt, params, first=first)
             plain = outputs[self.arms[0].name]
             timings += [self._timing(prompt, temperature, name, output, plain) for name, output in outputs.items()]
         return timings
 
-    def _answer(self, arm: SpeedupArm, prompt: AskedPrompt, temperature: float, tokens: int) -> RequestOutput:
-        params = SamplingParams(temperature=temperature, max_tokens=tokens, seed=7)
-        return self.llm.generate([prompt.prompt], params, **arm.options())[0]
+    def _params(self, temperature: float, tokens: int) -> SamplingParams:
+        return SamplingParams(temperature=temperature, max_tokens=tokens, seed=7)
 
     def _timing(
         self, prompt: AskedPrompt, temperature: float, arm: str, output: RequestOutput, plain: RequestOutput
     ) -> AnswerTiming:
-        answer, same = output.outputs[0], True
-        if temperature == 0 and output is not plain:
-            parted = difference(self.llm, output.prompt_token_ids, plain.outputs[0].token_ids, answer.token_ids)
-            same = parted is None or parted.tie
+        answer = output.outputs[0]
+        parted = find_parting(self.llm, plain, output) if temperature == 0 and output is not plain else None
         return AnswerTiming(
             digest=prompt.digest,
             category=prompt.category,
@@ -176,7 +185,7 @@ class SideBySide:
             passes=answer.speculation.num_passes,
             seconds=output.seconds,
             decode_s=output.decode_s or 0.0,
-            same=same,
+            same=parted is None or parted.tie,
             empty=not answer.text.strip(),
             circle=runs_in_circles(np.array(answer.token_ids, np.int32)),
         )
