@@ -595,8 +595,8 @@ def test_every_way_of_every_engine(name: str) -> None:
                 continue
             given: dict[str, Any] = {"method": method, **({"model": "o/head.gguf"} if way.model else {})}
             asked = DeployRequest(model="o/m", config=SpeculativeConfig.parse(given), version=version)
-            notes = list[str]()
-            assert engine.deployment(asked, notes).commands[0].line and all(notes)
+            writer = engine(asked)
+            assert writer.deployment().commands[0].line and all(writer.notes)
     with pytest.raises(ArgumentError, match="has no counterpart of kangaroo"):
         config = SpeculativeConfig.parse({"method": "kangaroo", "model": "o/h"})
-        engine.deployment(DeployRequest(model="o/m", config=config, version=engine.versions[-1]), [])
+        engine(DeployRequest(model="o/m", config=config, version=engine.versions[-1])).deployment()

@@ -102,8 +102,8 @@ def deploy(
         config = SpeculativeConfig.parse(given or None)
         where |= {"adaptive": given.get("adaptive") is True, "force": force}
         request = DeployRequest(model=find_model(model), config=config, version=version, forecast=forecast, **where)
-        made = chosen.deployment(request, notes)
-    made = dataclasses.replace(made, notes=(*made.notes, *notes))
+        writer = chosen(request)
+        made = dataclasses.replace(writer.deployment(), notes=(*notes, *writer.notes))
     if out is not None:
         _write(made, out)
     if json:

@@ -1,7 +1,7 @@
 """A launch plan turns a speculative configuration into the commands, files and environment of
 another engine: first a request and its result, then what the engines share.
 
-An engine is an `EngineInfo` in one file of `engines/` and one line in `ENGINES`. What engines make
+An engine is an `EngineWriter` in one file of `engines/` and one line in `ENGINES`. What engines make
 of a trained head is read by `forerun.heads`, as ``forerun doctor`` and ``forerun export`` do.
 
 The planner's costs say how much to draft at each batch size, and what it costs to draft the same at
@@ -122,6 +122,10 @@ class DraftSpec:
     k: int  # Tokens on one path
     model: str | None
     options: Mapping[str, Any]  # Those that were given
+
+    @property
+    def copies(self) -> bool:
+        return entry_named(self.method).is_lookup
 
     @property
     def nodes(self) -> int:
@@ -270,13 +274,11 @@ _AS_STORED = "(as the files are)"  # In what is wrong with files that an export 
 _TREE = ("tree", "shape", "top_k", "nodes", "max_branches")
 TOKENS = "num_speculative_tokens"
 _OWN = ("model", TOKENS, *_TREE)
-"""These options are translated or commented upon elsewhere than in `EngineInfo.leftover`."""
+"""These options are translated or commented upon elsewhere than in `EngineWriter.choose`."""
 
 
-class EngineInfo(ABC):
-    """`EngineInfo` knows one engine's flags and keys, all from its own sources of the versions
-    named.
-    """
+class EngineWriter(ABC):
+    """One deployment on one engine, whose flags and keys are known from its own sources of the versions named."""
 
     title: ClassVar[str]
     versions: ClassVar[tuple[str, ...]]  # Known ones, the newest last
@@ -290,50 +292,74 @@ class EngineInfo(ABC):
     variable: ClassVar[str] = ""  # Environment variable with the plug-in's options; empty: there is no plug-in
     routes: ClassVar[bool] = False  # True where the plug-in also chooses among drafters (`auto`)
 
-    @abstractmethod
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
-        """Return commands and files, and add what the engine does otherwise to `notes`;
-        ArgumentError if it cannot do it.
-        """
+    def __init__(self, request: DeployRequest) -> None:
+        self.request = request
+        self.notes: list[str] = []  # What the engine does otherwise, and what that costs; `deployment` fills it
 
-    def chosen(self, request: DeployRequest, notes: list[str]) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
+    @abstractmethod
+    def deployment(self) -> Deployment:
+        """Return commands and files; ArgumentError if the engine cannot do it."""
+
+    @property
+    def config(self) -> SpeculativeConfig:
+        """Return the drafter that was requested, where there is one."""
+        assert self.request.config is not None
+        return self.request.config
+
+    # --- which drafter, and under which name ---
+
+    def choose(self) -> tuple[DraftSpec, Counterpart, DraftSpec | None]:
         """Return the drafter that the engine runs, its counterpart there, and a copying one that it
         puts before it.
 
         ArgumentError: the engine has no counterpart, or needs a model that was not named.
         """
-        assert request.config is not None
-        drafts = self.drafts(request.config)
-        main = self._main(request, drafts)
-        copying = [one for one in drafts if one.method in self.combines and not entry_named(main.method).is_lookup]
-        first = next(iter(copying), None)
-        lost = [one.method for one in drafts if one is not main and one is not first]
+        drafts = self.list_drafts()
+        main = self._choose_main(drafts)
+        first = next((draft for draft in drafts if draft.method in self.combines and not main.copies), None)
+        lost = [draft.method for draft in drafts if draft is not main and draft is not first]
         if lost:
-            notes.append(
-                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({request.config.method}); "
-                f"`forerun plan MODEL --drafter {request.config.method} --prompts FILE` measures what they bring"
+            self.notes.append(
+                f"{self.title} does not draft with {', '.join(lost)} beside {main.method} ({self.config.method}); "
+                f"`forerun plan MODEL --drafter {self.config.method} --prompts FILE` measures what they bring"
             )
         way = self.ways[main.method]
         if way.model and main.model is None:
             raise ArgumentError(f"{main.method} needs a model or head; name it with --drafter-model DIR")
-        if main.model is not None and not way.model and same_place(main.model, request.model):
+        if main.model is not None and not way.model and same_place(main.model, self.request.model):
             main = replace(main, model=None)
         if main.model is not None and not way.model:
             raise ArgumentError(
-                f"{self.title} reads {main.method} in the target's own checkpoint; {_export(self, request, main)}, "
+                f"{self.title} reads {main.method} in the target's own checkpoint; {self._export(main)}, "
                 "leaving --drafter-model out"
             )
-        notes += [text for text in (way.note,) if text]
-        notes += self.leftover(main, way)
+        if way.note:
+            self.notes.append(way.note)
+        without = [f"{key}={value}" for key, value in main.options.items() if key not in (*way.options, *_OWN)]
+        if without:
+            self.notes.append(
+                f"{self.title} has no counterpart of {main.method}'s {', '.join(without)}; its own default holds"
+            )
         return main, way, first
 
-    def drafts(self, config: SpeculativeConfig) -> list[DraftSpec]:
-        """Return the drafters that a configuration is made of, those that copy first.
+    def _choose_main(self, drafts: Sequence[DraftSpec]) -> DraftSpec:
+        able = [draft for draft in drafts if self.has(draft.method)]
+        if not able:
+            asked = ", ".join(draft.method for draft in drafts)
+            have = ", ".join(filter(self.has, self.ways))
+            raise ArgumentError(
+                f"{self.title} {self.request.version} has no counterpart of {asked}; it has {have}. "
+                "forerun serve drafts with it here"
+            )
+        return next((draft for draft in able if not draft.copies), able[0])
+
+    def list_drafts(self) -> list[DraftSpec]:
+        """Return the drafters that the configuration is made of, those that copy first.
 
         ArgumentError: it asks for a rule that the engine does not have, or for one in a plug-in,
         whose tokens the engine verifies by its own.
         """
-        plugged = self.plugs_in(config)
+        config, plugged = self.config, self.plugs_in
         if config.rule is not None and (plugged or config.rule not in self.rules):
             have = ", ".join(self.rules)
             own = "verifies these drafts by its own rule" if plugged or not have else f"has {have}"
@@ -342,165 +368,142 @@ class EngineInfo(ABC):
             )
         if plugged:
             check_plugged(config.named, predictions=self.predictions)
-        return [_draft(one) for one in _members(config)]
+        return [_draft(member) for member in _members(config)]
 
-    def needs(self, config: SpeculativeConfig) -> Iterator[str]:
-        """Yield a sentence that says what a plug-in's drafters outside of forerun need."""
-        found = [*filter(is_outside, list_methods(config.named))]
-        if found:
-            yield f"{', '.join(found)}: put the module's folder in PYTHONPATH where {self.title} runs"
+    def has(self, method: str) -> bool:
+        """Return whether the requested version drafts by that method."""
+        way = self.ways.get(method)
+        return way is not None and (not way.versions or self.version in way.versions)
 
-    def _main(self, request: DeployRequest, drafts: Sequence[DraftSpec]) -> DraftSpec:
-        able = [one for one in drafts if self.has(one.method, request.version)]
-        if not able:
-            given = ", ".join(one.method for one in drafts)
-            have = ", ".join(name for name in self.ways if self.has(name, request.version))
-            raise ArgumentError(
-                f"{self.title} {request.version} has no counterpart of {given}; it has {have}. "
-                "forerun serve drafts with it here"
-            )
-        return next((one for one in able if not entry_named(one.method).is_lookup), able[0])
+    @property
+    def version(self) -> str:
+        """Return the version that `Counterpart.versions` are of."""
+        return self.request.version
 
-    def mapped(self, draft: DraftSpec, way: Counterpart) -> dict[str, Any]:
-        """Return the engine's options with the values that ours have, given or by default, because
-        its own defaults differ.
-        """
-        options = check_options(draft.method, draft.options)
-        return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
-
-    def plugs_in(self, config: SpeculativeConfig) -> bool:
-        """Return whether this drafter goes into the engine as forerun's plug-in.
+    @property
+    def plugs_in(self) -> bool:
+        """Return whether the drafter goes into the engine as forerun's plug-in.
 
         It does where it reads text alone, and the engine has none like it. Of `auto`, the drafters
         named to choose from decide.
         """
-        method, *made_of = list_methods(config.named)
-        fits = "model" not in config.options and self.routes if method == AUTO else reads_text_alone(method)
-        return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, made_of))
+        if self.request.config is None:
+            return False
+        method, *members = list_methods(self.config.named)
+        fits = "model" not in self.config.options and self.routes if method == AUTO else reads_text_alone(method)
+        return bool(self.variable) and method not in self.ways and fits and all(map(reads_text_alone, members))
 
-    def has(self, method: str, version: str) -> bool:
-        """Return whether this version drafts by that method."""
-        way = self.ways.get(method)
-        return way is not None and (not way.versions or version in way.versions)
+    def note_outside(self) -> None:
+        """Note what a plug-in's drafters outside of forerun need."""
+        outside = ", ".join(filter(is_outside, list_methods(self.config.named)))
+        if outside:
+            self.notes.append(f"{outside}: put the module's folder in PYTHONPATH where {self.title} runs")
 
-    def leftover(self, draft: DraftSpec, way: Counterpart) -> Iterator[str]:
-        """Yield a sentence that names the options without a counterpart."""
-        lost = [f"{key}={value}" for key, value in draft.options.items() if key not in way.options and key not in _OWN]
-        if lost:
-            yield f"{self.title} has no counterpart of {draft.method}'s {', '.join(lost)}; its own default holds"
+    # --- how much is drafted ---
 
-    def chain_only(self, request: DeployRequest, draft: DraftSpec, k: int, notes: list[str]) -> None:
+    def note_chain(self, draft: DraftSpec, k: int) -> None:
         """Note that the tree of `draft` becomes a chain of `k`, and what that costs."""
         if draft.nodes == 0:
             return
-        cost = request.forecast.chain_cost(k, draft.nodes) if request.forecast is not None else None
-        ask = "--rank-acceptance with --params and --device predicts what that costs"
-        notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost or ask}")
+        forecast = self.request.forecast
+        cost = forecast.chain_cost(k, draft.nodes) if forecast is not None else None
+        cost = cost or "--rank-acceptance with --params and --device predicts what that costs"
+        self.notes.append(f"{self.title} drafts this as a chain of {k}, not as a tree of {draft.nodes} nodes; {cost}")
 
-    def schedule(self, request: DeployRequest, k: int, notes: list[str], *, able: bool = True) -> tuple[Stretch, ...]:
+    def schedule(self, k: int, *, able: bool = True) -> tuple[Stretch, ...]:
         """Return what to draft at which batch size; empty where it is always `k`, or was requested to
         be.
 
         `able` says whether the engine can vary it.
         """
-        forecast, config = request.forecast, request.config
-        if config is None or not config.adaptive:
+        forecast = self.request.forecast
+        if not self.config.adaptive:
             return ()
         if forecast is None:
             if able:
-                notes.append(
+                self.notes.append(
                     "the draft is as long at every batch; --text chat --params 8e9 --device h100, say, computes how "
                     "long it should be at which"
                 )
             return ()
         if not able:
             cost = forecast.fixed_cost(k)
-            notes += [f"{self.title} drafts as much at every batch: {cost}"] if cost else []
+            if cost:
+                self.notes.append(f"{self.title} drafts as much at every batch: {cost}")
             return ()
-        found = forecast.stretches(k)
-        if found[0].k == 0:
+        stretches = forecast.stretches(k)
+        if stretches[0].k == 0:
             raise ArgumentError(
                 f"no draft of up to {k} tokens is predicted to be faster than plain decoding, at any batch; deploy "
                 "without --drafter, or give --no-adaptive to draft nevertheless"
             )
-        return () if len(found) == 1 and found[0].k == k else found
+        return () if len(stretches) == 1 and stretches[0].k == k else stretches
 
-    def read_drafter(self, request: DeployRequest, draft: DraftSpec, notes: list[str]) -> tuple[ExaminedFiles, int]:
-        """Read the drafter's files, add what `notes` should tell, and return them with the tokens
-        on one path. Errors as `examined` and `depth`.
+    # --- what the engine makes of the drafter's files ---
+
+    def read_drafter(self, draft: DraftSpec) -> tuple[ExaminedFiles, int]:
+        """Read the drafter's files, note what is to be said of them, and return them with the tokens on one path.
+
+        Errors as `examine` and `depth_of`.
         """
-        examined = self.examined(request, draft)
-        notes += examined.notes
-        if self.guesses(draft, examined):
-            notes.append(f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k")
-        return examined, self.depth(draft, examined)
+        examined = self.examine(draft)
+        self.notes += examined.notes
+        if guesses_length(draft, examined):
+            self.notes.append(
+                f"K = {draft.k} is a guess: what the head was trained for is in its files; say it with -k"
+            )
+        return examined, depth_of(draft, examined)
 
-    def guesses(self, draft: DraftSpec, examined: ExaminedFiles) -> bool:
-        """Return whether the draft length is a guess: the head drafts all tokens at once, and
-        neither its files nor the user say how many.
-        """
-        at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
-        return at_once and examined.depth is None and TOKENS not in draft.options
-
-    def depth(self, draft: DraftSpec, examined: ExaminedFiles) -> int:
-        """Return the tokens on one path; ArgumentError for more than the head has."""
-        most = examined.depth
-        if most is None:
-            return draft.k
-        given = TOKENS in draft.options
-        if given and draft.k > most:
-            raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were requested")
-        return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
-
-    def examined(self, request: DeployRequest, draft: DraftSpec) -> ExaminedFiles:
+    def examine(self, draft: DraftSpec) -> ExaminedFiles:
         """Return what this engine would do with the drafter's files, where they and the target's
         are on this machine.
 
         CheckpointError, unless `DeployRequest.force`: it would not load them, or draft worse; the
         error says what to do.
         """
-        if not request.force:
-            self._check_models(request, draft)
+        target = self.request.model
+        if not self.request.force:
+            self._check_models(draft)
         if draft.model is None or (draft.method not in KINDS and draft.method != "pard"):
             return ExaminedFiles()
-        if not (is_local(draft.model) and is_local(request.model)):
-            return ExaminedFiles(
-                notes=(
-                    f"the {draft.method} head was not looked at; `forerun doctor {draft.model} --target "
-                    f"{request.model}` does",
-                )
-            )
-        found, seen = _findings(request.model, draft)
-        found = [one for one in found if one.engine == self.reads and not any(word in one.why for word in self.settled)]
-        wrong = [one for one in found if one.severity in ("degrades", "fails")]
-        if wrong and not request.force:
-            rewritten = all(_AS_STORED in one.what for one in wrong)
-            todo = f" So {_export(self, request, draft)}." if rewritten else ""
+        if not (is_local(draft.model) and is_local(target)):
+            check = f"`forerun doctor {draft.model} --target {target}` does"
+            return ExaminedFiles(notes=(f"the {draft.method} head was not looked at; {check}",))
+        findings, files = _findings(target, draft)
+        findings = [
+            each
+            for each in findings
+            if each.engine == self.reads and not any(word in each.why for word in self.settled)
+        ]
+        wrong = [each for each in findings if each.severity in ("degrades", "fails")]
+        if wrong and not self.request.force:
+            rewritten = all(_AS_STORED in each.what for each in wrong)
+            todo = f" So {self._export(draft)}." if rewritten else ""
             raise CheckpointError(
                 f"{self.title} would not serve {draft.model} as it was trained. "
                 f"{'; '.join(map(self._describe, wrong))}.{todo} To go on nevertheless: --force"
             )
-        return replace(seen, notes=tuple(self._describe(one) for one in found if one.severity != "ok"))
+        return replace(files, notes=tuple(self._describe(each) for each in findings if each.severity != "ok"))
 
-    def _check_models(self, request: DeployRequest, draft: DraftSpec) -> None:
+    def _check_models(self, draft: DraftSpec) -> None:
         """Raise CheckpointError where the target brings no MTP layers, or the draft model has
         another vocabulary.
 
         Only files on this machine are checked.
         """
-        if not is_local(request.model):
+        if not is_local(self.request.model):
             return
-        target = _read_config(request.model)
+        target = _read_config(self.request.model)
         if draft.method == "mtp":
             from forerun.heads.mtp_files import COUNTS, MtpFormat
 
             if not MtpFormat().recognises(target):
                 raise CheckpointError(
-                    f"{request.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. Draft "
-                    "with another method; to go on nevertheless: --force"
+                    f"{self.request.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. "
+                    "Draft with another method; to go on nevertheless: --force"
                 )
         elif draft.method in ("draft_model", "pard") and self.apart is not None and is_local(draft.model or ""):
-            ours, theirs = (one.get("vocab_size") for one in (_read_config(str(draft.model)), target))
+            ours, theirs = (config.get("vocab_size") for config in (_read_config(str(draft.model)), target))
             if ours and theirs and abs(ours - theirs) > self.apart:
                 allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
                 raise CheckpointError(
@@ -512,15 +515,53 @@ class EngineInfo(ABC):
         remedy = f" ({finding.remedy})" if finding.remedy else ""
         return f"{finding.what}: {self.title} {finding.why}{remedy}"
 
+    def _export(self, draft: DraftSpec) -> str:
+        """Say which command writes the drafter as this engine reads it."""
+        from forerun.heads.engines import engines_for
 
-def find_engine(name: str) -> EngineInfo:
-    """Return the engine of that name; an ArgumentError names the nearest where there is none."""
+        known = ["vllm", "trtllm"]
+        if draft.method in KINDS:
+            known = list(engines_for(KINDS[draft.method].stored_as).destinations)
+        to = self.reads if self.reads in known else next(iter(known), "hf")
+        words = ["forerun", "export", str(draft.model), "--to", to, "--target", self.request.model, "--output", "DIR"]
+        return f"write it as {self.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
+
+
+def map_options(draft: DraftSpec, way: Counterpart) -> dict[str, Any]:
+    """Return the engine's options with the values that ours have, given or by default, because
+    its own defaults differ.
+    """
+    options = check_options(draft.method, draft.options)
+    return {theirs: getattr(options, ours) for ours, theirs in way.options.items()}
+
+
+def guesses_length(draft: DraftSpec, examined: ExaminedFiles) -> bool:
+    """Return whether the draft length is a guess: the head drafts all tokens at once, and
+    neither its files nor the user say how many.
+    """
+    at_once = draft.method in KINDS and KINDS[draft.method].drafts != "sequential"
+    return at_once and examined.depth is None and TOKENS not in draft.options
+
+
+def depth_of(draft: DraftSpec, examined: ExaminedFiles) -> int:
+    """Return the tokens on one path; ArgumentError for more than the head has."""
+    most = examined.depth
+    if most is None:
+        return draft.k
+    given = TOKENS in draft.options
+    if given and draft.k > most:
+        raise ArgumentError(f"the {draft.method} head drafts {most} tokens on one path, {draft.k} were requested")
+    return min(draft.k, most) if given or KINDS[draft.method].drafts == "sequential" else most
+
+
+def find_engine(name: str) -> type[EngineWriter]:
+    """Return what writes for the engine of that name; an ArgumentError names the nearest where there is none."""
     name = "llamacpp" if name == "llama.cpp" else name
     refuse_unknown("unknown engine", name, ENGINES)
-    return import_named(ENGINES[name])()
+    return import_named(ENGINES[name])
 
 
-def choose_version(engine: EngineInfo, wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+def choose_version(engine: type[EngineWriter], wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
     """Return the version to write for, and a note where it is not the requested one.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
@@ -576,17 +617,6 @@ def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFil
     return found, ExaminedFiles(
         launch=Launch(head=head, target=facts, directory=directory), depth=head.config.max_depth
     )
-
-
-def _export(engine: EngineInfo, request: DeployRequest, draft: DraftSpec) -> str:
-    from forerun.heads.engines import engines_for
-
-    known = (
-        list(engines_for(KINDS[draft.method].stored_as).destinations) if draft.method in KINDS else ["vllm", "trtllm"]
-    )
-    to = engine.reads if engine.reads in known else next(iter(known), "hf")
-    words = ["forerun", "export", str(draft.model), "--to", to, "--target", request.model, "--output", "DIR"]
-    return f"write it as {engine.title} reads it first, `{shlex.join(words)}`, and deploy what is in DIR"
 
 
 def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:

@@ -155,10 +155,11 @@ def _elsewhere(
                 f"{engine.title} drafts with the head alone; forerun's `auto` copies as well, so measure there"
             )
     out, parsed = folder / f"serve-{name}", SpeculativeConfig.parse(speculation)
-    made = engine.deployment(DeployRequest(model=str(resolve(model)), config=parsed, version=version, out=out), notes)
+    writer = engine(DeployRequest(model=str(resolve(model)), config=parsed, version=version, out=out))
+    made = writer.deployment()
     for file, text in made.files.items():
         write_file(out / file, text)
-    return {"lines": [command.line for command in made.commands], "notes": [*made.notes, *notes]}
+    return {"lines": [command.line for command in made.commands], "notes": [*notes, *writer.notes]}
 
 
 def _exported(reads: str, kind: str, head: str, model: str, output: Path) -> str:

@@ -13,7 +13,16 @@ import subprocess
 from pathlib import Path
 from typing import Any, ClassVar
 
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, ExaminedFiles, is_local
+from forerun.deploy.launch import (
+    Command,
+    Counterpart,
+    Deployment,
+    DeployRequest,
+    EngineWriter,
+    ExaminedFiles,
+    is_local,
+    map_options,
+)
 from forerun.drafters.kinds import KINDS
 from forerun.errors import ArgumentError
 from forerun.heads.engines import SCRIPT, conversion_arguments, engines_for
@@ -35,7 +44,7 @@ _MATCHES = (
 )
 
 
-class LlamaCpp(EngineInfo):
+class LlamaCpp(EngineWriter):
     """`LlamaCpp` starts ``llama-server``."""
 
     title: ClassVar[str] = "llama.cpp"
@@ -53,7 +62,8 @@ class LlamaCpp(EngineInfo):
         "mtp": Counterpart(name="draft-mtp", model=False),
     }
 
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+    def deployment(self) -> Deployment:
+        request = self.request
         if request.nodes > 1:
             raise ArgumentError("llama.cpp is deployed on one machine: leave --nodes out, or take vllm or sglang")
         before = list[Command]()
@@ -61,30 +71,32 @@ class LlamaCpp(EngineInfo):
         words = [SERVER, *(["-m", model] if _is_file(model) else ["-hf", model]), "--port", str(request.port)]
         if request.tp * request.pp > 1:
             words += ["--split-mode", "tensor" if request.tp > 1 else "layer"]
-            notes.append("llama.cpp shares a model out to all devices that it sees; CUDA_VISIBLE_DEVICES says which")
-        words += self._speculation(request, before, notes) if request.config is not None else []
+            self.notes.append(
+                "llama.cpp shares a model out to all devices that it sees; CUDA_VISIBLE_DEVICES says which"
+            )
+        words += self._speculation(before) if request.config is not None else []
         _probe(words, request)
         return Deployment(commands=(*before, Command(words=tuple(words), where="then" if before else "")))
 
-    def _speculation(self, request: DeployRequest, before: list[Command], notes: list[str]) -> list[str]:
-        draft, way, first = self.chosen(request, notes)
-        notes.append(_MATCHES)
-        examined, k = self.read_drafter(request, draft, notes)
-        self.chain_only(request, draft, k, notes)
-        self.schedule(request, k, notes, able=False)
-        copying = [one for one in (first, draft if way.name == "ngram-simple" else None) if one is not None]
+    def _speculation(self, before: list[Command]) -> list[str]:
+        draft, way, first = self.choose()
+        self.notes.append(_MATCHES)
+        examined, k = self.read_drafter(draft)
+        self.note_chain(draft, k)
+        self.schedule(k, able=False)
+        copying = [each for each in (first, draft if way.name == "ngram-simple" else None) if each is not None]
         types = [*(["ngram-simple"] if first is not None else []), way.name]
         words = ["--spec-type", ",".join(types)]
-        for one in copying:
-            copies = self.mapped(one, self.ways[one.method])
+        for each in copying:
+            copies = map_options(each, self.ways[each.method])
             words += [str(word) for pair in copies.items() for word in pair]
         if way.name == "ngram-simple":
             return words
         if draft.model is not None:
-            if draft.method in KINDS and is_local(draft.model) and not is_local(request.model):
+            if draft.method in KINDS and is_local(draft.model) and not is_local(self.request.model):
                 raise ArgumentError(
                     f"llama.cpp's converter reads layers of the target for a head: name the target's directory instead "
-                    f"of {request.model}, or the GGUF file of a head that is converted"
+                    f"of {self.request.model}, or the GGUF file of a head that is converted"
                 )
             name = _gguf(draft.model, examined, before)
             words += ["--spec-draft-model" if _is_file(name) else "--spec-draft-hf", name]

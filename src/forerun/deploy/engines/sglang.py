@@ -10,16 +10,15 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from forerun.control.config import SpeculativeConfig
 from forerun.deploy.launch import (
     Command,
     Counterpart,
     Deployment,
-    DeployRequest,
     DraftSpec,
-    EngineInfo,
+    EngineWriter,
     ExaminedFiles,
     Stretch,
+    guesses_length,
 )
 from forerun.errors import ArgumentError
 from forerun.heads.eagle import EagleConfig
@@ -48,7 +47,7 @@ verify.
 _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --speculative-ngram-max-trie-depth"
 
 
-class SGLang(EngineInfo):
+class SGLang(EngineWriter):
     """`SGLang` starts ``python -m sglang.launch_server``."""
 
     title: ClassVar[str] = "SGLang"
@@ -74,14 +73,15 @@ class SGLang(EngineInfo):
         "mtp": Counterpart(name="NEXTN", model=False),
     }
 
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+    def deployment(self) -> Deployment:
+        request = self.request
         words = ["python", "-m", "sglang.launch_server", "--model-path", request.model, "--port", str(request.port)]
         words += request.sharing("--tp-size", "--pp-size")
         speculation, schedule, environment = list[str](), tuple[Stretch, ...](), dict[str, str]()
-        if request.config is not None and self.plugs_in(request.config):
-            speculation, environment = self._plug_in(request, request.config, notes)
+        if self.plugs_in:
+            speculation, environment = self._plug_in()
         elif request.config is not None:
-            speculation, schedule = self._speculation(request, notes)
+            speculation, schedule = self._speculation()
         words += speculation
         # Each size is a lower bound; of the lengths that it may take there, there is one.
         table = {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
@@ -93,48 +93,50 @@ class SGLang(EngineInfo):
         commands = [Command.on_machine(rank, (*words, str(rank)), environment) for rank in range(request.nodes)]
         return Deployment(commands=tuple(commands), files=files, schedule=schedule)
 
-    def _plug_in(
-        self, request: DeployRequest, config: SpeculativeConfig, notes: list[str]
-    ) -> tuple[list[str], dict[str, str]]:
+    def _plug_in(self) -> tuple[list[str], dict[str, str]]:
         """Return options and environment for forerun's own drafter inside SGLang; ArgumentError if
         it should be adaptive.
         """
-        drafts = self.drafts(config)
-        if request.adaptive:
+        config = self.config
+        drafts = self.list_drafts()
+        if self.request.adaptive:
             raise ArgumentError("SGLang scores as many tokens for each request at every step: leave --adaptive out")
-        tree = config.method == "merge" or any(one.method == "rest" or one.nodes for one in drafts)
-        k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(one.k for one in drafts))
+        tree = config.method == "merge" or any(draft.method == "rest" or draft.nodes for draft in drafts)
+        k = config.num_speculative_tokens or min(PLUGGED_NODES - 1, max(draft.k for draft in drafts))
         count = 1 + int(config.options.get("nodes", PLUGGED_NODES - 1) if tree else k)
-        self.schedule(request, k, notes, able=False)
-        notes.append(
+        self.schedule(k, able=False)
+        self.notes.append(
             "forerun itself drafts inside SGLang (a plug-in), which verifies whole trees: `pip install forerun` beside "
             "it. It scores as many tokens for each request at every step, and verifies trees on pages of one token or "
             "with flashinfer; --speculative-eagle-topk 1 drafts chains"
         )
-        notes += [_VERIFIES, *self.needs(config)]
+        self.notes.append(_VERIFIES)
+        self.note_outside()
         words = ["--speculative-algorithm", ALGORITHM, "--speculative-num-draft-tokens", str(count)]
         words += [] if tree else ["--speculative-eagle-topk", "1"]
         return words, {VARIABLE: json.dumps({"method": config.method, **config.drafter_options})}
 
-    def _speculation(self, request: DeployRequest, notes: list[str]) -> tuple[list[str], tuple[Stretch, ...]]:
-        draft, way, _ = self.chosen(request, notes)
-        if way.name in ("DFLASH", "DSPARK") and request.pp > 1:
+    def _speculation(self) -> tuple[list[str], tuple[Stretch, ...]]:
+        draft, way, _ = self.choose()
+        if way.name in ("DFLASH", "DSPARK") and self.request.pp > 1:
             raise ArgumentError(f"SGLang runs {way.name} without pipeline parallelism only: leave --pp out, raise --tp")
-        examined, k = self.read_drafter(request, draft, notes)
-        notes += [_VERIFIES] if way.name in (*_LEVELS, "NGRAM") else []
+        examined, k = self.read_drafter(draft)
+        self.notes += [_VERIFIES] if way.name in (*_LEVELS, "NGRAM") else []
         words = ["--speculative-algorithm", way.name]
         if draft.model is not None:
             words += ["--speculative-draft-model-path", draft.model]
-        branches = self._branches(request, draft, way, k, notes)
-        schedule = self.schedule(request, k, notes, able=way.name in _ADAPTS and branches == 1)
+        branches = self._branches(draft, way, k)
+        schedule = self.schedule(k, able=way.name in _ADAPTS and branches == 1)
         k = schedule[0].k if schedule else k
         if way.name in _LEVELS:
             words += ["--speculative-num-steps", str(k), "--speculative-eagle-topk", str(branches)]
         if way.name == "NGRAM":
             words += ["--speculative-ngram-max-bfs-breadth", str(branches)]
         words += self._count(draft, way, k, branches, examined)
-        words += [*_window(examined), *self._rule(request, way, branches)]
-        words += ["--speculative-adaptive", "--speculative-adaptive-config", request.path(_TABLE)] if schedule else []
+        words += [*_window(examined), *self._rule(way, branches)]
+        words += (
+            ["--speculative-adaptive", "--speculative-adaptive-config", self.request.path(_TABLE)] if schedule else []
+        )
         return words, schedule
 
     def _count(self, draft: DraftSpec, way: Counterpart, k: int, branches: int, examined: ExaminedFiles) -> list[str]:
@@ -142,7 +144,7 @@ class SGLang(EngineInfo):
 
         For a block that nobody has looked at, SGLang reads the number from the head.
         """
-        if way.name in ("DFLASH", "DSPARK") and self.guesses(draft, examined):
+        if way.name in ("DFLASH", "DSPARK") and guesses_length(draft, examined):
             return []
         count = 1 + k
         if branches > 1:
@@ -153,18 +155,18 @@ class SGLang(EngineInfo):
         block = ["--speculative-dspark-block-size", str(k)] if way.name == "DSPARK" else []
         return [*block, "--speculative-num-draft-tokens", str(count)]
 
-    def _branches(self, request: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]) -> int:
+    def _branches(self, draft: DraftSpec, way: Counterpart, k: int) -> int:
         """Return the number of continuations of a node; 1 for a chain."""
         given, grows = draft.options, draft.method == "eagle2"
         if way.name in _LEVELS and (grows or given.get("top_k")):
             return int(given.get("top_k") or 10)
         if way.name == "NGRAM" and draft.nodes:
             return int(given.get("max_branches") or 10)
-        self.chain_only(request, draft, k, notes)
+        self.note_chain(draft, k)
         return 1
 
-    def _rule(self, request: DeployRequest, way: Counterpart, branches: int) -> list[str]:
-        rule = request.config.rule if request.config is not None else None
+    def _rule(self, way: Counterpart, branches: int) -> list[str]:
+        rule = self.config.rule
         if rule is None:
             return []
         if way.name not in _SAMPLES or branches > 1:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, DraftSpec, EngineInfo, ExaminedFiles
+from forerun.deploy.launch import Command, Counterpart, Deployment, DraftSpec, EngineWriter, ExaminedFiles, map_options
 from forerun.errors import ArgumentError, refuse
 from forerun.heads.engines import engines_for
 from forerun.heads.files import TRTLLM
@@ -23,7 +23,7 @@ _TREES, _MOST_SIBLINGS = ("Eagle3", "MTP"), 32  # The latter with rejection samp
 _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler must not run ahead
 
 
-class TensorRtLlm(EngineInfo):
+class TensorRtLlm(EngineWriter):
     """`TensorRtLlm` starts ``trtllm-serve``."""
 
     title: ClassVar[str] = "TensorRT-LLM"
@@ -43,61 +43,63 @@ class TensorRtLlm(EngineInfo):
         "mtp": Counterpart(name="MTP", model=False),
     }
 
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+    def deployment(self) -> Deployment:
+        request = self.request
         words = ["trtllm-serve", request.model, "--port", str(request.port)]
         words += request.sharing("--tp_size", "--pp_size")
         files = dict[str, str]()
         if request.config is not None:
             words += ["--config", request.path(TRTLLM)]
-            files[TRTLLM] = yaml.safe_dump(self._speculation(request, notes), sort_keys=False)
+            files[TRTLLM] = yaml.safe_dump(self._speculation(), sort_keys=False)
         if request.nodes > 1:
             ranks = ["--ntasks-per-node", str(request.devices), "--mpi=pmix", "trtllm-llmapi-launch"]
             words = ["srun", "-N", str(request.nodes), *ranks, *words, "--gpus_per_node", str(request.devices)]
         return Deployment(commands=(Command(words=tuple(words)),), files=files)
 
-    def _speculation(self, request: DeployRequest, notes: list[str]) -> dict[str, Any]:
-        assert request.config is not None
-        if request.pp > 1:
+    def _speculation(self) -> dict[str, Any]:
+        rule = self.config.rule
+        if self.request.pp > 1:
             raise ArgumentError("TensorRT-LLM drafts without pipeline parallelism only: leave --pp out, raise --tp")
-        draft, way, first = self.chosen(request, notes)
-        self._check_rule(request.config.rule, draft, way, first)
-        if request.config.rule is None and way.name in _SAMPLES:
-            notes.append(
+        draft, way, first = self.choose()
+        self._check_rule(draft, way, first)
+        if rule is None and way.name in _SAMPLES:
+            self.notes.append(
                 "TensorRT-LLM accepts a drafted token of a sampled request where it is the one that it samples itself; "
                 "--rule token_rejection compares probabilities instead"
             )
         if way.name in _SAMPLES:
-            notes.append(
+            self.notes.append(
                 "TensorRT-LLM refuses requests with penalties while it speculates, unless `enable_penalty: true` "
                 f"stands in {TRTLLM}"
             )
-        examined, k = self.read_drafter(request, draft, notes)
+        examined, k = self.read_drafter(draft)
         if way.name == "DSpark":
-            _check_block(examined, k, notes)
-        schedule = self.schedule(request, k, notes, able=way.name != "DSpark")
+            self._check_block(examined, k)
+        schedule = self.schedule(k, able=way.name != "DSpark")
         k = schedule[0].k if schedule else k
-        found: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined), "max_draft_len": k}
+        speculation: dict[str, Any] = {"decoding_type": way.name, **_of_head(examined), "max_draft_len": k}
         if draft.model is not None:
-            found["speculative_model"] = draft.model
-        found |= self.mapped(draft, way)
-        found |= self._tree(request, draft, way, k, notes)
+            speculation["speculative_model"] = draft.model
+        speculation |= map_options(draft, way)
+        speculation |= self._tree(draft, way, k)
         if first is not None and way.name in _ENHANCED:
-            found["sa_config"] = {"threshold": 4}
-            notes.append(
+            speculation["sa_config"] = {"threshold": 4}
+            self.notes.append(
                 f"its suffix automaton, not forerun's {first.method}, drafts before {way.name} where 4 tokens match"
             )
         elif first is not None:
-            notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
-        if request.config.rule is not None:
-            found["use_rejection_sampling"] = self.rules[request.config.rule]
+            self.notes.append(f"TensorRT-LLM puts nothing before {way.name}: {first.method} is left out")
+        if rule is not None:
+            speculation["use_rejection_sampling"] = self.rules[rule]
         if schedule:
-            found["draft_len_schedule"] = {stretch.last: stretch.k for stretch in schedule if stretch.k}
-            notes.append(f"above a batch of {max(found['draft_len_schedule'])} it drafts nothing")
-        whole: dict[str, Any] = {"speculative_config": found}
+            speculation["draft_len_schedule"] = {stretch.last: stretch.k for stretch in schedule if stretch.k}
+            self.notes.append(f"above a batch of {max(speculation['draft_len_schedule'])} it drafts nothing")
+        whole: dict[str, Any] = {"speculative_config": speculation}
         return whole | ({"disable_overlap_scheduler": True} if way.name in _HOST else {})
 
-    def _check_rule(self, rule: str | None, draft: DraftSpec, way: Counterpart, first: DraftSpec | None) -> None:
+    def _check_rule(self, draft: DraftSpec, way: Counterpart, first: DraftSpec | None) -> None:
         """Raise ArgumentError where TensorRT-LLM would not start with the rule."""
+        rule = self.config.rule
         if rule is None:
             return
         top = draft.options.get("top_k") or 0
@@ -119,28 +121,25 @@ class TensorRtLlm(EngineInfo):
             ),
         )
 
-    def _tree(
-        self, request: DeployRequest, draft: DraftSpec, way: Counterpart, k: int, notes: list[str]
-    ) -> dict[str, Any]:
+    def _tree(self, draft: DraftSpec, way: Counterpart, k: int) -> dict[str, Any]:
         top = draft.options.get("top_k")
         if not top or way.name not in _TREES:
-            self.chain_only(request, draft, k, notes)
+            self.note_chain(draft, k)
             return {}
         nodes = min(max(draft.nodes, k), top * k)
         return {"use_dynamic_tree": True, "dynamic_tree_max_topK": top, "max_total_draft_tokens": nodes}
 
-
-def _check_block(examined: ExaminedFiles, k: int, notes: list[str]) -> None:
-    """Raise ArgumentError for a DSpark head that is to draft less than its block; TensorRT-LLM does
-    not start with that.
-    """
-    if examined.depth is None:
-        notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
-    elif k != examined.depth:
-        raise ArgumentError(
-            f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were requested: leave -k "
-            "out"
-        )
+    def _check_block(self, examined: ExaminedFiles, k: int) -> None:
+        """Raise ArgumentError for a DSpark head that is to draft less than its block; TensorRT-LLM does
+        not start with that.
+        """
+        if examined.depth is None:
+            self.notes.append("TensorRT-LLM starts only where `max_draft_len` is the DSpark head's own block_size")
+        elif k != examined.depth:
+            raise ArgumentError(
+                f"TensorRT-LLM drafts a DSpark head's whole block, {examined.depth} tokens; {k} were requested: leave "
+                "-k out"
+            )
 
 
 def _of_head(examined: ExaminedFiles) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import yaml
 
 from forerun.deploy import reads_text_alone
-from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineInfo, Stretch
+from forerun.deploy.launch import Command, Counterpart, Deployment, DeployRequest, EngineWriter, Stretch, map_options
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 from forerun.heads.engines import refuse_misread
@@ -51,7 +51,7 @@ medusa asserts it, pard and peagle reshape by it.
 """
 
 
-class Vllm(EngineInfo):
+class Vllm(EngineWriter):
     """`Vllm` starts ``vllm serve``."""
 
     title: ClassVar[str] = "vLLM"
@@ -89,15 +89,16 @@ class Vllm(EngineInfo):
         "medusa": Counterpart(name="medusa", versions=("0.31.0", "0.32.0")),
     }
 
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
+    def deployment(self) -> Deployment:
+        request = self.request
         words = ["vllm", "serve", request.model, "--port", str(request.port), *parallel(request)]
         environment: dict[str, str] = {}
         speculation: dict[str, Any] | None
-        if request.config is not None and self.plugs_in(request.config):
-            speculation, schedule, environment = self._plug_in(request, notes)
+        if self.plugs_in:
+            speculation, schedule, environment = self._plug_in()
             words.append("--no-async-scheduling")
         else:
-            speculation, schedule = self.speculation(request, notes)
+            speculation, schedule = self.speculation()
         if speculation is not None:
             words += ["--speculative-config", json.dumps(speculation)]
         if request.nodes == 1:
@@ -109,40 +110,38 @@ class Vllm(EngineInfo):
             commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
-    def _plug_in(
-        self, request: DeployRequest, notes: list[str]
-    ) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
+    def _plug_in(self) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:
         """Return vLLM's ``speculative_config`` for forerun's own drafter in it, the schedule, and
         the environment.
         """
-        config = request.config
-        assert config is not None
-        k = config.num_speculative_tokens or max(one.k for one in self.drafts(config) if reads_text_alone(one.method))
-        routed = config.method == AUTO or request.adaptive  # A policy decides how much
-        schedule = self.schedule(request, k, notes) if request.forecast is not None or not routed else ()
-        options = {**config.named, "adaptive": True} if request.adaptive else config.named
+        config = self.config
+        k = config.num_speculative_tokens
+        k = k or max(draft.k for draft in self.list_drafts() if reads_text_alone(draft.method))
+        routed = config.method == AUTO or self.request.adaptive  # A policy decides how much
+        schedule = self.schedule(k) if self.request.forecast is not None or not routed else ()
+        options = {**config.named, "adaptive": True} if self.request.adaptive else config.named
         if routed:
             which = "which drafter, and how much, follows" if config.method == AUTO else "how much is drafted follows"
-            notes.append(f"{which} from what the steps take and what is accepted")
+            self.notes.append(f"{which} from what the steps take and what is accepted")
         if schedule:
             options[SCHEDULE] = [list(stretch) for stretch in schedule]
-        notes.append(
+        self.notes.append(
             "forerun itself drafts inside vLLM (a plug-in): `pip install forerun` beside it. vLLM asks a plug-in with "
             "its older model runner V1 and without asynchronous scheduling only; others measured that to cost 10 % of "
             "the speed of a 4 B model, 6 % at 9 B, 2 % at 27 B"
         )
-        notes += [_REFUSES, *self.needs(config)]
+        self.notes.append(_REFUSES)
+        self.note_outside()
         environment = {"VLLM_USE_V2_MODEL_RUNNER": "0", VARIABLE: json.dumps(options)}
         return {"method": "custom_class", "model": PLUG_IN, "num_speculative_tokens": k}, schedule, environment
 
-    def speculation(
-        self, request: DeployRequest, notes: list[str]
-    ) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
+    def speculation(self) -> tuple[dict[str, Any] | None, tuple[Stretch, ...]]:
         """Return vLLM's ``speculative_config``, None for plain decoding, and the schedule in it."""
+        request = self.request
         if request.config is None:
             return None, ()
-        draft, way, _ = self.chosen(request, notes)
-        notes.append(_REFUSES)
+        draft, way, _ = self.choose()
+        self.notes.append(_REFUSES)
         if request.config.rule == "block" and draft.method in _RUNNER_V1:
             raise ArgumentError(
                 f"vLLM has the rule block in its model runner V2 only, and {draft.method} needs V1, which would pass "
@@ -150,24 +149,24 @@ class Vllm(EngineInfo):
             )
         read = {"draft_model": draft.model, "medusa": draft.model, "mtp": request.model}.get(way.name) or ""
         refuse_misread(read, f"rename {read}")
-        _, k = self.read_drafter(request, draft, notes)
-        self.chain_only(request, draft, k, notes)
-        schedule = self.schedule(request, k, notes, able=draft.method not in _ONE_LENGTH)
-        found: dict[str, Any] = {"method": way.name}
+        _, k = self.read_drafter(draft)
+        self.note_chain(draft, k)
+        schedule = self.schedule(k, able=draft.method not in _ONE_LENGTH)
+        speculation: dict[str, Any] = {"method": way.name}
         if draft.model is not None:
-            found["model"] = draft.model
-        found["num_speculative_tokens"] = k
-        found |= {**way.keys, **self.mapped(draft, way)}
+            speculation["model"] = draft.model
+        speculation["num_speculative_tokens"] = k
+        speculation |= {**way.keys, **map_options(draft, way)}
         if request.config.rule is not None:
-            found["rejection_sample_method"] = self.rules[request.config.rule]
+            speculation["rejection_sample_method"] = self.rules[request.config.rule]
             greedy = way.name == "medusa" or "use_heterogeneous_vocab" in way.keys
             if draft.model is not None and not greedy:
-                found["draft_sample_method"] = "probabilistic"
+                speculation["draft_sample_method"] = "probabilistic"
         if schedule:
-            found["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
+            speculation["num_speculative_tokens_per_batch_size"] = [list(stretch) for stretch in schedule]
         if request.pp > 1:
-            notes.append("vLLM drafts with pipeline parallelism for some targets only; it says so when it starts")
-        return found, schedule
+            self.notes.append("vLLM drafts with pipeline parallelism for some targets only; it says so when it starts")
+        return speculation, schedule
 
 
 def parallel(request: DeployRequest) -> list[str]:
@@ -189,21 +188,23 @@ class Dynamo(Vllm):
     versions: ClassVar[tuple[str, ...]] = tuple(_VLLM)
     variable: ClassVar[str] = ""  # Its image has no forerun
 
-    def has(self, method: str, version: str) -> bool:
-        """Return whether the vLLM inside drafts by that method."""
-        return super().has(method, _VLLM[version])
+    @property
+    def version(self) -> str:
+        """Return the version of the vLLM inside."""
+        return _VLLM[self.request.version]
 
-    def deployment(self, request: DeployRequest, notes: list[str]) -> Deployment:
-        speculation, schedule = self.speculation(request, notes)
+    def deployment(self) -> Deployment:
+        request = self.request
+        speculation, schedule = self.speculation()
         if speculation is not None and speculation["method"] != "eagle3":
-            notes.append(
+            self.notes.append(
                 f"Dynamo {request.version} documents speculation with EAGLE-3 alone; vLLM gets this as it stands"
             )
         local_paths = [
             path for path in (request.model, (speculation or {}).get("model")) if path and Path(path).is_dir()
         ]
         if local_paths:
-            notes.append(f"on Kubernetes {', '.join(local_paths)} must be mounted into the worker, or be a hub id")
+            self.notes.append(f"on Kubernetes {', '.join(local_paths)} must be mounted into the worker, or be a hub id")
         token = Command(
             words=("kubectl", "create", "secret", "generic", _SECRET, "--from-literal=HF_TOKEN=YOUR_TOKEN"),
             where="for a gated model, once, on Kubernetes",

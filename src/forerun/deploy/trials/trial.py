@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from forerun.control.config import SpeculativeConfig
-from forerun.deploy.launch import DRAFTS_TREES, EngineInfo, same_place
+from forerun.deploy.launch import DRAFTS_TREES, EngineWriter, same_place
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import SamplingParams
@@ -122,7 +122,7 @@ class TrialPrompts:
     room: int  # Tokens of the longest text, with what may be drafted behind it
 
 
-def refuse_apart(drafting: HeadDrafting, engine: EngineInfo) -> None:
+def refuse_apart(drafting: HeadDrafting, engine: type[EngineWriter]) -> None:
     """Raise ArgumentError for layers that lie apart from the target in whose checkpoint the engine
     reads them.
     """

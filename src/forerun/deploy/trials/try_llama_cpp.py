@@ -65,7 +65,7 @@ class InLlamaCpp(InstalledEngine):
                 f"llama.cpp does not draft with a {drafting.kind} head; it does with "
                 f"{', '.join(kind for kind in LlamaCpp.ways if kind != 'ngram')}"
             )
-        refuse_apart(drafting, LlamaCpp())
+        refuse_apart(drafting, LlamaCpp)
         if sources is None or not (sources / SCRIPT).is_file():
             raise ArgumentError(
                 f"{sources or 'nothing'} is no directory of llama.cpp's sources with its {SCRIPT}; name it: "

@@ -57,11 +57,11 @@ class InVllm(InstalledEngine):
         in the target's own checkpoint.
         """
         super().__init__(drafting, vllm_version(python))
-        self.python, engine = python, Vllm()
-        refuse_apart(drafting, engine)
-        known, self.notes = choose_version(engine, self.version, force=True)
+        self.python = python
+        refuse_apart(drafting, Vllm)
+        known, self.notes = choose_version(Vllm, self.version, force=True)
         request = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
-        self.speculation, _ = engine.speculation(request, list[str]())
+        self.speculation, _ = Vllm(request).speculation()
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
         """Complete the prompts, as `InstalledEngine.answers` describes."""
