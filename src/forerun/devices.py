@@ -53,12 +53,12 @@ def measure_once(name: str, measure: Callable[[], Any]) -> Any:
     """
     path = cache_root() / "machine.json"
     key = f"{name}; {processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    found = read_kept(path)
-    kept = found if isinstance(found, dict) else {}
-    if key not in kept:
-        kept[key] = measure()
-        keep(path, kept, name)
-    return kept[key]
+    content = read_kept(path)
+    measured = content if isinstance(content, dict) else {}
+    if key not in measured:
+        measured[key] = measure()
+        keep(path, measured, name)
+    return measured[key]
 
 
 def one_dnn() -> bool:
@@ -205,12 +205,12 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that `packed` holds, with the dtypes and shapes of `like` and in its
     order.
     """
-    found, start = list(like), 0
+    tensors, start = list(like), 0
     for index in _order(like):
-        one = like[index]
-        found[index] = packed[start : start + one.nbytes].view(one.dtype).view(one.shape)
-        start += one.nbytes
-    return found
+        tensor = like[index]
+        tensors[index] = packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += tensor.nbytes
+    return tensors
 
 
 def _order(tensors: Sequence[Tensor]) -> list[int]:

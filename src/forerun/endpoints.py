@@ -55,8 +55,8 @@ def check_address(url: str, what: str) -> str:
     import httpx
 
     try:
-        found, why = httpx.URL(url), ""
-        if found.scheme not in ("http", "https") or not found.host or not 0 < (found.port or 1) < 2**16:
+        parsed, why = httpx.URL(url), ""
+        if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 1) < 2**16:
             why = "it lacks http:// or https://, a host, or a port from 1 to 65535"
     except httpx.InvalidURL as error:
         why = str(error)
@@ -68,9 +68,9 @@ def check_address(url: str, what: str) -> str:
 def read_complaint(text: str) -> str:
     """Return the message in an error's body, in the forms of OpenAI, vLLM, SGLang and llama.cpp."""
     try:
-        said = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return text.strip()[:200] or "nothing more"
-    inner = said.get("error", said) if isinstance(said, dict) else said
+    inner = content.get("error", content) if isinstance(content, dict) else content
     message = inner.get("message") or inner.get("detail") if isinstance(inner, dict) else inner
-    return str(message or said)[:300]
+    return str(message or content)[:300]

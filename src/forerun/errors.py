@@ -77,9 +77,9 @@ class RequestError(ForerunError):
         """
         if isinstance(error, ForerunError):
             return error
-        own = cls(f"this request could not go on: {type(error).__name__}: {error}")
-        own.__cause__ = error
-        return own
+        wrapped = cls(f"this request could not go on: {type(error).__name__}: {error}")
+        wrapped.__cause__ = error
+        return wrapped
 
 
 class EngineError(ForerunError, RuntimeError):
@@ -211,13 +211,13 @@ def about(param: str) -> Iterator[None]:
 def name_unknown_arguments(cls: type[Made]) -> type[Made]:
     """Let a dataclass refuse an argument that it does not have with a TypeError that names the nearest."""
     make: Callable[..., None] = cls.__init__
-    known = list(signature(cls).parameters)
+    names = list(signature(cls).parameters)
 
     @wraps(make)
     def checked(self: Made, *values: object, **given: object) -> None:
         for name in given:
-            if name not in known:
-                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, known, cutoff=0.6)}")
+            if name not in names:
+                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, names, cutoff=0.6)}")
         make(self, *values, **given)
 
     setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)

@@ -125,7 +125,9 @@ def token_ids(name: str, given: Any) -> list[int]:
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray | Mapping):
         given = list(given)
         with suppress(TypeError):
-            if not any(isinstance(one, bool) for one in given):  # Which are integers to Python, and mistakes to people
+            if not any(
+                isinstance(each, bool) for each in given
+            ):  # Which are integers to Python, and mistakes to people
                 return list(map(operator.index, given))
     raise ArgumentError(f"{name} must be token ids, a list or array of integers, got {_show(given)}")
 
@@ -143,28 +145,28 @@ def _convert_types(params: SamplingParams) -> dict[str, Any]:
 
     ArgumentError: a value is of another type than it must be.
     """
-    own = dict[str, Any]()
+    converted = dict[str, Any]()
     for name in (*_WHOLE, *_REAL):
         value, whole = getattr(params, name), name in _WHOLE
         if value is None:
             continue
         if not isinstance(value, Real) or (whole and not isinstance(value, Integral)):
             raise ArgumentError(f"{name} must be {'an integer' if whole else 'a number'}, got {_show(value)}")
-        own[name] = operator.index(getattr(params, name)) if whole else value
+        converted[name] = operator.index(getattr(params, name)) if whole else value
     for name in ("allowed_token_ids", "stop_token_ids"):
         value = getattr(params, name)
         ids = None if value is None else token_ids(name, value)
         if not isinstance(value, Sequence):
-            own[name] = ids
+            converted[name] = ids
     for name in ("stop", "bad_words"):
         value = getattr(params, name)
         if value is not None and not (isinstance(value, str) and name == "stop") and not _are_strings(value):
             raise ArgumentError(f"{name} must be a list of strings, got {_show(value)}")
     bias = params.logit_bias
-    if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(one, Real) for one in bias.values())):
+    if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(value, Real) for value in bias.values())):
         raise ArgumentError(f"logit_bias must map token ids to numbers, got {_show(bias)}")
     token_ids("logit_bias", list(bias or ()))
-    return own
+    return converted
 
 
 def _are_strings(value: Any) -> bool:

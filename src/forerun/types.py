@@ -187,12 +187,12 @@ class SpeculationStats:
 
     def add(self, other: SpeculationStats) -> None:
         """Add another request's counts to these."""
-        for name in (one.name for one in fields(self)):
-            own, more = getattr(self, name), getattr(other, name)
-            if isinstance(own, list):
-                _add_counts(own, more)
+        for name in (each.name for each in fields(self)):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if isinstance(mine, list):
+                _add_counts(mine, theirs)
             else:
-                setattr(self, name, own + more)
+                setattr(self, name, mine + theirs)
 
     @classmethod
     def sum(cls, each: Iterable[SpeculationStats]) -> SpeculationStats:

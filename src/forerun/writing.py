@@ -201,8 +201,8 @@ def _without_home() -> Path:
     folder = Path(tempfile.gettempdir()) / f"forerun-{os.geteuid()}"
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    private = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+    status = folder.lstat()
+    private = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
     return folder if private else Path(tempfile.mkdtemp(prefix="forerun-"))
 
 
@@ -239,12 +239,12 @@ def hash_json(value: Any) -> str:
 def read_object(path: Path, remedy: str, kind: type[ForerunError] = DataError) -> dict[str, Any]:
     """Return the JSON object in a file; an error of this kind, with the `remedy`, if there is none."""
     try:
-        found = parse_json(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise kind(f"{path} is no JSON ({error}); {remedy}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise kind(f"{path} holds no JSON object; {remedy}")
-    return found
+    return content
 
 
 def _unseal(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
@@ -273,16 +273,16 @@ class ManifestKind:
         path = folder / MANIFEST
         if not path.is_file():
             raise DataError(f"{folder} is not {self.what}, it has no {MANIFEST}; {self.remedy}")
-        found = read_object(path, self.remedy)
-        if found.get("format") != self.format:
+        content = read_object(path, self.remedy)
+        if content.get("format") != self.format:
             raise DataError(f"{path} does not describe {self.what}; {self.remedy}")
-        version = found.get("version")
+        version = content.get("version")
         if version != self.version:
             raise DataError(
                 f"{path} has format version {version!r}, this forerun reads {self.version}: another version of forerun "
                 f"wrote it; {self.remedy}"
             )
-        entries = _unseal(path, found, self.remedy)
+        entries = _unseal(path, content, self.remedy)
         del entries["format"], entries["version"]
         return entries
 

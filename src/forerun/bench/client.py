@@ -90,11 +90,11 @@ def parse(text: str) -> Samples:
     """Return the samples of a Prometheus page; ValueError if it is none."""
     from prometheus_client.parser import text_string_to_metric_families
 
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    samples: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     for family in text_string_to_metric_families(text):
-        for sample in (one for one in family.samples if math.isfinite(one.value)):
-            found.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-    return found
+        for sample in (each for each in family.samples if math.isfinite(each.value)):
+            samples.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+    return samples
 
 
 def diff_counts(before: Samples, after: Samples) -> SpeculationCounts | None:
@@ -141,9 +141,9 @@ def _positions(before: Samples, after: Samples, name: str) -> tuple[int, ...]:
             name_of = dict(labels).get("position", "")
             if not name_of.isdecimal():
                 continue
-            place = int(name_of)
-            totals[place] = totals.get(place, 0.0) + sign * value
-    return tuple(round(totals[place]) for place in sorted(totals))
+            position = int(name_of)
+            totals[position] = totals.get(position, 0.0) + sign * value
+    return tuple(round(totals[position]) for position in sorted(totals))
 
 
 def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | None:
@@ -161,7 +161,7 @@ def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | N
             passes=counts.get("num_passes"),
             draft_tokens=int(counts["num_draft_tokens"]),
             accepted_tokens=int(counts["num_accepted_draft_tokens"]),
-            accepted_per_position=tuple(sum(reached[place:]) for place in range(1, len(reached))),
+            accepted_per_position=tuple(sum(reached[position:]) for position in range(1, len(reached))),
             source="the responses' metrics.speculative_decoding",
         )
     timings = answer.get("timings")
@@ -179,20 +179,20 @@ def read_counts(answer: Mapping[str, Any], tokens: int) -> SpeculationCounts | N
 
 def sum_counts(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts | None:
     """Return the sum of several requests' counts; None where no request has any."""
-    found = [part for part in parts if part is not None]
-    if not found:
+    known = [part for part in parts if part is not None]
+    if not known:
         return None
-    longest = max(len(part.accepted_per_position) for part in found)
-    padded = [[*part.accepted_per_position, *[0] * (longest - len(part.accepted_per_position))] for part in found]
-    counted = all(part.passes is not None for part in found)
+    longest = max(len(part.accepted_per_position) for part in known)
+    padded = [[*part.accepted_per_position, *[0] * (longest - len(part.accepted_per_position))] for part in known]
+    counted = all(part.passes is not None for part in known)
     return SpeculationCounts(
-        drafts=sum(part.drafts or 0 for part in found),
-        tokens=sum(part.tokens or 0 for part in found),
-        passes=sum(part.passes or 0 for part in found) if counted else None,
-        draft_tokens=sum(part.draft_tokens or 0 for part in found),
-        accepted_tokens=sum(part.accepted_tokens or 0 for part in found),
+        drafts=sum(part.drafts or 0 for part in known),
+        tokens=sum(part.tokens or 0 for part in known),
+        passes=sum(part.passes or 0 for part in known) if counted else None,
+        draft_tokens=sum(part.draft_tokens or 0 for part in known),
+        accepted_tokens=sum(part.accepted_tokens or 0 for part in known),
         accepted_per_position=tuple(map(sum, zip(*padded, strict=True))),
-        source=found[0].source,
+        source=known[0].source,
     )
 
 
@@ -298,8 +298,8 @@ class Server(ApiClient):
         if response.status_code != 200:
             raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {read_complaint(response.text)}")
         try:
-            listed = [(str(one["id"]), one) for one in response.json()["data"]]
-            return {name: (str(one.get("owned_by", "")), str(one.get("root") or name)) for name, one in listed}
+            listed = [(str(model["id"]), model) for model in response.json()["data"]]
+            return {name: (str(model.get("owned_by", "")), str(model.get("root") or name)) for name, model in listed}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ServerError(f"{self.url}/v1/models answered what is no model list: {response.text[:200]}") from error
 
@@ -342,12 +342,12 @@ class Server(ApiClient):
         if response.status_code != 200:
             raise ServerError(f"{where} answered {response.status_code}: {read_complaint(response.text)}")
         try:
-            found = response.json()
+            answer = response.json()
         except (ValueError, RecursionError) as error:
             raise ServerError(f"{where} answered what is no JSON: {response.text[:200]}") from error
-        if not isinstance(found, dict):
+        if not isinstance(answer, dict):
             raise ServerError(f"{where} answered what is no JSON object: {response.text[:200]}")
-        return found
+        return answer
 
     async def ask(
         self,
@@ -442,11 +442,11 @@ class _Heard:
         self.speculation = read_counts(chunk, self.found) or self.speculation
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
-            said = (
+            text = (
                 delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or choice.get("text")
             )
-            if said:
-                self.texts.append("" + said)  # A TypeError where it is no text
+            if text:
+                self.texts.append("" + text)  # A TypeError where it is no text
                 self.times.append(time.perf_counter() - self.started)
 
     @property

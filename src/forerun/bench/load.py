@@ -85,11 +85,11 @@ class BenchLoad:
         """
         if self.rate is None:
             return [0.0] * count
-        chance, now, found = random.Random(seed), 0.0, list[float]()
+        chance, now, arrivals = random.Random(seed), 0.0, list[float]()
         for _ in range(count):
-            found.append(now)
+            arrivals.append(now)
             now += chance.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
-        return found
+        return arrivals
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,12 +125,12 @@ async def measure(
 
     async with asyncio.TaskGroup() as group:
         users = [group.create_task(user(task, at)) for task, at in zip(tasks, arrivals, strict=True)]
-    answers = [answer for one in users for answer in one.result()]
+    answers = [answer for each in users for answer in each.result()]
     seconds = time.perf_counter() - began
     after = await server.metrics()
     counted = None if before is None or after is None else diff_counts(before, after)
-    told = sum_counts(answer.speculation for answer in answers)
-    return LoadResult(load=load, answers=answers, seconds=seconds, speculation=counted or told)
+    stated = sum_counts(answer.speculation for answer in answers)
+    return LoadResult(load=load, answers=answers, seconds=seconds, speculation=counted or stated)
 
 
 async def converse(server: Server, task: Task, asking: RequestOptions, began: float) -> list[BenchAnswer]:
@@ -140,14 +140,14 @@ async def converse(server: Server, task: Task, asking: RequestOptions, began: fl
     if not task.questions or asking.endpoint == "completions":
         return [await server.ask(task, asking, began)]
     history: list[Message] = []
-    found: list[BenchAnswer] = []
+    answers: list[BenchAnswer] = []
     for question in task.questions:
         answer = await server.ask(task, asking, began, history, question)
-        found.append(answer)
+        answers.append(answer)
         if answer.error is not None:
             break
         history += [*question, dict[str, Any](role="assistant", content=answer.text)]
-    return found
+    return answers
 
 
 PERCENTILES = (90, 99)
@@ -193,7 +193,7 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
     """Parse ``ttft:200`` and the like into the milliseconds that a good request stays within;
     ArgumentError if malformed.
     """
-    found = {}
+    limits = {}
     for word in words:
         name, _, limit = word.partition(":")
         if name not in Latency._fields:
@@ -201,12 +201,12 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
                 f"--goodput takes ttft:MS, tpot:MS or e2el:MS, got {word!r}{nearest(name, Latency._fields)}"
             )
         try:
-            found[name] = float(limit)
+            limits[name] = float(limit)
         except ValueError:
-            found[name] = math.nan
-        if not 0 < found[name] < math.inf:
+            limits[name] = math.nan
+        if not 0 < limits[name] < math.inf:
             raise ArgumentError(f"--goodput {word!r}: expected milliseconds above 0 behind the colon")
-    return found
+    return limits
 
 
 class Latency(NamedTuple):
@@ -228,35 +228,35 @@ class Latency(NamedTuple):
         return all((getattr(self, name) or 0.0) <= limit for name, limit in limits.items())
 
 
-def summarise(found: LoadResult, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
+def summarise(result: LoadResult, limits: Mapping[str, float] | None = None) -> dict[str, Any]:
     """Summarise one load as a record of plain values.
 
     The record has counts, requests and tokens per second, times in ms, speculation, the same for
     each category where there are several, and why requests failed. `limits` are those of the
     goodput, in ms.
     """
-    good = [answer for answer in found.answers if answer.error is None]
+    good = [answer for answer in result.answers if answer.error is None]
     failures: dict[str, int] = {}
-    for answer in found.answers:
+    for answer in result.answers:
         if answer.error is not None:
             failures[answer.error] = failures.get(answer.error, 0) + 1
-    load = found.load
+    load = result.load
     record: dict[str, Any] = {
         "load": load.label,
         "max_concurrency": load.concurrency,
         "request_rate": load.rate,
-        "duration": found.seconds,
+        "duration": result.seconds,
         "completed": len(good),
-        "failed": len(found.answers) - len(good),
+        "failed": len(result.answers) - len(good),
         "failures": failures,
         "tokens_counted_by_server": all(answer.counted for answer in good),
-        **_part(good, found.seconds),
+        **_part(good, result.seconds),
     }
     if limits:
         within = sum(Latency.of(answer).within(limits) for answer in good)
-        record |= {"request_goodput": within / found.seconds, "goodput_ms": dict(limits)}
-    if found.speculation is not None:
-        record |= found.speculation.record()
+        record |= {"request_goodput": within / result.seconds, "goodput_ms": dict(limits)}
+    if result.speculation is not None:
+        record |= result.speculation.record()
     categories = sorted({answer.category for answer in good})
     if len(categories) > 1:
         record["categories"] = {name: _category([a for a in good if a.category == name]) for name in categories}
@@ -274,37 +274,37 @@ def _part(answers: Sequence[BenchAnswer], seconds: float | None) -> dict[str, An
         "total_input_tokens": sum(a.prompt_tokens for a in answers),
         "total_output_tokens": sum(a.tokens for a in answers),
     }
-    found: dict[str, Any] = dict(tokens)
+    record: dict[str, Any] = dict(tokens)
     if seconds is not None and seconds > 0:
-        found["request_throughput"] = len(answers) / seconds
-        found["output_throughput"] = tokens["total_output_tokens"] / seconds
-        found["total_token_throughput"] = sum(tokens.values()) / seconds
+        record["request_throughput"] = len(answers) / seconds
+        record["output_throughput"] = tokens["total_output_tokens"] / seconds
+        record["total_token_throughput"] = sum(tokens.values()) / seconds
     latencies = [Latency.of(answer) for answer in answers if answer.tokens]
     values = {
-        "ttft": [one.ttft for one in latencies],
-        "tpot": [one.tpot for one in latencies if one.tpot is not None],
+        "ttft": [latency.ttft for latency in latencies],
+        "tpot": [latency.tpot for latency in latencies if latency.tpot is not None],
         # Several tokens come in one chunk where drafts are accepted: of a speculative server this says little.
         "itl": [1e3 * gap for answer in answers for gap in answer.gaps_s],
-        "e2el": [one.e2el for one in latencies],
+        "e2el": [latency.e2el for latency in latencies],
     }
     for name, times in values.items():
         if times:
-            found |= {f"mean_{name}_ms": float(np.mean(times)), f"median_{name}_ms": float(np.median(times))}
-            found |= {f"std_{name}_ms": float(np.std(times))}
-            found |= {f"p{part}_{name}_ms": float(np.percentile(times, part)) for part in PERCENTILES}
-    return found
+            record |= {f"mean_{name}_ms": float(np.mean(times)), f"median_{name}_ms": float(np.median(times))}
+            record |= {f"std_{name}_ms": float(np.std(times))}
+            record |= {f"p{part}_{name}_ms": float(np.percentile(times, part)) for part in PERCENTILES}
+    return record
 
 
 def find_older_loads(before: Mapping[str, Any], labels: Sequence[str]) -> dict[str, Mapping[str, Any]]:
     """Return the loads of an older record that have one of the `labels`; ArgumentError if none has."""
-    known = {load["load"]: load for load in before.get("loads", ())}
-    found = {label: known[label] for label in labels if label in known}
-    if not found:
+    older = {load["load"]: load for load in before.get("loads", ())}
+    common = {label: older[label] for label in labels if label in older}
+    if not common:
         raise ArgumentError(
-            f"the older result has nothing to compare with: it holds {', '.join(known) or 'no load'}, requested is "
+            f"the older result has nothing to compare with: it holds {', '.join(older) or 'no load'}, requested is "
             f"{', '.join(labels)}"
         )
-    return found
+    return common
 
 
 def find_worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: float) -> list[str]:
@@ -314,7 +314,7 @@ def find_worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: flo
     `tolerance` is a share. A missing figure and each additional failed request count as worse, too.
     ArgumentError: the two records have no load in common.
     """
-    loads, found = {load["load"]: load for load in now["loads"]}, []
+    loads, complaints = {load["load"]: load for load in now["loads"]}, []
     for label, old in find_older_loads(before, [*loads]).items():
         load = loads[label]
         for figure in FIGURES:
@@ -322,11 +322,11 @@ def find_worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: flo
             if not figure.better or was is None:
                 continue
             if new is None:
-                found.append(f"{label}: {figure.key} {was:.4g} -> none")
+                complaints.append(f"{label}: {figure.key} {was:.4g} -> none")
             elif figure.better * (new - was) < -was * (0 if figure.key == "failed" else tolerance):
                 share = f" ({(new - was) / was:+.1%})" if was else ""
-                found.append(f"{label}: {figure.key} {was:.4g} -> {new:.4g}{share}")
-    return found
+                complaints.append(f"{label}: {figure.key} {was:.4g} -> {new:.4g}{share}")
+    return complaints
 
 
 PAGE = """\
@@ -370,12 +370,12 @@ def describe_source(record: Mapping[str, Any]) -> str:
     """Return a sentence that says where the acceptance figures are from; empty where no engine
     reported any.
     """
-    found = [load for load in record["loads"] if "spec_decode_source" in load]
-    if not found:
+    loads = [load for load in record["loads"] if "spec_decode_source" in load]
+    if not loads:
         return ""
-    if not any(load.get("spec_decode_num_drafts") for load in found):
+    if not any(load.get("spec_decode_num_drafts") for load in loads):
         return "The server drafted nothing."
-    return f"Acceptance: {found[0]['spec_decode_source']}."
+    return f"Acceptance: {loads[0]['spec_decode_source']}."
 
 
 def draw(record: Mapping[str, Any], path: Path) -> None:
@@ -488,14 +488,14 @@ class Bench:
         base = None
         if self.baseline is not None:
             base = await self._on(self.baseline, load, tasks, lambda done: tell(f"baseline, {load.label}", done))
-        found = await self._on(self.server, load, tasks, lambda done: tell(load.label, done))
-        record = summarise(found, self.limits)
+        result = await self._on(self.server, load, tasks, lambda done: tell(load.label, done))
+        record = summarise(result, self.limits)
         if base is not None:
             record["baseline"] = summarise(base, self.limits)
             before = record["baseline"]["output_throughput"]
             record["speedup"] = record["output_throughput"] / before if before else None
-            said = _texts(base)
-            record["identical_answers"] = sum(said.get(turn) == text for turn, text in _texts(found).items())
+            expected = _texts(base)
+            record["identical_answers"] = sum(expected.get(turn) == text for turn, text in _texts(result).items())
         return record
 
     async def _on(
@@ -508,11 +508,11 @@ class Bench:
         return found
 
 
-def _texts(found: LoadResult) -> dict[tuple[str, int], str]:
+def _texts(result: LoadResult) -> dict[tuple[str, int], str]:
     """Return the completions without an error, by task and index of the prompt."""
     seen = Counter[str]()
     texts = {}
-    for answer in found.answers:
+    for answer in result.answers:
         if answer.error is None:
             texts[answer.task, seen[answer.task]] = answer.text
         seen[answer.task] += 1

@@ -94,7 +94,7 @@ def run_stages(
         progress: is told what is being done.
         news: is told what should stay to be read: which stage of how many begins, and each check's verdict.
     """
-    found = list[list[Check]]()
+    by_stage = list[list[Check]]()
     for number, (what, examine) in enumerate(stages, 1):
         news(f"stage {number} of {len(stages)}: {what}")
         progress(what)
@@ -103,5 +103,5 @@ def run_stages(
             verdict = "none" if check.left_out else "pass" if check.passed else "FAIL"
             news(f"  {verdict}  {check.name}")
             checks.append(check)
-        found.append(checks)
-    return found
+        by_stage.append(checks)
+    return by_stage

@@ -154,14 +154,16 @@ def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[T
 
 
 def _distribution_checks(run: Run) -> Iterator[Check]:
-    settings = [one for warm in run.plan.temperatures if warm > 0 for one in settings_for(run, warm)[: run.plan.ways]]
+    settings = [
+        setting for warm in run.plan.temperatures if warm > 0 for setting in settings_for(run, warm)[: run.plan.ways]
+    ]
     if not settings:
         return
     number = len(settings) + 3  # With the one over longer answers, and two drafted by another drafter
     tests = [uncertain(run, setting, index, tests=number) for index, setting in enumerate(settings)]
     longer = token_test(run, settings[0], tests=number)
     every = [*tests, longer] if run.plan.ways else [*tests, longer, tests[0], longer]
-    pace = Pace(tell=run.progress, news=run.news, total=sum(one.answers * one.tokens for one in every))
+    pace = Pace(tell=run.progress, news=run.news, total=sum(test.answers * test.tokens for test in every))
     for test in [*tests, longer]:
         check = chi_square_check(run, test if _drafts(run, test) else _by_a_sampling_drafter(run, test) or test, pace)
         yield check
@@ -189,13 +191,13 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
         return None
     # Each depth costs most of a pass, and longer completions have many steps
     depth = 3 if test.each == "answers" else 2
-    found = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": depth}
-    found["adaptive"] = False
+    config = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": depth}
+    config["adaptive"] = False
     try:
-        run.llm.engine.drafting.ensure(SpeculativeConfig.parse(found))
+        run.llm.engine.drafting.ensure(SpeculativeConfig.parse(config))
     except UnsupportedModelError:
         return None
-    setting = replace(test.setting, speculative=found, what=f"{test.setting.what}, drafted by early_exit")
+    setting = replace(test.setting, speculative=config, what=f"{test.setting.what}, drafted by early_exit")
     return replace(test, name=setting.name, setting=setting)
 
 
@@ -210,14 +212,14 @@ def settings_for(run: Run, temperature: float) -> list[Setting]:
     if epsilon_of(run.llm) == 0:
         named += [(f"{name.replace('_', '-')} {value:g}", cut) for cut in CUTS for name, value in cut.items()]
     named += [("penalties", PENALTIES), ("logit bias", {"logit_bias": bias})]
-    found = [Setting(params=replace(base, **more), seeded=what == "seeded", what=what) for what, more in named]
+    settings = [Setting(params=replace(base, **more), seeded=what == "seeded", what=what) for what, more in named]
     allowed = _letters(run.llm)
     if find_spec("llguidance") is not None and bool(allowed.any()):
         form = StructuredOutputs(regex="[a-z ]{100,}")
-        found.append(
+        settings.append(
             Setting(params=replace(base, structured_outputs=form), seeded=False, what="grammar", allowed=allowed)
         )
-    return found
+    return settings
 
 
 def _letters(llm: LLM) -> Tensor:
@@ -231,8 +233,8 @@ def _letters(llm: LLM) -> Tensor:
     size = min(len(llm.tokenizer), llm.target.vocab_size)
     special = set(llm.tokenizer.all_special_ids)
     for token in range(size):
-        own = b"" if token in special else text(token)
-        allowed[token] = bool(own) and all(byte in LETTERS for byte in own)
+        written = b"" if token in special else text(token)
+        allowed[token] = bool(written) and all(byte in LETTERS for byte in written)
     return allowed
 
 
@@ -241,11 +243,11 @@ def _rule_checks(run: Run) -> Iterator[Check]:
         run.progress(f"the exact distributions of the rule {name}")
         passed, summary, figures = False, "this rule is not lossless, by its own account", dict[str, Any]()
         if rule_named(name).lossless:
-            found = list(check_rules([name]))
-            worst = max((case.error for case in found), default=float("inf"))
-            passed = bool(found) and all(case.passed for case in found)
-            summary = f"{len(found)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
-            figures = {"cases": len(found), "largest_error": worst, "tolerance": TOLERANCE}
+            cases = list(check_rules([name]))
+            worst = max((case.error for case in cases), default=float("inf"))
+            passed = bool(cases) and all(case.passed for case in cases)
+            summary = f"{len(cases)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
+            figures = {"cases": len(cases), "largest_error": worst, "tolerance": TOLERANCE}
         yield Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures)
 
 
@@ -380,8 +382,8 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     least = plan.least / (20 if plan.ways is None else 5)
     cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test draws few completions
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
-    own: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
-    return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **own)
+    about: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
+    return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **about)
 
 
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
@@ -392,8 +394,8 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
         prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
         cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
         if sum(chance > 0 for chance in cells.values()) > 1:
-            own: dict[str, Any] = {"setting": setting, "prompts": [prompt], "tokens": plan.sample_tokens}
-            return Test.over(cells, plan, tests, name=setting.name, **own, passed_over=turn)
+            about: dict[str, Any] = {"setting": setting, "prompts": [prompt], "tokens": plan.sample_tokens}
+            return Test.over(cells, plan, tests, name=setting.name, **about, passed_over=turn)
     raise ArgumentError(
         f"{setting.name}: there is nothing to compare, for the answers to each of the {len(run.prompts)} prompts are "
         f"certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
@@ -454,7 +456,7 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
             outcomes.append(tuple(answer.token_ids))
         else:
             temperature = float(test.setting.params.temperature or 1.0)
-            places = run.reference.places(prompt, answer.token_ids, temperature, uniform)
-            outcomes += [(min(bisect(EDGES, place), len(test.cells) - 1),) for place in places]
+            quantiles = run.reference.places(prompt, answer.token_ids, temperature, uniform)
+            outcomes += [(min(bisect(EDGES, quantile), len(test.cells) - 1),) for quantile in quantiles]
         pace.drawn += test.tokens
     return outcomes

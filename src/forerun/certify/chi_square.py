@@ -36,16 +36,16 @@ class SampledTest:
     each: str = "answers"  # What the outcomes are
 
     @classmethod
-    def over(cls, cells: Cells, plan: CertifyPlan, tests: int, *, batch: int = 1, **own: Any) -> Self:
+    def over(cls, cells: Cells, plan: CertifyPlan, tests: int, *, batch: int = 1, **fields: Any) -> Self:
         """Return one of `tests` tests, with enough samples, in whole batches, to detect the plan's total variation and
         to give each cell a sufficient expected count.
         """
         likely = [chance for chance in cells.values() if chance > 0]
         level = level_of(plan, tests)
-        wanted = draws_for(len(likely) - 1, level, plan.detect, math.sqrt(plan.power))
-        samples = batch * math.ceil(max(wanted, _FEWEST / min(likely)) / batch)
-        detects = plan.detect * math.sqrt(wanted / samples)
-        return cls(cells=cells, level=level, samples=samples, detects=detects, **own)
+        draws = draws_for(len(likely) - 1, level, plan.detect, math.sqrt(plan.power))
+        samples = batch * math.ceil(max(draws, _FEWEST / min(likely)) / batch)
+        detects = plan.detect * math.sqrt(draws / samples)
+        return cls(cells=cells, level=level, samples=samples, detects=detects, **fields)
 
     def check(
         self, plan: CertifyPlan, draw: Callable[[int], Counter[Outcome]], where: str = ""

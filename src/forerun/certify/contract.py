@@ -55,12 +55,12 @@ def tiny_target(seed: int = 0) -> LlamaForCausalLM:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": SLOTS}
     ends = {"bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng(devices=[]):
-        made = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **ends)).eval()
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **sizes, **heads, **ends)).eval()
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in made.named_parameters():
+    for name, parameter in model.named_parameters():
         if "norm" not in name:
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.25
-    return made
+    return model
 
 
 def tiny_engine(
@@ -113,16 +113,16 @@ class Recorder:
 
 def recorded(engine: LLM) -> Recorder:
     """Wrap the engine's drafter in a recorder, and return it."""
-    made: list[Recorder] = []
+    recorders: list[Recorder] = []
 
     def around(drafter: Any) -> Any:
-        made.append(Recorder(drafter))
-        return made[-1]
+        recorders.append(Recorder(drafter))
+        return recorders[-1]
 
     key = engine.engine.drafting.ensure(engine.speculative)
     assert key is not None, "an engine under examination drafts"
     engine.engine.drafting.wrap(key, around)
-    return made[0]
+    return recorders[0]
 
 
 def as_prompts(prompts: Sequence[Sequence[int]]) -> list[dict[str, list[int]]]:
@@ -152,16 +152,16 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
         ArgumentError: there is no such drafter, or it refuses its options.
     """
     tiny_engine(config, rows=1)  # An error here is raised, not reported as a finding
-    found = []
+    checks = []
     for name, look in CHECKS.items():
         progress(name)
         try:
             passed, summary = look(config)
         except (AssertionError, ForerunError) as error:
             passed, summary = False, str(error)
-        found.append(Check(name=name, passed=passed, summary=summary))
+        checks.append(Check(name=name, passed=passed, summary=summary))
     progress("the text and the distribution of answers")
-    return [*found, *_answers(config)]
+    return [*checks, *_answers(config)]
 
 
 def _sound(config: Config) -> tuple[bool, str]:

@@ -210,16 +210,16 @@ def toy_drafter(distributions: Distributions, shape: Shape, drawing: Drawing) ->
 
 def _draw_children(tree: TokenTree, node: int, how: tuple[Tensor, Drawing, int], rng: Rng) -> list[int]:
     distribution, drawing, count = how
-    given = {Drawing.DETERMINISTIC: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
-    best = [int(token) for token in distribution.argsort(descending=True, stable=True)[:given]]
+    deterministic = {Drawing.DETERMINISTIC: count, Drawing.GREEDY_K: count - 1, Drawing.MIXED: 1}.get(drawing, 0)
+    best = [int(token) for token in distribution.argsort(descending=True, stable=True)[:deterministic]]
     children = [tree.add(token, node) for token in best]
     rest = distribution.clone()
     rest[best] = 0
-    if given == count or float(rest.sum()) <= 0:
+    if deterministic == count or float(rest.sum()) <= 0:
         return children
     tree.set_probs(node, rest / rest.sum())
     kind = Drawn.IID if drawing is Drawing.IID else Drawn.WITHOUT_REPLACEMENT
-    for index in range(count - given):
+    for index in range(count - deterministic):
         token = rng.drafted(rest, node, index)
         children.append(tree.add(token, node, drawn=kind))
         if kind is Drawn.WITHOUT_REPLACEMENT:
@@ -309,8 +309,8 @@ def check_rule(rule: Rule, shape: str, drawing: Drawing, world: World, *, seed: 
     if rule.name == "argmax_walk" and world is not World.GREEDY_TARGET:
         return None
     target, drawn = _toy_case(shape, drawing, world, seed)
-    found = _emitted(rule, target, drawn, shape_depth(SHAPES[shape]) + 1)
-    error, accepted = found.error(target), found.accepted
+    emitted = _emitted(rule, target, drawn, shape_depth(SHAPES[shape]) + 1)
+    error, accepted = emitted.error(target), emitted.accepted
     return RuleCheck(rule=rule.name, shape=shape, drawing=drawing, world=world, error=error, accepted=accepted)
 
 

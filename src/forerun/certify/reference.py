@@ -59,11 +59,11 @@ class Reference:
         target's distribution at that temperature (Rosenblatt's transform, 1952)."""
         logits = self.logits([*prompt, *answer[:-1]], len(answer)).cpu().double()
         probs = (logits / temperature).softmax(-1)
-        own = probs.gather(1, torch.tensor(answer)[:, None])
-        likelier, equal = (probs.where(kept, 0).sum(-1) for kept in (probs > own, probs == own))
+        chance = probs.gather(1, torch.tensor(answer)[:, None])
+        likelier, equal = (probs.where(chosen, 0).sum(-1) for chosen in (probs > chance, probs == chance))
         points = torch.rand(len(answer), generator=uniform, dtype=torch.float64)
-        found: list[float] = (likelier + points * equal).tolist()
-        return found
+        quantiles: list[float] = (likelier + points * equal).tolist()
+        return quantiles
 
     @torch.inference_mode()
     def probs(
@@ -99,8 +99,8 @@ class Reference:
             scores = TopPLogitsWarper(params.top_p)(ids, scores)
         if params.min_p:
             scores = MinPLogitsWarper(params.min_p)(ids, scores)
-        found: Tensor = scores[0].double().softmax(-1)
-        return found
+        distribution: Tensor = scores[0].double().softmax(-1)
+        return distribution
 
 
 class TransformersReference(Reference):

@@ -109,11 +109,11 @@ class ServedModel:
         if isinstance(prompt, str):
             return
         try:
-            [[known]] = self.ask([ServedRequest(prompt=prompt, max_tokens=1)])
+            [[first]] = self.ask([ServedRequest(prompt=prompt, max_tokens=1)])
         except ServerError as error:
             self.missing["ids"] = f"it takes no prompt of token ids: {error}"
             return
-        if any(self._id_of(token) is None for token in known.tokens):
+        if any(self._id_of(token) is None for token in first.tokens):
             self.missing["ids"] = "it names tokens by their text alone"
 
     def _try_n(self) -> None:
@@ -133,8 +133,8 @@ class ServedModel:
         if self.engine == "llamacpp":
             body = {"content": text, "add_special": True}
         try:
-            [found] = self.post("/tokenize", [body])
-            return tuple(int(token) for token in found["tokens"])
+            [answer] = self.post("/tokenize", [body])
+            return tuple(int(token) for token in answer["tokens"])
         except (ServerError, KeyError, TypeError, ValueError) as error:
             self.missing["ids"] = f"its /tokenize gives no ids: {error}"
             return text
@@ -157,11 +157,11 @@ class ServedModel:
         if "extras" in self.missing:
             return body
         if self.engine == "llamacpp":
-            own = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
-            return body | own | ({} if request.salt is None else {"cache_prompt": False})
-        own = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+            neutral = {"top_k": 0, "min_p": 0.0, "repeat_penalty": 1.0}
+            return body | neutral | ({} if request.salt is None else {"cache_prompt": False})
+        neutral = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
         named = {"return_token_ids": True, "return_tokens_as_token_ids": True}
-        return body | own | named | ({} if request.salt is None else {"cache_salt": request.salt})
+        return body | neutral | named | ({} if request.salt is None else {"cache_salt": request.salt})
 
     def command(self, path: str, body: Mapping[str, Any]) -> str:
         """Return the shell command that sends a request."""
@@ -193,14 +193,14 @@ class ServedModel:
         """Return the choices of each request and of its copies, which are sent concurrently. Requests with a `before`
         are sent one after the other, each after its own.
         """
-        found = []
+        answers = []
         if any(request.before is not None or request.copies > 1 for request in requests):
             for request in requests:
                 if request.before is not None:
                     self.post(COMPLETIONS, [self.body(replace(request, prompt=request.before))])
                 payloads = self.post(COMPLETIONS, [self.body(request)] * request.copies, request.copies)
-                found.append([choice for payload in payloads for choice in self.read(payload)])
-            return found
+                answers.append([choice for payload in payloads for choice in self.read(payload)])
+            return answers
         payloads = self.post(COMPLETIONS, [self.body(request) for request in requests], at_a_time)
         return [self.read(payload) for payload in payloads]
 
@@ -253,23 +253,23 @@ class ServedModel:
             raise ServerError(f"{self.url}{COMPLETIONS} answered what is no completion: {what}") from error
 
     def _read_choice(self, choice: Mapping[str, Any]) -> ServedAnswer:
-        told, ids = choice.get("logprobs") or {}, choice.get("token_ids")
-        if told.get("content") is not None:  # The format of chat completions, which llama.cpp's completions have, too
-            places = [(self._token(one["token"], one.get("id")), one) for one in told["content"]]
+        stated, ids = choice.get("logprobs") or {}, choice.get("token_ids")
+        if stated.get("content") is not None:  # The format of chat completions, which llama.cpp's completions have, too
+            places = [(self._token(entry["token"], entry.get("id")), entry) for entry in stated["content"]]
             tokens = [token for token, _ in places]
-            logprobs = [one.get("logprob") for _, one in places]
+            logprobs = [entry.get("logprob") for _, entry in places]
             pairs = [
-                [(other["token"], other.get("id"), other["logprob"]) for other in one.get("top_logprobs") or ()]
-                for _, one in places
+                [(other["token"], other.get("id"), other["logprob"]) for other in entry.get("top_logprobs") or ()]
+                for _, entry in places
             ]
         else:
-            names = told.get("tokens") or []
+            names = stated.get("tokens") or []
             tokens = [self._token(name, None) for name in names]
-            logprobs = list(told.get("token_logprobs") or [])
-            tops = told.get("top_logprobs") or [None] * len(names)
+            logprobs = list(stated.get("token_logprobs") or [])
+            tops = stated.get("top_logprobs") or [None] * len(names)
             pairs = [[(name, None, value) for name, value in (top or {}).items()] for top in tops]
         if ids is not None and len(ids) == len(tokens):
-            self._ids.update((token, int(known)) for token, known in zip(tokens, ids, strict=True) if token < 0)
+            self._ids.update((token, int(number)) for token, number in zip(tokens, ids, strict=True) if token < 0)
         elif ids is not None and not tokens:
             tokens, logprobs = [int(token) for token in ids], [None] * len(ids)
         likeliest = [
@@ -305,9 +305,9 @@ def serving_model(url: str, *, model: str | None = None, api_key: str | None = N
         server = Server(url, model=model, api_key=api_key)
         runner.run(server.__aenter__())
         try:
-            found = ServedModel(server, runner)
-            found.probe()
-            yield found
+            served = ServedModel(server, runner)
+            served.probe()
+            yield served
         finally:
             runner.run(server.__aexit__())
 
@@ -394,9 +394,9 @@ def smallest_request(request: ServedRequest, shows: Shows, tries: int = TRIES) -
             if tries == 0:
                 return request, fault
             tries -= 1
-            found = shows(candidate)
-            if found is not None:
-                request, fault, going = candidate, found, True
+            smaller = shows(candidate)
+            if smaller is not None:
+                request, fault, going = candidate, smaller, True
                 break
     return request, fault
 

@@ -68,9 +68,9 @@ def certify_server(
         news: called with lines to keep: each stage, and each check's verdict.
     """
     plan = plan or CertifyPlan()
-    known = ASSUMED if dtype == "auto" else dtype
+    assumed = ASSUMED if dtype == "auto" else dtype
     prompts = _prompts(served, texts, plan)
-    exam = ServerExam(served=served, against=against, prompts=prompts, plan=plan, dtype=known, progress=progress)
+    exam = ServerExam(served=served, against=against, prompts=prompts, plan=plan, dtype=assumed, progress=progress)
     stages: list[Stage] = [
         ("greedy text, for one client and for many", lambda: greedy_checks(exam)),
         ("sampled text, its seeds and its distribution", lambda: sampled_checks(exam)),
@@ -82,7 +82,7 @@ def certify_server(
         stages.append(beside)
     stages.append(("whether the server drafted", lambda: [_speculation_check(exam)]))
     checks = list(itertools.chain(*run_stages(stages, progress, news)))
-    words = known if dtype != "auto" else f"{known} assumed"
+    words = assumed if dtype != "auto" else f"{assumed} assumed"
     what = f"what {served.engine or 'the server'} does"
     where = f"{words} on {served.url}"
     return Report(model=served.model, drafter=what, dtype=words, device=served.url, runs_as=where, checks=checks)
@@ -114,7 +114,7 @@ def greedy_checks(exam: ServerExam) -> Iterator[Check]:
         ("prefix cache, cold and warm", cached, 1),
     ]
     if not exam.served.exact:
-        yield from _repeats(exam, [one for one in sets if one[1] is not mixed])
+        yield from _repeats(exam, [each for each in sets if each[1] is not mixed])
         return
     answers = list[tuple[ServedRequest, ServedAnswer]]()
     for name, asked, at_a_time in sets:
@@ -127,7 +127,7 @@ def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
     """Return requests for new prompts: cold, warm, after another prompt with the same prefix, and warm again."""
     tokens = min(exam.plan.max_tokens, 32)
     unseen = exam.served.encode(f"{secrets.token_hex(4)}\n")
-    found = []
+    requests = []
     for prompt, other in zip(exam.prompts, [*exam.prompts[1:], exam.prompts[0]], strict=True):
         if isinstance(unseen, str) or isinstance(prompt, str) or isinstance(other, str):
             joined: Prompt = f"{unseen}{prompt}"
@@ -136,8 +136,8 @@ def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
             joined = (*unseen, *prompt)
             sibling = (*unseen, *prompt[: len(prompt) // 2], *other[: len(other) // 4])
         cold = ServedRequest(prompt=joined, max_tokens=tokens)
-        found += [cold, replace(cold, before=joined), replace(cold, prompt=sibling, before=joined)]
-    return found[: 3 * max(1, len(found) // 6)]  # Half of the prompts say enough
+        requests += [cold, replace(cold, before=joined), replace(cold, prompt=sibling, before=joined)]
+    return requests[: 3 * max(1, len(requests) // 6)]  # Half of the prompts say enough
 
 
 def _greedy_check(
@@ -157,26 +157,28 @@ def _greedy_check(
     bug: tuple[ServedRequest, Difference] | None = None
     for request, parted in zip(requests, _parted(exam, requests, found), strict=True):
         differences += parted
-        wrong = next((one for one in parted if not one.tie), None)
+        wrong = next((difference for difference in parted if not difference.tie), None)
         if wrong is not None and bug is None:
             bug = request, wrong
-    bugs = sum(not one.tie for one in differences)
+    bugs = sum(not difference.tie for difference in differences)
     tokens = sum(len(answer.tokens) for answer in found)
     summary = f"{tokens - len(differences)} of {tokens} tokens of {len(found)} answers are the server's own next tokens"
     if differences:
-        worst = max(differences, key=lambda one: one.gap)
+        worst = max(differences, key=lambda difference: difference.gap)
         summary += f"; {len(differences) - bugs} numeric ties and {bugs} others, the worst by {worst.gap:.3g} nats"
         summary += f" (a tie is less than {exam.epsilon:g})"
     if name.startswith("prefix cache"):
         cached = exam.served.cached_tokens
-        said = "the server does not say what came from its cache"
-        summary += f"; {said if cached is None else f'{cached - cached_before} tokens came from its cache'}"
+        unstated = "the server does not say what came from its cache"
+        summary += f"; {unstated if cached is None else f'{cached - cached_before} tokens came from its cache'}"
     figures: dict[str, Any] = {"answers": len(found), "tokens": tokens, "ties": len(differences) - bugs, "bugs": bugs}
-    figures["differences"] = [asdict(one) | {"tie": one.tie} for one in differences if not one.tie or bugs == 0]
+    figures["differences"] = [
+        asdict(difference) | {"tie": difference.tie} for difference in differences if not difference.tie or bugs == 0
+    ]
     if bug is None:
         return Check(name=name, passed=tokens > 0, summary=summary, figures=figures)
     request, wrong = bug
-    neighbour = next((one for one in asked if one.temperature > 0), None)
+    neighbour = next((each for each in asked if each.temperature > 0), None)
     if neighbour is not None:
         shown = (*exam.served.commands(request), *exam.served.commands(neighbour))
         summary += f"; token {wrong.position} of an answer is wrong while others are sampled: send both at a time"
@@ -196,21 +198,21 @@ def _parted(
         for position in range(len(answer.tokens))
     )
     for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
-        found = []
+        differences = []
         for position, token in enumerate(answer.tokens):
             stated = exam.stated(request.prompt, answer.tokens[:position])
             best = max(stated, key=stated.__getitem__, default=token)
             if token != best:
                 gap = stated[best] - stated.get(token, -math.inf)
-                found.append(exam.difference((index % len(exam.prompts), position), (best, token), gap))
-        yield found
+                differences.append(exam.difference((index % len(exam.prompts), position), (best, token), gap))
+        yield differences
 
 
 def _greedy_fault(exam: ServerExam) -> Shows:
     def shows(request: ServedRequest) -> str | None:
         [answers] = exam.served.ask([request])
         for parted in _parted(exam, [request] * len(answers), answers):
-            wrong = next((one for one in parted if not one.tie), None)
+            wrong = next((difference for difference in parted if not difference.tie), None)
             if wrong is not None:
                 return (
                     f"token {wrong.position} of its answer is {wrong.speculative}; asked for that token alone the "
@@ -239,10 +241,10 @@ def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest]
 def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> Check:
     """Compare the log-probabilities in a completion with those of the same tokens requested one by one."""
     tolerance = LOGPROB_TOLERANCE.get(exam.dtype, 5e-4)
-    apart = [one for request, answer in answered for one in _stated_pairs(exam, request, answer)]
-    wrong = [one for one in apart if one[1] > tolerance]
+    apart = [pair for request, answer in answered for pair in _stated_pairs(exam, request, answer)]
+    wrong = [pair for pair in apart if pair[1] > tolerance]
     worst = max((gap for _, gap, _ in apart), default=0.0)
-    without = sum(own is None for _, answer in answered for own in answer.logprobs)
+    without = sum(logprob is None for _, answer in answered for logprob in answer.logprobs)
     summary = f"at most {worst:.2g} nats from those of a token alone over {len(apart)} tokens (tolerance {tolerance:g})"
     summary += f"; {len(wrong)} are further" if wrong else ""
     summary += f"; {without} tokens are given none" if without else ""
@@ -252,8 +254,8 @@ def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, Ser
 
     def shows(request: ServedRequest) -> str | None:
         [[answer]] = exam.served.ask([request])
-        found = [words for _, gap, words in _stated_pairs(exam, request, answer) if gap > tolerance]
-        return found[0] if found else None
+        faults = [words for _, gap, words in _stated_pairs(exam, request, answer) if gap > tolerance]
+        return faults[0] if faults else None
 
     return with_smallest(exam, check, [wrong[0][0]], shows) if wrong else check
 
@@ -262,11 +264,11 @@ def _stated_pairs(
     exam: ServerExam, request: ServedRequest, answer: ServedAnswer
 ) -> Iterator[tuple[ServedRequest, float, str]]:
     """Yield, for each token, the request that ends with it, the distance from the reference, and a description."""
-    for position, (token, own) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+    for position, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
-        if own is not None and expected is not None:
-            words = f"token {position} of its answer is stated with {own:.4g} and alone with {expected:.4g}"
-            yield replace(request, max_tokens=position + 1), abs(own - expected), words
+        if logprob is not None and expected is not None:
+            words = f"token {position} of its answer is stated with {logprob:.4g} and alone with {expected:.4g}"
+            yield replace(request, max_tokens=position + 1), abs(logprob - expected), words
 
 
 # --- structured outputs ---
@@ -298,9 +300,9 @@ def structured_check(exam: ServerExam) -> Check:
     for size in range(1, len(FORMATS)):  # A smaller schema may show the fault, too
         some = dict(itertools.islice(FORMATS.items(), size))
         smaller = _structured_body(exam, some, temperature=body["temperature"], seed=body["seed"])
-        found = _misfit(exam.served.post(CHAT, [smaller])[0], some)
-        if found:
-            body, fault = smaller, found
+        smaller_fault = _misfit(exam.served.post(CHAT, [smaller])[0], some)
+        if smaller_fault:
+            body, fault = smaller, smaller_fault
             break
     shown = (exam.served.command(CHAT, body),)
     return Check(name=name, passed=False, summary=f"{summary}; {fault}", figures=figures, shown_by=shown)
@@ -399,7 +401,7 @@ def _two_commands(
     """Return the commands of the request whose completions differ earliest."""
     if not bugs:
         return ()
-    soonest = min(bugs, key=lambda one: one.position)
+    soonest = min(bugs, key=lambda difference: difference.position)
     request = replace(requests[soonest.prompt], max_tokens=soonest.position + 1)
     return (*exam.served.commands(request), *other.commands(request))
 

@@ -52,8 +52,8 @@ class ServedTest(SampledTest):
             replace(request, seed=exam.plan.seed + first + index * n if self.seeded else None)
             for index, request in enumerate(itertools.islice(itertools.cycle(self.requests), number))
         ]
-        found = exam.served.ask(asked, self.at_a_time)
-        pairs = [(request, answer) for request, own in zip(asked, found, strict=True) for answer in own]
+        choices = exam.served.ask(asked, self.at_a_time)
+        pairs = [(request, answer) for request, answers in zip(asked, choices, strict=True) for answer in answers]
         if self.each == "answers":
             return [answer.tokens for _, answer in pairs]
         return _places(exam, pairs, random.Random(exam.plan.seed + first))
@@ -74,16 +74,16 @@ def _places(
         for request, answer in answered
         for position in range(len(answer.tokens))
     )
-    edges, found = _edges(exam.plan), list[Outcome]()
+    edges, outcomes = _edges(exam.plan), list[Outcome]()
     for request, answer in answered:
         for position, token in enumerate(answer.tokens):
             stated = exam.stated(request.prompt, answer.tokens[:position])
-            own = stated.get(token, -math.inf)
-            likelier = sum(math.exp(value) for value in stated.values() if value > own)
-            equal = sum(math.exp(value) for value in stated.values() if value == own) or 1 - likelier
-            place = likelier + chance.random() * equal
-            found.append((min(bisect(edges, place), len(edges)),))
-    return found
+            logprob = stated.get(token, -math.inf)
+            likelier = sum(math.exp(value) for value in stated.values() if value > logprob)
+            equal = sum(math.exp(value) for value in stated.values() if value == logprob) or 1 - likelier
+            quantile = likelier + chance.random() * equal
+            outcomes.append((min(bisect(edges, quantile), len(edges)),))
+    return outcomes
 
 
 def sampled_checks(exam: ServerExam) -> Iterator[Check]:
@@ -161,8 +161,8 @@ def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
         cells = _cells(exam, request.prompt, request.max_tokens)
         if len(cells) < 2:
             return None
-        own = replace(test, requests=[request], cells=cells)
-        drawn = count(cells, own.drawn(exam, 3 * test.samples))
+        narrowed = replace(test, requests=[request], cells=cells)
+        drawn = count(cells, narrowed.drawn(exam, 3 * test.samples))
         _, _, chance = fit(cells, drawn)
         return (
             None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
@@ -233,9 +233,9 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
         ]
         # With different seeds: equal seeds may give equal text, which would not be an independent sample
         others = [replace(request, seed=(request.seed or 0) + 10 * number) for request in asked]
-        one = [_drafted(answer) for [answer] in exam.served.ask(asked, TOGETHER)]
-        two = [_drafted(answer) for [answer] in other.ask(others, TOGETHER)]
-        statistic, freedom, cells = two_samples(one, two, plan)
+        here = [_drafted(answer) for [answer] in exam.served.ask(asked, TOGETHER)]
+        there = [_drafted(answer) for [answer] in other.ask(others, TOGETHER)]
+        statistic, freedom, cells = two_samples(here, there, plan)
         return statistic, freedom, survival(statistic, freedom)
 
     fits, words, figures = judged(draw, level, " of two samples")

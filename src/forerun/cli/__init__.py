@@ -33,15 +33,15 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     from cyclopts.config import Dict
 
     path = named.tokens[0].value
-    given = {str(key).lstrip("-").replace("_", "-"): value for key, value in _read(path).items() if value is not None}
-    if "config" in given:
+    keys = {str(key).lstrip("-").replace("_", "-"): value for key, value in _read(path).items() if value is not None}
+    if "config" in keys:
         raise ArgumentError(f"{path} names another file under 'config'; one file is read")
     flags = [name for argument in arguments for name in argument.names]
-    for key in given:
+    for key in keys:
         if f"--{key}" not in flags and f"-{key}" not in flags and not key.startswith("no-"):
             raise ArgumentError(f"{path} names an option {key!r}, which there is not.{nearest(f'--{key}', flags)}")
     # A mapping becomes JSON, which such flags take (--speculative-config).
-    options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in given.items()}
+    options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in keys.items()}
     Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
 
 
@@ -52,15 +52,15 @@ def _read(path: str) -> dict[str, Any]:
 
     try:
         text = Path(path).read_text(encoding="utf-8")
-        found = tomllib.loads(text) if path.endswith(".toml") else yaml.safe_load(text)
+        options = tomllib.loads(text) if path.endswith(".toml") else yaml.safe_load(text)
     except yaml.MarkedYAMLError as error:
         where = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise ArgumentError(f"cannot read the options in {path}: {where}{error.problem}") from error
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ArgumentError(f"cannot read the options in {path}: {error}") from error
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{path} must hold options, 'name: value' a line, got {type(found).__name__}")
-    return found
+    if not isinstance(options, dict):
+        raise ArgumentError(f"{path} must hold options, 'name: value' a line, got {type(options).__name__}")
+    return options
 
 
 VERBS = {
@@ -164,8 +164,8 @@ def _describe(error: CycloptsError) -> str:
     option = error.argument if type(error).__name__ == "MissingArgumentError" else None
     if option is not None:
         example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""
-        if given := [name for name in option.names if name in (error.root_input_tokens or ())]:
-            return f"{given[0]} needs a value{example}"
+        if names := [name for name in option.names if name in (error.root_input_tokens or ())]:
+            return f"{names[0]} needs a value{example}"
         return f"{' '.join(error.command_chain or ())} needs {option.name}, which is missing{example}"
     if not error.unused_tokens or type(error).__name__ != "UnusedCliTokensError":
         return str(error)

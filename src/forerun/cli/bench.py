@@ -258,16 +258,16 @@ def _find_repeated(drawn: DrawnTasks, most: int) -> tuple[int, str | None]:
 
 def _read(path: Path) -> dict[str, Any]:
     """Read a result that an earlier run wrote; DataError if it is none."""
-    found = read_object(path, "expected a result of forerun bench")
-    loads, wrong = found.get("loads"), f"{path} is no result of forerun bench"
+    record = read_object(path, "expected a result of forerun bench")
+    loads, wrong = record.get("loads"), f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
         raise DataError(f"{wrong}: it has no 'loads', or one of them has no 'load'")
     for figure in (load.get(one.key) for load in loads for one in FIGURES):
         if not isinstance(figure, int | float | None):
             raise DataError(f"{wrong}: {figure!r} stands where a figure should")
-    if not isinstance(found.get("about", {}), dict):
+    if not isinstance(record.get("about", {}), dict):
         raise DataError(f"{wrong}: 'about' is no object")
-    return found
+    return record
 
 
 def _check_files(**files: Path | None) -> None:
@@ -309,10 +309,10 @@ def _begin_record(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
     holds another one.
     """
     if out is not None and out.exists():
-        found = _read(out)
-        if found.get("about") != about:
+        older = _read(out)
+        if older.get("about") != about:
             raise ArgumentError(f"{out} holds another measurement, which would be lost; name another file with --out")
-        return found
+        return older
     return {"about": about, "date": datetime.now(UTC).isoformat(timespec="seconds"), "loads": []}
 
 
@@ -360,8 +360,8 @@ def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]
         table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
         for name, row in rows:
             table.add_row(name, *(format_figure(row.get(one.key)) for one in columns))
-        wanted = out.measure(table, options=out.options.update(max_width=1000)).maximum
-        if not spare or wanted <= out.width:
+        width = out.measure(table, options=out.options.update(max_width=1000)).maximum
+        if not spare or width <= out.width:
             break
         left_out = spare.pop(0)
         columns = [one for one in columns if one.key != left_out]

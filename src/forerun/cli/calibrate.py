@@ -59,12 +59,12 @@ def calibrate(
     if not rows or min(rows) < 1 or not seconds > 0:
         raise ArgumentError("--rows must be at least 1 and --seconds above 0")
     check_plot(plot)
-    given = speculation.config()
+    requested = speculation.config()
     from forerun.control.config import SpeculativeConfig
     from forerun.control.measuring import file_of, load_or_measure
     from forerun.devices import device_name
 
-    config = SpeculativeConfig.parse(given)
+    config = SpeculativeConfig.parse(requested)
     llm = session.load(model, loading, None, max_num_seqs=max(rows))
     sizes: dict[str, Any] = {"rows": rows} | ({"nodes": nodes} if nodes else {})
     sizes |= {"contexts": contexts} if contexts else {}

@@ -110,9 +110,9 @@ def certify(
     if quick:
         prompts, max_tokens, detect = min(prompts, 2), min(max_tokens, 32), max(detect, 0.6)
     texts = _texts(prompt_file)
-    wanted = temperature or _TEMPERATURES
+    temperatures = temperature or _TEMPERATURES
     ways = 1 if quick else None
-    plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=wanted, ways=ways)
+    plan = CertifyPlan(prompts=prompts, max_tokens=max_tokens, detect=detect, temperatures=temperatures, ways=ways)
     if servers.server is None:
         assert model is not None
         session.check(model, loading, config, max_num_seqs=_ROWS)  # Before anything large is imported

@@ -90,9 +90,11 @@ def prepare(
         "chat_template_kwargs": _variables(chat_template_kwargs),
     }
     tokenizer = session.load_tokenizer(target)
-    known = TokenizerIdentity.of(tokenizer).vocab_size
-    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= known:
-        raise ArgumentError(f"--draft-vocab-size must be 1 to {known}, the target's vocabulary, got {draft_vocab_size}")
+    vocabulary = TokenizerIdentity.of(tokenizer).vocab_size
+    if draft_vocab_size is not None and not 1 <= draft_vocab_size <= vocabulary:
+        raise ArgumentError(
+            f"--draft-vocab-size must be 1 to {vocabulary}, the target's vocabulary, got {draft_vocab_size}"
+        )
     with console.progress_bar("preparing") as update:
         how |= {"skip_bad": skip_bad, "on_record": lambda count: update(completed=count)}
         done = convert(files, tokenizer, output, name=target, **how)
@@ -100,8 +102,8 @@ def prepare(
     if draft_vocab_size is not None:
         from forerun.training.data.store import draft_coverage
 
-        [found] = draft_coverage(done.data, known, [draft_vocab_size])
-        summary["draft_vocabulary"] = asdict(found)
+        [coverage] = draft_coverage(done.data, vocabulary, [draft_vocab_size])
+        summary["draft_vocabulary"] = asdict(coverage)
     for complaint in done.complaints:
         console.warn(f"skipped: {complaint}")
     for sentence in about_answers(done.data):
@@ -127,13 +129,13 @@ def _show_prepared(summary: dict[str, Any]) -> None:
         "empty": "completions are empty: they are not learned",
         "unwritten": "prompts, to be completed while a head trains (objective.writer=target)",
     }
-    told = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
-    if told:
-        out.print("; ".join(told))
+    shown = [f"{summary[key]:,} {words}" for key, words in notes.items() if summary[key]]
+    if shown:
+        out.print("; ".join(shown))
     if "draft_vocabulary" in summary:
-        found = summary["draft_vocabulary"]
-        seen, unseen = found["coverage"], found["held_out_coverage"]
-        out.print(f"a draft vocabulary of {found['size']:,} covers {seen:.2%} of the tokens that count")
+        vocabulary = summary["draft_vocabulary"]
+        seen, unseen = vocabulary["coverage"], vocabulary["held_out_coverage"]
+        out.print(f"a draft vocabulary of {vocabulary['size']:,} covers {seen:.2%} of the tokens that count")
         if unseen is None:
             out.print("with a single document nobody can say what it covers of other text")
         else:
@@ -305,8 +307,8 @@ def regenerate(
 
         def tell(progress: AnswerRun) -> None:
             pace = progress.tokens / max(time.monotonic() - began, 1e-9)
-            told = f"regenerating at {pace:,.0f} tokens/s" if progress.tokens else "regenerating"
-            update(completed=progress.done, total=progress.total, description=told)
+            words = f"regenerating at {pace:,.0f} tokens/s" if progress.tokens else "regenerating"
+            update(completed=progress.done, total=progress.total, description=words)
 
         todo = AnswerRun(file, options.output, director, limit=options.limit, skip_bad=options.skip_bad, tell=tell)
         tell(todo)
@@ -326,14 +328,14 @@ def regenerate(
     return 1 if todo.failed else 0
 
 
-def _report(found: AnswerRun, *, as_json: bool) -> None:
-    for complaint in found.complaints:
+def _report(run: AnswerRun, *, as_json: bool) -> None:
+    for complaint in run.complaints:
         console.warn(f"left out: {complaint}")
     if as_json:
-        console.write_json(found.summary())
+        console.write_json(run.summary())
         return
-    earlier = f", {found.resumed:,} were there already" if found.resumed else ""
-    written = f"{found.written:,} records written with {found.answers:,} completions"
-    console.out().print(f"{found.output}: {written}{earlier}")
-    if found.failed or found.skipped:
-        console.out().print(f"{found.failed:,} records failed, {found.skipped:,} bad entries skipped")
+    earlier = f", {run.resumed:,} were there already" if run.resumed else ""
+    written = f"{run.written:,} records written with {run.answers:,} completions"
+    console.out().print(f"{run.output}: {written}{earlier}")
+    if run.failed or run.skipped:
+        console.out().print(f"{run.failed:,} records failed, {run.skipped:,} bad entries skipped")

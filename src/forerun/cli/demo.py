@@ -115,7 +115,7 @@ def demo(
         (heads is not None, "--heads goes with --all; for one head give --drafter and --drafter-model"),
         (repeats < 1, f"--repeats must be at least 1, got {repeats}"),
     )
-    real = [one for one in QUESTIONS if prompt_name in (None, one.name)]
+    real = [each for each in QUESTIONS if prompt_name in (None, each.name)]
     if model is None:
         model = SHIPPED if offline or scale is not None or not real else _real_or_shipped()
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
@@ -198,7 +198,7 @@ def _real(
     llm = session.load(model, loading, config, max_num_seqs=1)
     temperatures = QUESTION_TEMPERATURES if params.temperature is None else (params.temperature,)
     length = params.max_tokens or QUESTION_TOKENS
-    settings = [replace(params, temperature=one, max_tokens=length) for one in temperatures]
+    settings = [replace(params, temperature=temperature, max_tokens=length) for temperature in temperatures]
     answers = list(side_by_side.ask_all(llm, questions, settings, show=not json))
     drafter, where = config.get("method", "draft_model"), f"{llm.target.runs_as}"
     if json:
@@ -209,14 +209,14 @@ def _real(
             "dtype": llm.target.dtype_name,
             "device": str(llm.target.device),
         }
-        total = {"identical": all(one.parted is None for one in answers), **side_by_side.figures(answers)}
-        console.write_json({**about, **total, "answers": [one.record() for one in answers]})
+        total = {"identical": all(answer.parted is None for answer in answers), **side_by_side.figures(answers)}
+        console.write_json({**about, **total, "answers": [answer.record() for answer in answers]})
     else:
         note = f"{model}, drafter {drafter}, {where}; from the question to the last token, one request at a time"
         note += "" if llm.has_chat_template else "; it has no chat template and went on with the questions as text"
         out.print(session.legend(out))
         out.print(side_by_side.summary(answers, note), soft_wrap=False)
-    return 1 if any(one.wrong for one in answers) else 0
+    return 1 if any(answer.wrong for answer in answers) else 0
 
 
 def _all(
@@ -253,11 +253,11 @@ def question(name: str) -> Edit | Prompt:
     """Return the shipped edit of this name, or the beginning of a shipped held-out file, cut at a
     line.
     """
-    known: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
+    questions: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
     for file in demo_texts.prompts():
-        known[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
-    refuse_unknown("no shipped prompt", name, [*(asked.name for asked in QUESTIONS), *known])
-    return known[name]
+        questions[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
+    refuse_unknown("no shipped prompt", name, [*(asked.name for asked in QUESTIONS), *questions])
+    return questions[name]
 
 
 def enlarge(model: str, config: dict[str, Any], billions: float) -> tuple[str, dict[str, Any], str]:
@@ -374,9 +374,9 @@ def _tokens(output: RequestOutput) -> list[int]:
     return output.outputs[0].token_ids
 
 
-def _report(llm: LLM, setting: _Setting, found: Race) -> None:
-    out, speeds = console.out(), found.speeds
-    per_pass = {arm: runs[0].outputs[0].speculation.tokens_per_pass for arm, runs in found.runs.items()}
+def _report(llm: LLM, setting: _Setting, result: Race) -> None:
+    out, speeds = console.out(), result.speeds
+    per_pass = {arm: runs[0].outputs[0].speculation.tokens_per_pass for arm, runs in result.runs.items()}
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("tokens per pass", **right))
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=True)
@@ -386,19 +386,19 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
     out.print()
     out.print(table)
     out.print()
-    style = "bold green" if found.speedup > 1 else "bold yellow"
-    faster = Text("speed-up: ", "bold").append(f"{found.speedup:.2f} x", style)
-    out.print(faster.append("   identical: ").append_text(_verdict(setting, found)))
-    tokens = _tokens(found.runs["plain"][0])
+    style = "bold green" if result.speedup > 1 else "bold yellow"
+    faster = Text("speed-up: ", "bold").append(f"{result.speedup:.2f} x", style)
+    out.print(faster.append("   identical: ").append_text(_verdict(setting, result)))
+    tokens = _tokens(result.runs["plain"][0])
     out.print(
         Text(
             f"{len(tokens)} tokens, temperature {setting.params.temperature:g}; decoding alone, median of "
-            f"{len(found.runs['plain']) - 1} interleaved runs; {llm.target.runs_as}",
+            f"{len(result.runs['plain']) - 1} interleaved runs; {llm.target.runs_as}",
             "dim",
         )
     )
     if isinstance(setting.question, Edit):
-        if _answers(setting.question, found):
+        if _answers(setting.question, result):
             out.print(Text("right: ", "bold green").append("exactly what a script made of the function", "default"))
         else:
             out.print(Text("wrong: ", "bold yellow").append("a script made this of the function:", "default"))
@@ -407,14 +407,14 @@ def _report(llm: LLM, setting: _Setting, found: Race) -> None:
         out.print(Text(f"{share:.0%} of the completion repeats itself, which flatters any drafter", "yellow"))
 
 
-def _answers(task: Edit, found: Race) -> bool:
+def _answers(task: Edit, result: Race) -> bool:
     """Return whether the plain completion is right."""
-    return _text(found).strip() == task.answer.strip()
+    return _text(result).strip() == task.answer.strip()
 
 
-def _text(found: Race) -> str:
+def _text(result: Race) -> str:
     """Return the plain completion."""
-    return found.runs["plain"][0].outputs[0].text
+    return result.runs["plain"][0].outputs[0].text
 
 
 def _print_changes(before: str, after: str) -> None:
@@ -457,9 +457,9 @@ def _mark_words(sign: str, lines: list[str], others: list[str], style: str) -> T
     return text.append("\n") if lines else text
 
 
-def _verdict(setting: _Setting, found: Race) -> Text:
-    parted = found.parted
-    if found.identical:
+def _verdict(setting: _Setting, result: Race) -> Text:
+    parted = result.parted
+    if result.identical:
         return Text("yes", "bold green").append(", token for token", "default")
     if setting.params.temperature:
         return Text("no", "bold yellow").append(
@@ -474,28 +474,28 @@ def _verdict(setting: _Setting, found: Race) -> Text:
     )
 
 
-def record(llm: LLM, setting: _Setting, found: Race) -> dict[str, Any]:
+def record(llm: LLM, setting: _Setting, result: Race) -> dict[str, Any]:
     """Return the record that ``demo --json`` prints."""
-    tokens, answer = _tokens(found.runs["plain"][0]), found.runs["speculative"][0].outputs[0]
+    tokens, answer = _tokens(result.runs["plain"][0]), result.runs["speculative"][0].outputs[0]
     return {
-        "identical": found.identical,
-        "first_difference": None if found.parted is None else found.parted.position,
-        "numeric_tie": None if found.parted is None else found.parted.tie,
-        "speedup": round(found.speedup, 4),
+        "identical": result.identical,
+        "first_difference": None if result.parted is None else result.parted.position,
+        "numeric_tie": None if result.parted is None else result.parted.tie,
+        "speedup": round(result.speedup, 4),
         "tokens_per_pass": round(answer.speculation.tokens_per_pass, 4),
         "mean_acceptance_length": round(answer.speculation.mean_acceptance_length, 4),
-        **{f"{arm}_tokens_per_second": round(speed, 3) for arm, speed in found.speeds.items()},
+        **{f"{arm}_tokens_per_second": round(speed, 3) for arm, speed in result.speeds.items()},
         "drafter": setting.config.get("method", "draft_model"),
         "speculative_config": setting.config,
         "model": setting.model,
         "scale_note": setting.note,
         "prompt": setting.question.name,
-        "right": _answers(setting.question, found) if isinstance(setting.question, Edit) else None,
+        "right": _answers(setting.question, result) if isinstance(setting.question, Edit) else None,
         "tokens": len(tokens),
         "temperature": setting.params.temperature,
         "seed": setting.params.seed,
         "repetition": round(_repetition(tokens), 4),
-        "runs": len(found.runs["plain"]) - 1,
+        "runs": len(result.runs["plain"]) - 1,
         "dtype": llm.target.dtype_name,
         "device": str(llm.target.device),
         "text": answer.text,

@@ -98,24 +98,24 @@ def deploy(
     where: dict[str, Any] = {"tp": tp, "pp": pp, "nodes": nodes, "head_address": head_address, "port": port, "out": out}
     forecast = _forecast(forecasting, speculation, tp, notes)
     with console.telling("reading"):
-        given = speculation.config() or {}
-        config = SpeculativeConfig.parse(given or None)
-        where |= {"adaptive": given.get("adaptive") is True, "force": force}
+        requested = speculation.config() or {}
+        config = SpeculativeConfig.parse(requested or None)
+        where |= {"adaptive": requested.get("adaptive") is True, "force": force}
         request = DeployRequest(model=find_model(model), config=config, version=version, forecast=forecast, **where)
         writer = chosen(request)
-        made = dataclasses.replace(writer.deployment(), notes=(*notes, *writer.notes))
+        deployment = dataclasses.replace(writer.deployment(), notes=(*notes, *writer.notes))
     if out is not None:
-        _write(made, out)
+        _write(deployment, out)
     if json:
         record = {
-            **dataclasses.asdict(made),
-            "commands": [{**dataclasses.asdict(one), "line": one.line} for one in made.commands],
-            "schedule": [list(one) for one in made.schedule],
+            **dataclasses.asdict(deployment),
+            "commands": [{**dataclasses.asdict(command), "line": command.line} for command in deployment.commands],
+            "schedule": [list(stretch) for stretch in deployment.schedule],
         }
         console.write_json({"engine": engine, "version": version, **record})
     else:
-        _show(made, written=out is not None)
-    return _start(made, chosen.title, out) if run else 0
+        _show(deployment, written=out is not None)
+    return _start(deployment, chosen.title, out) if run else 0
 
 
 def _forecast(
@@ -126,7 +126,7 @@ def _forecast(
     """
     from forerun.deploy.launch import Forecast
 
-    given = dataclasses.asdict(request.load)
+    described = dataclasses.asdict(request.load)
     if not request.load.given and request.load.text is None:
         if request != FORECASTING:
             raise ArgumentError(
@@ -138,7 +138,7 @@ def _forecast(
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
     planned = PlanOptions(
-        tp=tp, loading=TargetOptions(device=request.device, dtype=request.dtype), speculation=limit, **given
+        tp=tp, loading=TargetOptions(device=request.device, dtype=request.dtype), speculation=limit, **described
     )
     planned.check(None)
     shown = on_paper(planned)
@@ -146,69 +146,69 @@ def _forecast(
     return Forecast(load=shown.load, max_batch=request.max_batch, ranks=planned.ranks)
 
 
-def _lines(made: Deployment) -> list[str]:
-    return [line for command in made.commands for line in (*_heading(made, command), command.line)]
+def _lines(deployment: Deployment) -> list[str]:
+    return [line for command in deployment.commands for line in (*_heading(deployment, command), command.line)]
 
 
-def _heading(made: Deployment, command: Command) -> list[str]:
+def _heading(deployment: Deployment, command: Command) -> list[str]:
     """Return a comment that says where a command is typed, if there are several commands."""
-    return [f"# {command.where}"] if len(made.commands) > 1 and command.where else []
+    return [f"# {command.where}"] if len(deployment.commands) > 1 and command.where else []
 
 
-def _scripts(made: Deployment) -> dict[str, str]:
+def _scripts(deployment: Deployment) -> dict[str, str]:
     """Return a script for each machine or occasion.
 
     None waits for what never ends: of several servers all but the last run in the background, and
     end with it. What the user has to fill in is a comment.
     """
-    found = dict[str, list[str]]()
-    last = [command for command in made.commands if command.role == "serve"][-1:]
-    for command in made.commands:
-        lines = found.setdefault(command.script, [])
-        lines += _heading(made, command)
+    scripts = dict[str, list[str]]()
+    last = [command for command in deployment.commands if command.role == "serve"][-1:]
+    for command in deployment.commands:
+        lines = scripts.setdefault(command.script, [])
+        lines += _heading(deployment, command)
         if command.role == "by hand":
             lines.append(f"# {command.line}")
         elif command.role == "serve" and command not in last:
             lines += [f"{command.line} &", 'trap "kill $!" EXIT', "trap exit INT TERM"]
         else:
             lines.append(command.line)
-    return {name: "\n".join(lines) + "\n" for name, lines in found.items()}
+    return {name: "\n".join(lines) + "\n" for name, lines in scripts.items()}
 
 
-def _write(made: Deployment, out: Path) -> None:
+def _write(deployment: Deployment, out: Path) -> None:
     """Write the files and scripts, in place of an older deployment's scripts."""
-    scripts = _scripts(made)
+    scripts = _scripts(deployment)
     for pattern in ("deploy.sh", "convert.sh", "kubernetes.sh", "machine-*.sh"):
         for old in out.glob(pattern):
             old.unlink()
-    for name, text in {**made.files, **scripts}.items():
+    for name, text in {**deployment.files, **scripts}.items():
         write_file(out / name, text)
 
 
-def _show(made: Deployment, *, written: bool) -> None:
+def _show(deployment: Deployment, *, written: bool) -> None:
     """Print commands, and files that were not written, on stdout; what the engine does otherwise on
     stderr.
     """
     out = console.out()
-    for line in _lines(made):
+    for line in _lines(deployment):
         out.print(Text(line))
-    for name, text in made.files.items() if not written else ():
+    for name, text in deployment.files.items() if not written else ():
         out.print(Text(f"\n# {name}\n{text.rstrip()}"))
-    for first, last, k in made.schedule:
+    for first, last, k in deployment.schedule:
         console.warn(f"batches {first} to {last}: {f'K = {k}' if k else 'nothing is drafted'}", "dim")
-    for note in made.notes:
+    for note in deployment.notes:
         console.warn(note)
 
 
-def _start(made: Deployment, title: str, out: Path | None) -> int:
+def _start(deployment: Deployment, title: str, out: Path | None) -> int:
     """Run the servers until the last one ends; ArgumentError if they cannot be started here."""
-    serving = [command for command in made.commands if command.role == "serve"]
-    before = [command.line for command in made.commands if command.role == "before"]
+    serving = [command for command in deployment.commands if command.role == "serve"]
+    before = [command.line for command in deployment.commands if command.role == "before"]
     refuse(
         (not serving, "--run starts one machine's server; start each command on its machine"),
         (before, f"first, once: {'; '.join(before)}; then deploy what that writes"),
     )
-    read = [name for name in made.files if any(name in command.words for command in serving)]
+    read = [name for name in deployment.files if any(name in command.words for command in serving)]
     if read and out is None:
         raise ArgumentError(f"{title} reads {', '.join(read)}: name a directory for it, --out DIR, beside --run")
     for command in serving:
@@ -227,14 +227,14 @@ def _check_installed(words: Sequence[str], title: str) -> None:
     program = shutil.which(words[0])
     module = words[2] if words[1:2] == ("-m",) else None
     package = None if module is None else module.partition(".")[0]
-    found = program is not None and (
+    installed = program is not None and (
         package is None
         or subprocess.run(
             [program, "-c", f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"], check=False
         ).returncode
         == 0
     )
-    if not found:
+    if not installed:
         what = words[0] if package is None else f"python with {package}"
         raise ArgumentError(
             f"{title} is not installed here: there is no {what} on PATH; install it, or leave --run out"

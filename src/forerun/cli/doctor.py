@@ -108,12 +108,12 @@ def doctor(
             "--target, --engine and --run belong to a head; name its directory first: forerun doctor HEAD"
         )
     with console.telling("looking around"):
-        found = examine()
+        environment = examine()
     if json:
-        console.write_json(found)
+        console.write_json(environment)
         return 0
     table = console.table()
-    for section, entries in found.items():
+    for section, entries in environment.items():
         table.add_section()
         for row, (name, value) in enumerate(entries.items()):
             shown = Text(" ".join(value) if isinstance(value, list) else str(value))
@@ -140,14 +140,14 @@ def _examine_head(
             refuse_unknown("unknown engine", name, ENGINES)
         facts, model, notes = _facts(target), PardModel.at(head), tuple[str, ...]()
         if model is not None:
-            found = list(model.findings(facts))
+            findings = list(model.findings(facts))
         else:
             stored = read_files(head)
             checkpoint = parse(stored, num_layers=facts.num_layers)
-            notes, found = checkpoint.notes, diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
+            notes, findings = checkpoint.notes, diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
     chosen = engines or ENGINES
-    verdicts = {name: worst(found, name) for name in chosen}
-    found = [finding for finding in found if finding.engine in chosen]
+    verdicts = {name: worst(findings, name) for name in chosen}
+    findings = [finding for finding in findings if finding.engine in chosen]
     trial = None
     if options is not None:
         from forerun.deploy.trials.trial import HeadDrafting
@@ -161,12 +161,12 @@ def _examine_head(
         report = {
             "head": head,
             "engines": verdicts,
-            "findings": [asdict(finding) for finding in found],
+            "findings": [asdict(finding) for finding in findings],
             "notes": list(notes),
         }
         console.write_json(report if trial is None else {**report, "run": trial.as_json()})
     else:
-        _show_verdicts(verdicts, found)
+        _show_verdicts(verdicts, findings)
         for note in notes:
             console.warn(note)
         if trial is not None:
@@ -201,11 +201,13 @@ def _try_head(name: str, drafting: HeadDrafting, options: TrialOptions) -> Engin
         from forerun.deploy.trials.try_llama_cpp import InLlamaCpp
 
         engine = InLlamaCpp(drafting, options.llama_cpp, options.python)
-    given = (
-        read_prompts(options.prompts) if options.prompts is not None else [one.text[:800] for one in demo.prompts()[:6]]
+    prompts = (
+        read_prompts(options.prompts)
+        if options.prompts is not None
+        else [prompt.text[:800] for prompt in demo.prompts()[:6]]
     )
     with console.telling(f"drafting here, then in {engine.title}"):
-        return run_trial(engine, prompts=given, tokens=options.max_tokens, dtype=options.dtype)
+        return run_trial(engine, prompts=prompts, tokens=options.max_tokens, dtype=options.dtype)
 
 
 def _show_trial(trial: EngineTrial) -> None:
@@ -217,10 +219,10 @@ def _show_trial(trial: EngineTrial) -> None:
         return
     table = console.table("drafted token", f"accepted in {trial.engine}", "here", "of drafts")
     worse = trial.worse
-    for one in trial.positions:
-        ours, theirs = one.rates
-        shown = Text(f"{theirs:.2f}", "yellow" if one in worse else "")
-        table.add_row(str(one.index + 1), shown, f"{ours:.2f}", str(one.drafted[1]))
+    for position in trial.positions:
+        ours, theirs = position.rates
+        shown = Text(f"{theirs:.2f}", "yellow" if position in worse else "")
+        table.add_row(str(position.index + 1), shown, f"{ours:.2f}", str(position.drafted[1]))
     table.add_section()
     table.add_row("mean acceptance length", f"{trial.lengths[1]:.2f}", f"{trial.lengths[0]:.2f}", "")
     console.out().print(table)
@@ -244,7 +246,7 @@ def _show_verdicts(verdicts: Mapping[str, Severity], findings: Sequence[Finding]
         engines.setdefault(replace(finding, engine=""), []).append(finding.engine)
     table = console.table("finding", "effect", "fix")
     table.columns[0].no_wrap = False
-    for finding in sorted(engines, key=lambda one: -list(COLOURS).index(one.severity)):
+    for finding in sorted(engines, key=lambda finding: -list(COLOURS).index(finding.severity)):
         table.add_section()
         what = Text(finding.what, COLOURS[finding.severity]).append(f" ({', '.join(engines[finding])})", "dim")
         table.add_row(what, finding.why, finding.remedy)
@@ -305,8 +307,8 @@ def _devices() -> dict[str, Any]:
     import torch
 
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        return {f"cuda:{i}": f"{card.name}, {card.total_memory / GIB:.0f} GiB" for i, card in enumerate(found)}
+        cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return {f"cuda:{i}": f"{card.name}, {card.total_memory / GIB:.0f} GiB" for i, card in enumerate(cards)}
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     kind = None if accelerator is None else accelerator.type
     return {"accelerator": kind, "used": kind or "cpu"}

@@ -20,9 +20,9 @@ drafters = App(name="drafters", help="List what there is to draft with, or check
 def list_drafters(*, json: Json = False) -> int:
     """List the drafters."""
     if json:
-        told = ("needs_training", "lossless", "summary")
+        fields = ("needs_training", "lossless", "summary")
         entries = methods().items()
-        console.write_json([{"name": name, **{key: getattr(entry, key) for key in told}} for name, entry in entries])
+        console.write_json([{"name": name, **{key: getattr(entry, key) for key in fields}} for name, entry in entries])
         return 0
     table = console.table("name", "needs training", "summary")
     for name, entry in methods().items():
@@ -53,23 +53,24 @@ def check(
 
     config = {"method": drafter, **dict(key_value(pair) for pair in drafter_option)}
     with console.telling("checking") as tell:
-        found = check_drafter(config, tell)
-    failed = sum(not one.passed for one in found)
+        checks = check_drafter(config, tell)
+    failed = sum(not each.passed for each in checks)
     if json:
         console.write_json(
             {
                 "drafter": drafter,
                 "passed": not failed,
                 "checks": [
-                    {"name": one.name, "passed": one.passed, "summary": one.summary, **one.figures} for one in found
+                    {"name": each.name, "passed": each.passed, "summary": each.summary, **each.figures}
+                    for each in checks
                 ],
             }
         )
     else:
-        show_checks(found)
+        show_checks(checks)
         if failed:
             console.out().print(
-                Text(f"{drafter} breaks its contract: {failed} of {len(found)} checks failed", "bold red")
+                Text(f"{drafter} breaks its contract: {failed} of {len(checks)} checks failed", "bold red")
             )
         else:
             console.out().print(Text(f"{drafter} keeps its contract", "bold green"))

@@ -119,9 +119,9 @@ class _FeatureRun:
         text = config.get_text_config(decoder=True)
         layers: int = text.num_hidden_layers
         kind = kind_named(options.kind)
-        wanted: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
+        named: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
         boundaries = distinct_boundaries(
-            _read_by(kind, text, str(resolve(options.target))) if given is None else wanted, layers
+            _read_by(kind, text, str(resolve(options.target))) if given is None else named, layers
         )
         # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
         longest = context_length(text) - (2 if options.source == "vllm" else 0)

@@ -62,12 +62,12 @@ def generate(
     config = config or ({"method": "prediction"} if expected else None)
     llm = session.load(model, loading, config, announce=not json, max_num_seqs=1)
     templated = llm.has_chat_template and not raw
-    given = llm.chat_prompt([{"role": "user", "content": text}]) if templated else {"prompt": text}
+    request = llm.chat_prompt([{"role": "user", "content": text}]) if templated else {"prompt": text}
     if json:
-        output = llm.generate([{**given, **expected}], params)[0]
+        output = llm.generate([{**request, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
-    log, chunks = console.log(), llm.stream({**given, **expected}, params)
+    log, chunks = console.log(), llm.stream({**request, **expected}, params)
     log.print(session.describe_asking(llm, params, templated=templated))
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
@@ -92,12 +92,14 @@ def _answer_many(
 
     prompts, params = read_prompts(prompt_file), sampling.params()
     llm = session.load(model, loading, speculation.config(), max_num_seqs=min(len(prompts), _TOGETHER))
-    given: list[Any] = []
-    for one in prompts:
-        if isinstance(one, Mapping) or (isinstance(one, str) and (raw or not llm.has_chat_template)):
-            given.append(one)
+    requests: list[Any] = []
+    for prompt in prompts:
+        if isinstance(prompt, Mapping) or (isinstance(prompt, str) and (raw or not llm.has_chat_template)):
+            requests.append(prompt)
         else:
-            given.append(llm.chat_prompt([{"role": "user", "content": one}] if isinstance(one, str) else one))
-    for output in llm.generate(given, params):
+            requests.append(
+                llm.chat_prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+            )
+    for output in llm.generate(requests, params):
         console.write_json(session.answer_record(output, with_tokens=with_tokens))
     return 0

@@ -125,14 +125,14 @@ def list_lines(heads: Path | None) -> list[BoardLine]:
 
     `forerun train` left the latter. Heads draft a chain and a tree.
     """
-    found = [BoardLine(name=name, config=config) for name, config in COPYING.items()]
+    lines = [BoardLine(name=name, config=config) for name, config in COPYING.items()]
     ours = [_draft("demo-draft", "demo-draft", "distill"), _head("demo-eagle3", "demo-eagle3")]
-    for one in ours if heads is None else [*ours, *find_trained(heads)]:
-        for shape, config in (("chain", one.chain(DEPTH)), ("tree", one.tree(NODES))):
+    for drafter in ours if heads is None else [*ours, *find_trained(heads)]:
+        for shape, config in (("chain", drafter.chain(DEPTH)), ("tree", drafter.tree(NODES))):
             if config is not None:
-                name, size = f"{one.name}, {shape}", one.parameters
-                found.append(BoardLine(name=name, config=config, parameters=size, trained_s=one.seconds))
-    return found
+                name, size = f"{drafter.name}, {shape}", drafter.parameters
+                lines.append(BoardLine(name=name, config=config, parameters=size, trained_s=drafter.seconds))
+    return lines
 
 
 def find_trained(folder: Path) -> list[TrainedDrafter]:
@@ -141,7 +141,7 @@ def find_trained(folder: Path) -> list[TrainedDrafter]:
 
     What was trained together with a target is left out. ArgumentError: there are none.
     """
-    found = []
+    drafters = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if (path / "model").is_dir():
             # Answers, lengths and the speed of plain decoding are that target's: in one table they compare nothing.
@@ -152,15 +152,15 @@ def find_trained(folder: Path) -> list[TrainedDrafter]:
             continue
         head, draft = path / "head", path / "draft"
         if (head / "config.json").is_file():
-            found.append(_head(path.name, str(head), trained_seconds(path)))
+            drafters.append(_head(path.name, str(head), trained_seconds(path)))
         elif (draft / "config.json").is_file():
             kind = json.loads((path / "run.json").read_text(encoding="utf-8"))["recipe"]["kind"]
-            found.append(_draft(path.name, str(draft), kind, trained_seconds(path)))
-    if not found:
+            drafters.append(_draft(path.name, str(draft), kind, trained_seconds(path)))
+    if not drafters:
         raise ArgumentError(
             f"{folder} holds no folder with a trained head or draft model, as `forerun train ... --output` leaves one"
         )
-    return found
+    return drafters
 
 
 def _draft(name: str, source: str, kind: str, seconds: float | None = None) -> TrainedDrafter:
@@ -246,7 +246,7 @@ def table(plain: BoardLine, board: list[BoardLine], width: int) -> Table:
         first = f"T = {temperature:g}"
         columns += [Column(f"{first}\n\nnodes", **right)] if roomy else []
         columns += [Column(f"{'' if roomy else first}\ntokens/\npass", **right), Column("\nspeed-\nup", **right)]
-    made = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if roomy else 1, 0, 0))
+    board_table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if roomy else 1, 0, 0))
     for entry in sorted(board, key=lambda one: -sum(one.speed(t) / plain.speed(t) for t in TEMPERATURES)):
         cells = [
             entry.name,
@@ -260,8 +260,8 @@ def table(plain: BoardLine, board: list[BoardLine], width: int) -> Table:
                 f"{entry.per_pass(temperature):.2f}",
                 f"{entry.speed(temperature) / plain.speed(temperature):.2f}",
             ]
-        made.add_row(*(Text(cell, "bold red" if "DIFFER" in cell or cell == "no" else "") for cell in cells))
-    return made
+        board_table.add_row(*(Text(cell, "bold red" if "DIFFER" in cell or cell == "no" else "") for cell in cells))
+    return board_table
 
 
 def records(plain: BoardLine, board: list[BoardLine]) -> list[dict[str, Any]]:

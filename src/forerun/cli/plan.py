@@ -366,17 +366,17 @@ def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Show
             raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
         ranking = [(one, make_plan(one.load(cost, rows=options.batch)).best) for one in able]
         ranking.sort(key=lambda pair: -pair[1].speedup)
-        found = ranking[0][0]
+        drafter = ranking[0][0]
     else:
         config = SpeculativeConfig.parse(options.speculation.config())
         assert config is not None
-        found = measured.measure_drafter(llm, config, answers, tell)
-        measured.save_draft_cost(llm, cost, config, found.draft)
+        drafter = measured.measure_drafter(llm, config, answers, tell)
+        measured.save_draft_cost(llm, cost, config, drafter.draft)
     notes = [f"passes were measured here, {llm.target.runs_as}"]
     notes += [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(options)
-    if found.trial.coverage < 1:
-        notes.append(f"something was drafted in {found.trial.coverage:.0%} of the steps")
-    return Shown(options, found.load(cost, rows=options.batch), notes, measured=found, ranking=ranking)
+    if drafter.trial.coverage < 1:
+        notes.append(f"something was drafted in {drafter.trial.coverage:.0%} of the steps")
+    return Shown(options, drafter.load(cost, rows=options.batch), notes, measured=drafter, ranking=ranking)
 
 
 def _batch_note(options: PlanOptions) -> list[str]:
@@ -437,7 +437,7 @@ class Shown:
         """Return the plan as a JSON object."""
         requested, best, depth = self.plan.requested, self.plan.best, len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
-        found = {
+        record = {
             "expected_tokens_per_pass": requested.tokens_per_pass,
             "k": requested.k,
             "speedup": requested.speedup,
@@ -458,15 +458,17 @@ class Shown:
             "tree": self.tree and asdict(self.tree),
             "roofline": self.roofline and roofline_record(self.roofline, self.load),
             "measured": self.measured and self.measured.record(),
-            "ranking": [{**one.record(), "best_k": line.k, "best_speedup": line.speedup} for one, line in self.ranking],
+            "ranking": [
+                {**drafter.record(), "best_k": line.k, "best_speedup": line.speedup} for drafter, line in self.ranking
+            ],
         }
         if not self.batches:
-            found |= {"break_even_batch": None, "by_batch": []}
+            record |= {"break_even_batch": None, "by_batch": []}
         if not self.costed:
-            found |= dict.fromkeys(("speedup", "best_k", "best_speedup", "best_tokens_per_pass"))
+            record |= dict.fromkeys(("speedup", "best_k", "best_speedup", "best_tokens_per_pass"))
             lengths = [{"k": line.k, "tokens_per_pass": line.tokens_per_pass} for line in self.plan.lines]
-            found["by_k"] = lengths
-        return found
+            record["by_k"] = lengths
+        return record
 
 
 def roofline_record(line: Roofline, load: PlanLoad) -> dict[str, Any]:
@@ -495,11 +497,12 @@ def show(shown: Shown) -> None:
         out.print(_ranking_table(shown))
     out.print(_length_table(shown))
     if shown.roofline is not None:
-        found = roofline_record(shown.roofline, shown.load)
+        figures = roofline_record(shown.roofline, shown.load)
         out.print(
-            f"plain pass {found['plain_pass_ms']:.2f} ms ({found['memory_ms']:.2f} reading, {found['compute_ms']:.2f} "
-            f"computing), {found['operations_per_byte']:.1f} operations a byte; balance at "
-            f"{shown.roofline.balance:.0f} tokens in a pass (peak figures); up to {found['free_nodes_per_row']} nodes "
+            f"plain pass {figures['plain_pass_ms']:.2f} ms ({figures['memory_ms']:.2f} reading, "
+            f"{figures['compute_ms']:.2f} computing), {figures['operations_per_byte']:.1f} operations a byte; balance "
+            f"at {shown.roofline.balance:.0f} tokens in a pass (peak figures); up to "
+            f"{figures['free_nodes_per_row']} nodes "
             f"per row cost at most {assumptions.FREE_PASS:.2f} plain passes",
             soft_wrap=not out.is_terminal,
         )
@@ -549,9 +552,9 @@ def _length_table(shown: Shown) -> Table:
 def _ranking_table(shown: Shown) -> Table:
     titles = ("draft model", "first token\naccepted", "tokens\nper pass", "c per\nlevel", "best\nK", "speed-up")
     table = console.table(*titles, title="candidates, the fastest first", numbers_from=1)
-    for one, line in shown.ranking:
-        first = one.trial.survival[0] if one.trial.survival else 0.0
-        cost = one.draft.level_ms / shown.load.cost.pass_ms(1, 1, one.trial.context)
-        measured = (f"{first:.0%}", f"{one.trial.tokens_per_pass:.2f}", f"{cost:.3f}")
-        table.add_row(one.model or one.method, *measured, str(line.k), f"{line.speedup:.2f}")
+    for drafter, line in shown.ranking:
+        first = drafter.trial.survival[0] if drafter.trial.survival else 0.0
+        cost = drafter.draft.level_ms / shown.load.cost.pass_ms(1, 1, drafter.trial.context)
+        measured = (f"{first:.0%}", f"{drafter.trial.tokens_per_pass:.2f}", f"{cost:.3f}")
+        table.add_row(drafter.model or drafter.method, *measured, str(line.k), f"{line.speedup:.2f}")
     return table

@@ -78,8 +78,8 @@ def statistics_line(output: RequestOutput) -> Text:
         parts.append(f"{stats.num_accepted_draft_tokens} of {stats.num_draft_tokens} drafted tokens accepted")
     parts.append(f"finish_reason {answer.finish_reason}")
     lossy = [rule for rule in stats.steps_per_rule if not rule_named(rule).lossless]
-    told = Text(" · ".join(parts), "dim")
-    return told.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else told
+    line = Text(" · ".join(parts), "dim")
+    return line.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else line
 
 
 def describe_asking(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
@@ -97,19 +97,19 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> str:
     """Describe the sampling of `params` on this model, and the part of it that comes from the
     checkpoint.
     """
-    defaults, given, own = llm.get_default_sampling_params(), list[str](), list[str]()
+    defaults, chosen, inherited = llm.get_default_sampling_params(), list[str](), list[str]()
     for name, neutral in NEUTRAL.items():
-        wanted, default = getattr(params, name), getattr(defaults, name)
-        if wanted is not None and (wanted != neutral or name == "temperature"):
-            given.append(f"{name} {wanted:g}")
-        elif wanted is None and default != neutral:
-            own.append(f"{name} {default:g}")
+        requested, default = getattr(params, name), getattr(defaults, name)
+        if requested is not None and (requested != neutral or name == "temperature"):
+            chosen.append(f"{name} {requested:g}")
+        elif requested is None and default != neutral:
+            inherited.append(f"{name} {default:g}")
     if (params.temperature if params.temperature is not None else defaults.temperature) == 0:
         return "greedy (temperature 0)"
     if params.temperature is None and defaults.temperature == NEUTRAL["temperature"]:
-        given.insert(0, "temperature 1, since the checkpoint has none (-t 0 is greedy)")
-    parts = [", ".join(given)] if given else []
-    parts += [f"{', '.join(own)} from its generation_config.json"] if own else []
+        chosen.insert(0, "temperature 1, since the checkpoint has none (-t 0 is greedy)")
+    parts = [", ".join(chosen)] if chosen else []
+    parts += [f"{', '.join(inherited)} from its generation_config.json"] if inherited else []
     return f"sampling: {'; '.join(parts)}"
 
 
@@ -137,7 +137,9 @@ def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]
         "tokens_per_second": None if speed is None else round(speed, 3),
     }
     if with_tokens:
-        record["tokens"] = [{"id": one.id, "text": one.text, "source": str(one.source)} for one in answer.tokens]
+        record["tokens"] = [
+            {"id": token.id, "text": token.text, "source": str(token.source)} for token in answer.tokens
+        ]
     return record
 
 

@@ -194,18 +194,18 @@ def summary(answers: Sequence[AnsweredPair], note: str) -> Group:
     together = figures(answers)
     table.add_section()
     table.add_row(Text("all", "bold"), "", *_cells(answers), "")
-    said = Text("speed-up: ", "bold")
-    said.append(f"{together['speedup']:.2f} x", "bold green" if together["speedup"] > 1 else "bold yellow")
+    verdict = Text("speed-up: ", "bold")
+    verdict.append(f"{together['speedup']:.2f} x", "bold green" if together["speedup"] > 1 else "bold yellow")
     wrong, tied = [answer for answer in answers if answer.wrong], [a for a in answers if a.parted is not None]
-    said.append("   identical: ", "bold")
+    verdict.append("   identical: ", "bold")
     if wrong:
-        said.append("no", "bold red").append(", and no numeric tie explains it: please report this")
+        verdict.append("no", "bold red").append(", and no numeric tie explains it: please report this")
     elif tied:
-        said.append(f"{len(answers) - len(tied)} of {len(answers)}", "bold yellow")
-        said.append(", the others part at a numeric tie, or where rounding moved a draw")
+        verdict.append(f"{len(answers) - len(tied)} of {len(answers)}", "bold yellow")
+        verdict.append(", the others part at a numeric tie, or where rounding moved a draw")
     else:
-        said.append("yes", "bold green").append(", token for token")
-    return Group(table, said, Text(note, "dim"))
+        verdict.append("yes", "bold green").append(", token for token")
+    return Group(table, verdict, Text(note, "dim"))
 
 
 def _cells(answers: Sequence[AnsweredPair]) -> list[str]:

@@ -135,7 +135,7 @@ def _show(result: dict[str, Any]) -> None:
         out.print(Text(f"slower than plain decoding: {loss}", "yellow"))
     for line in result["certainty"]:
         out.print(Text(line, "dim"))
-    for engine, found in result["serve"].items():
-        lines = found["lines"] or [f"not there: {'; '.join(found['notes'])}"]
+    for engine, serving in result["serve"].items():
+        lines = serving["lines"] or [f"not there: {'; '.join(serving['notes'])}"]
         out.print(Text(f"{engine}: ", "bold").append("\n  ".join(lines), "default"))
     out.print(Text(f"page: {result['page']}"))

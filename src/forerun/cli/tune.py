@@ -85,10 +85,10 @@ def skip_layers(
             raise DataError(f"{options.prompts} holds no prompt")
     llm = session.load(model, loading.handing_out_layers(), None, max_num_seqs=len(questions) or options.limit)
     params = SamplingParams(temperature=options.temperature, seed=options.seed, top_k=0)
-    found = _tokens(llm, questions, options)
+    prompts = _tokens(llm, questions, options)
     probe = tuning.Probe(
         require_layers(llm.target, "skip_layers"),
-        found,
+        prompts,
         length=options.num_speculative_tokens,
         tokens=options.tokens,
         params=params,
@@ -101,7 +101,7 @@ def skip_layers(
             update(advance=1, description=f"sets; best {best.ms_per_token:.3g} ms per token")
 
         tuned = tuning.tune(probe, llm.target.num_layers, progress=progress, **limits)
-    file = _file(llm, model, tuned, options, prompts=len(found))
+    file = _file(llm, model, tuned, options, prompts=len(prompts))
     file.write(options.output)
     _show(file, tuned, options.output, json=json)
     return INTERRUPTED if tuned.interrupted else OK
@@ -119,7 +119,7 @@ def _tokens(llm: LLM, questions: list[Record], options: SearchOptions) -> list[l
         from forerun.demo import contexts
 
         return contexts(llm.tokenizer, count=options.limit, length=options.prompt_tokens)
-    found = []
+    prompts = []
     for record in questions:
         ids = (
             llm.tokenizer.encode(record.text, add_special_tokens=False)[: options.prompt_tokens] if record.text else []
@@ -129,8 +129,8 @@ def _tokens(llm: LLM, questions: list[Record], options: SearchOptions) -> list[l
             ids = llm.chat_prompt(record.messages[: turns[-1] + 1])["prompt_token_ids"]
         if not ids:
             raise DataError(f"{record.where}: there is nothing to complete")
-        found.append(ids)
-    return found
+        prompts.append(ids)
+    return prompts
 
 
 def _file(llm: LLM, model: str, tuned: Tuned, options: SearchOptions, *, prompts: int) -> SkipFile:
@@ -169,10 +169,10 @@ def _file(llm: LLM, model: str, tuned: Tuned, options: SearchOptions, *, prompts
     )
 
 
-def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
+def _show(file: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
     from forerun.drafters.self_drafting.skip_layers import names
 
-    skip = names(found.skip)
+    skip = names(file.skip)
     if tuned.interrupted:
         console.warn(f"stopped after {len(tuned.trials)} sets; the best of them is kept")
     if tuned.speedup <= 1:
@@ -180,17 +180,17 @@ def _show(found: SkipFile, tuned: Tuned, output: Path, *, json: bool) -> None:
     if json:
         facts = {
             "output": str(output),
-            "model": found.model,
-            "num_layers": found.num_layers,
+            "model": file.model,
+            "num_layers": file.num_layers,
             "skip": skip,
-            "num_speculative_tokens": found.num_speculative_tokens,
-            "measured": dict(found.measured),
+            "num_speculative_tokens": file.num_speculative_tokens,
+            "measured": dict(file.measured),
         }
         console.write_json(facts)
         return
     best = tuned.best
     console.out().print(
-        f"{output}: {len(skip)} of {2 * found.num_layers} sub-layers skipped ({', '.join(skip)}), "
+        f"{output}: {len(skip)} of {2 * file.num_layers} sub-layers skipped ({', '.join(skip)}), "
         f"chains of {best.num_speculative_tokens}: mean acceptance length {best.mean_acceptance_length:.2f}, "
         f"{best.ms_per_token:.3g} ms per token, plainly {tuned.plain_ms:.3g}"
     )

@@ -75,8 +75,8 @@ class ScaledModel:
         config = _read_config(self.source)
         self.source_layers: int = config["num_hidden_layers"]
         self.plan = plan = plan_scale(config, billions=billions, layers=layers)
-        made = content_hash(self.source, asdict(plan), dtype)[:12]
-        self.path = cache_root() / CACHE / f"{self.source.name}-{billions:g}B-{made}"  # A transformers checkpoint
+        digest = content_hash(self.source, asdict(plan), dtype)[:12]
+        self.path = cache_root() / CACHE / f"{self.source.name}-{billions:g}B-{digest}"  # A transformers checkpoint
         # One line for every report that shows figures of this model.
         self.note = (
             f"{self.path.name}: {self.source.name} ({_parameters(config) / 1e6:.1f} M parameters) enlarged to "
@@ -312,8 +312,8 @@ def scaled_head_folder(source: str | Path, scaled: ScaledModel) -> Path:
     A folder written before is reused. CheckpointError: `source` is missing, or no head.
     """
     stored = read_files(resolve(source))
-    made = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
-    folder = cache_root() / CACHE / f"{scaled.path.name}-head-{made[:12]}"
+    digest = content_hash(stored.directory, asdict(scaled.plan), scaled.source_layers)
+    folder = cache_root() / CACHE / f"{scaled.path.name}-head-{digest[:12]}"
     if not folder.is_dir():
         head = scale_head(parse(stored, num_layers=scaled.source_layers), scaled)
         write_head(head, folder, format_of(stored.config).name, TargetFacts.read(scaled.path))
@@ -330,7 +330,7 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
             "wider state would be normed otherwise; train one without scale_input",
         ),
     )
-    plan, own = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
+    plan, own_values = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
     growth = {
         "hidden_size": plan.hidden_factor,
         "target_hidden_size": plan.hidden_factor,
@@ -339,11 +339,11 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
         "num_key_value_heads": plan.head_factor,
         "rms_norm_eps": 1 / plan.hidden_factor,
     }
-    wide = {key: type(own[key])(own[key] * factor) for key, factor in growth.items() if key in own}
-    if "boundaries" in own:
+    wide = {key: type(own_values[key])(own_values[key] * factor) for key, factor in growth.items() if key in own_values}
+    if "boundaries" in own_values:
         wide["boundaries"] = tuple(remap_boundary(boundary, scaled) for boundary in config.boundaries)
-    if "intermediate_size" in own:
-        wide["intermediate_size"] = max(plan.intermediate_size, own["intermediate_size"])
+    if "intermediate_size" in own_values:
+        wide["intermediate_size"] = max(plan.intermediate_size, own_values["intermediate_size"])
     return replace(config, **wide)
 
 
@@ -355,13 +355,13 @@ def _enlarge_tensor(name: str, old: Tensor, shape: tuple[int, ...], config: Any,
         new = old.clone()
     else:
         new = _padding(name, shape, old.dtype)
-        place = wide_place = 0
+        start = wide_start = 0
         for narrow, broad in _parts(name, old.shape[-1], shape[-1], config, wide):
-            part, goal = old[..., place : place + narrow], new[..., wide_place : wide_place + narrow]
+            part, goal = old[..., start : start + narrow], new[..., wide_start : wide_start + narrow]
             if "kernel_projection" in name:  # its rows are the groups of channels of one kernel after another
                 part, goal = (torch.unflatten(rows, 0, (2 * config.conv_kernel_size, -1)) for rows in (part, goal))
             goal[tuple(map(slice, part.shape))] = part
-            place, wide_place = place + narrow, wide_place + broad
+            start, wide_start = start + narrow, wide_start + broad
     root = math.isqrt(wide.target_hidden_size // config.target_hidden_size)
     if config.kind == "mlp_speculator" and name.startswith("proj."):
         return new * root  # The epsilon of the norm behind it is fixed, so the mean square that it reads must stay

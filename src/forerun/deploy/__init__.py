@@ -26,28 +26,28 @@ def reads_text_alone(method: str) -> bool:
         return method in COPYING
     from forerun.decode.drafter import Drafter
 
-    own = drafter_class(method)
-    return all(getattr(own, name) is getattr(Drafter, name) for name in ("requires", "observe"))
+    drafter = drafter_class(method)
+    return all(getattr(drafter, name) is getattr(Drafter, name) for name in ("requires", "observe"))
 
 
 def list_methods(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the names of a configuration's drafter and of those that it is made of, however deep.
     ArgumentError: they are no list of names and configurations.
     """
-    for one in list_members(config):
-        yield str(one.get("method"))
+    for member in list_members(config):
+        yield str(member.get("method"))
 
 
 def list_members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a configuration and those that it is made of, however deep."""
     yield config
-    made_of = config.get("drafters", ())
-    if not isinstance(made_of, list | tuple) or not all(isinstance(one, str | Mapping) for one in made_of):
+    members = config.get("drafters", ())
+    if not isinstance(members, list | tuple) or not all(isinstance(member, str | Mapping) for member in members):
         raise ArgumentError(
             f'{config.get("method")}: drafters is a list of names or configurations such as {{"method": "suffix"}}, '
-            f"got {made_of!r}"
+            f"got {members!r}"
         )
-    for member in made_of:
+    for member in members:
         yield from list_members({"method": member} if isinstance(member, str) else member)
 
 

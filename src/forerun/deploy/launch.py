@@ -561,23 +561,23 @@ def find_engine(name: str) -> type[EngineWriter]:
     return import_named(ENGINES[name])
 
 
-def choose_version(engine: type[EngineWriter], wanted: str | None, *, force: bool = False) -> tuple[str, list[str]]:
+def choose_version(engine: type[EngineWriter], requested: str | None, *, force: bool = False) -> tuple[str, list[str]]:
     """Return the version to write for, and a note where it is not the requested one.
 
     ArgumentError: nothing is known of `wanted`, and not `force`.
     """
     known = engine.versions
-    if wanted is None or wanted in known:
-        return wanted or known[-1], []
-    release = wanted.partition(" ")[0].partition("+")[0].removesuffix("-dev")
+    if requested is None or requested in known:
+        return requested or known[-1], []
+    release = requested.partition(" ")[0].partition("+")[0].removesuffix("-dev")
     if release in known:  # what `--version` says: 0.5.0-dev (build 1, commit 0c1e570), 0.32.0+cpu
         return release, []
     if not force:
         raise ArgumentError(
-            f"nothing is known of {engine.title} {wanted}; known are {', '.join(known)}, and flags change between "
+            f"nothing is known of {engine.title} {requested}; known are {', '.join(known)}, and flags change between "
             f"versions. To write what is right for {known[-1]}: --force"
         )
-    return known[-1], [f"nothing is known of {engine.title} {wanted}: this is right for {known[-1]}"]
+    return known[-1], [f"nothing is known of {engine.title} {requested}: this is right for {known[-1]}"]
 
 
 def same_place(one: str, other: str) -> bool:
@@ -613,8 +613,8 @@ def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFil
     head = parse(stored, num_layers=facts.num_layers)
     if head.config.kind != KINDS[draft.method].stored_as:
         raise ArgumentError(f"{directory} holds a {head.config.kind} head: --drafter {head.config.kind}")
-    found = diagnose(head, facts) + diagnose_files(stored, head, facts)
-    return found, ExaminedFiles(
+    findings = diagnose(head, facts) + diagnose_files(stored, head, facts)
+    return findings, ExaminedFiles(
         launch=Launch(head=head, target=facts, directory=directory), depth=head.config.max_depth
     )
 
@@ -630,16 +630,18 @@ def _members(config: SpeculativeConfig) -> list[SpeculativeConfig]:
     if config.method not in COMBINED:
         return [config]
     options = check_options(config.method, config.drafter_options)
-    given = [options.inner] if config.method == "cascade" else list(options.drafters)
+    named = [options.inner] if config.method == "cascade" else list(options.drafters)
     if config.method == "cascade":
-        given.append({"method": "draft_model", "model": options.model})
-    found = list[SpeculativeConfig]()
-    for member in given:
-        method, own = options_of(config.method, member)
-        one = SpeculativeConfig.parse({"method": method, **own})
-        assert one is not None
-        found.append(replace(one, num_speculative_tokens=one.num_speculative_tokens or config.num_speculative_tokens))
-    return found
+        named.append({"method": "draft_model", "model": options.model})
+    members = list[SpeculativeConfig]()
+    for member in named:
+        method, member_options = options_of(config.method, member)
+        parsed = SpeculativeConfig.parse({"method": method, **member_options})
+        assert parsed is not None
+        members.append(
+            replace(parsed, num_speculative_tokens=parsed.num_speculative_tokens or config.num_speculative_tokens)
+        )
+    return members
 
 
 def find_model(name: str) -> str:

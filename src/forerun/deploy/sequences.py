@@ -117,9 +117,9 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
         return False
     for done in range(0, size, _BLOCK):  # From the end: many texts begin alike
         first, last = max(0, size - done - _BLOCK), size - done
-        one, other, differs = held[first:last], text[first:last], 0
-        for at in range(len(one)):
-            differs |= one[at] ^ other[at]
+        mine, theirs, differs = held[first:last], text[first:last], 0
+        for at in range(len(mine)):
+            differs |= mine[at] ^ theirs[at]
         if differs != 0:
             return False
     return True
@@ -207,14 +207,14 @@ def read_options(variable: str) -> dict[str, Any]:
     text = os.environ.get(variable) or "{}"
     if text.lstrip().startswith("{"):
         try:
-            found: dict[str, Any] = json.loads(text)
+            options: dict[str, Any] = json.loads(text)
         except ValueError as error:
             raise ArgumentError(f"{variable} is no JSON: {error}") from error
     else:
-        found = read_object(
+        options = read_object(
             Path(text).expanduser(), f"{variable} is neither a JSON object nor a file that holds one", ArgumentError
         )
-    return {"method": "suffix", **found}
+    return {"method": "suffix", **options}
 
 
 def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
@@ -223,13 +223,13 @@ def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
 
     `tokens` are scored for each request. ArgumentError: no drafter can draft that way.
     """
-    given = {"num_speculative_tokens": tokens, "adaptive": False, **read_options(variable)}
-    if given["method"] == AUTO or given["adaptive"] is not False:
+    options = {"num_speculative_tokens": tokens, "adaptive": False, **read_options(variable)}
+    if options["method"] == AUTO or options["adaptive"] is not False:
         raise ArgumentError(
             f"{variable}: this engine scores as many tokens for each request at every step, so that nothing is "
             f"adaptive; leave adaptive out, and name a lookup drafter instead of {AUTO}"
         )
-    return parse_config(given)
+    return parse_config(options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Sequences:
         )
         self._policy: Policy | None = None
         if parsed.adaptive:
-            arms = [one for one in arms_of(parsed) if reads_text_alone(one.method)]  # `auto` knows others
+            arms = [arm for arm in arms_of(parsed) if reads_text_alone(arm.method)]  # `auto` knows others
             self._policy = policy_for(
                 arms, setup, nodes=nodes, costs=Nominal(), measure=True, chains=chains, clock=clock
             )
@@ -327,14 +327,16 @@ class Sequences:
         if self._lookup is None:
             return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most, wishes)]
         try:
-            found = self._recognise_rows(table, lengths)
-            begun = {int(found.work[ROW, index]): int(lengths[index]) for index in self._beginning(found, wishes)}
-            if found.gone:  # Also where a new text has the place: what was completed there is learned
-                self._lookup.truncate(found.gone, [0] * len(found.gone))
+            recognised = self._recognise_rows(table, lengths)
+            begun = {
+                int(recognised.work[ROW, index]): int(lengths[index]) for index in self._beginning(recognised, wishes)
+            }
+            if recognised.gone:  # Also where a new text has the place: what was completed there is learned
+                self._lookup.truncate(recognised.gone, [0] * len(recognised.gone))
             for place, length in begun.items():
                 self._lookup.begin(place, _prompt(length), self._wishes.get(place, NOTHING).group)
-            found.work[NODES] = found.work[DEPTH] = most
-            return self._lookup.chains(self._known.tokens, found.work)
+            recognised.work[NODES] = recognised.work[DEPTH] = most
+            return self._lookup.chains(self._known.tokens, recognised.work)
         except BaseException as error:
             self._lose(error)
             return [[] for _ in lengths]
@@ -419,26 +421,26 @@ class Sequences:
         if not all(gained) or not all(id(row) in running for row in step.rows):
             return
         draft_ms, verify_ms = 1e3 * (step.ended - step.began), 1e3 * (now - step.ended)
-        policy.learn([_make_emitted(*one, draft_ms, verify_ms) for one in zip(step.trees, gained, strict=True)])
+        policy.learn([_make_emitted(*outcome, draft_ms, verify_ms) for outcome in zip(step.trees, gained, strict=True)])
 
     def _recognise_rows(self, table: Ints, lengths: Ints) -> RecognisedRows:
         """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
-    def _beginning(self, found: RecognisedRows, wishes: Sequence[Wish] | None) -> list[int]:
+    def _beginning(self, recognised: RecognisedRows, wishes: Sequence[Wish] | None) -> list[int]:
         """Return which rows begin now: the new ones, and those that turn out to be other requests' than those that
         their text was known of; these are read from their first token on.
         """
-        for place in found.gone:
+        for place in recognised.gone:
             self._wishes.pop(place, None)
         if wishes is None and not self._wishes:
-            return found.new
-        begun = set(found.new)
-        for index, place in enumerate(found.work[ROW].tolist()):
+            return recognised.new
+        begun = set(recognised.new)
+        for index, place in enumerate(recognised.work[ROW].tolist()):
             wish = NOTHING if wishes is None else wishes[index]
             if wish != self._wishes.pop(place, NOTHING) and index not in begun:
                 begun.add(index)
-                found.work[START, index] = place * self._known.width
+                recognised.work[START, index] = place * self._known.width
             if wish != NOTHING:
                 self._wishes[place] = wish
         return sorted(begun)
@@ -447,13 +449,16 @@ class Sequences:
         """Return each row and how many of its tokens are new; texts that no row holds any more are
         forgotten.
         """
-        found = self._recognise_rows(table, lengths)
-        begun = [int(found.work[ROW, index]) for index in self._beginning(found, wishes)]
-        if forgotten := [*found.gone, *(place for place in begun if place in self._rows and place not in found.gone)]:
+        recognised = self._recognise_rows(table, lengths)
+        begun = [int(recognised.work[ROW, index]) for index in self._beginning(recognised, wishes)]
+        if forgotten := [
+            *recognised.gone,
+            *(place for place in begun if place in self._rows and place not in recognised.gone),
+        ]:
             self._truncate(forgotten)
             for place in forgotten:
                 self._rows.pop(place, None)
-        rows, fresh, places = list[Row](), list[int](), found.work[ROW]
+        rows, fresh, places = list[Row](), list[int](), recognised.work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
                 self._rows[place] = _row(place, length, self._wishes.get(place, NOTHING))
@@ -471,16 +476,16 @@ def _prompt(tokens: int) -> int:
 
 def _make_emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms: float) -> Emitted:
     """Build the engine's step result for a row from the text that it went on with."""
-    found = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
+    walked = walk(tree, lambda node: tokens[tree.depths[node]] if tree.depths[node] < len(tokens) else -1)
     trace = StepTrace(
         step=0,
         position=0,
         drafter=None,
         rule="",
         nodes=(),
-        path=found.path,
-        next_token=found.next_token,
-        kind=found.kind,
+        path=walked.path,
+        next_token=walked.next_token,
+        kind=walked.kind,
         draft_ms=draft_ms,
         verify_ms=verify_ms,
         commit_ms=0.0,
@@ -509,9 +514,9 @@ def parse_config(config: Config, *, predictions: bool = False) -> SpeculativeCon
     parsed = SpeculativeConfig.parse(config)
     if parsed is None:
         raise ArgumentError("no drafter is named; expected for example {'method': 'suffix'}")
-    given = [*list_methods(parsed.named)]
-    given += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
-    for method in given:
+    named = [*list_methods(parsed.named)]
+    named += ["a model"] if parsed.method == AUTO and "model" in parsed.options else []
+    for method in named:
         if not (reads_text_alone(method) or method == AUTO):
             raise ArgumentError(
                 f"{method} needs the target's states or distributions, which a plug-in is not given; there are "
@@ -521,7 +526,7 @@ def parse_config(config: Config, *, predictions: bool = False) -> SpeculativeCon
     if parsed.rule is not None:
         raise ArgumentError(f"the engine verifies a plug-in's drafts by its own rule: leave rule {parsed.rule!r} out")
     check_plugged(parsed.named, predictions=predictions)
-    if parsed.method != AUTO and all(one.name != TOKENS for one in fields(drafter_class(parsed.method).Config)):
+    if parsed.method != AUTO and all(field.name != TOKENS for field in fields(drafter_class(parsed.method).Config)):
         parsed = replace(parsed, num_speculative_tokens=None)
     for arm in arms_of(parsed):
         _check_options(arm.method, arm.drafter_options)

@@ -75,9 +75,9 @@ class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
         answers = [request.output_ids for request in batch.reqs]
         if not self.enable_overlap or batch.grammar_needs_sync():
             return prompts, answers, [()] * len(prompts)
-        kept = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(prompts), self.draft_token_num)
+        accepted = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(prompts), self.draft_token_num)
         counts = batch.spec_info.accept_lens.cpu().tolist()
-        return prompts, answers, [row[:count] for row, count in zip(kept, counts, strict=True)]
+        return prompts, answers, [row[:count] for row, count in zip(accepted, counts, strict=True)]
 
     def _update_ngram_corpus(self, batch: Any) -> None:
         """Do nothing: there is no corpus, a drafter reads new tokens when it drafts next."""

@@ -37,8 +37,8 @@ class ForerunProposer:
         """Build the drafter; ArgumentError for an unknown option, or where vLLM would not ask, or
         not wait, for drafts.
         """
-        given = read_options(VARIABLE)
-        self.schedule = _parse_schedule(given.pop(SCHEDULE, []))
+        options = read_options(VARIABLE)
+        self.schedule = _parse_schedule(options.pop(SCHEDULE, []))
         speculative = vllm_config.speculative_config
         if getattr(vllm_config.scheduler_config, "async_scheduling", False):
             raise ArgumentError("vLLM asks a plug-in for drafts only without --async-scheduling; start it with "
@@ -48,7 +48,7 @@ class ForerunProposer:
         self._vocabulary = int(vllm_config.model_config.get_vocab_size())
         self._tokenizer = _tokenizer(vllm_config.model_config)
         self.sequences = Sequences(
-            {TOKENS: room, "adaptive": given["method"] == AUTO, **given},
+            {TOKENS: room, "adaptive": options["method"] == AUTO, **options},
             vocab_size=self._vocabulary,
             rows=int(vllm_config.scheduler_config.max_num_seqs),
             slots=self.max_model_len,
@@ -56,10 +56,10 @@ class ForerunProposer:
             tokenizer=self._tokenizer,
             predictions=True,
         )
-        self.most = min(room, int(given.get(TOKENS, room)))
+        self.most = min(room, int(options.get(TOKENS, room)))
         self._wishes: dict[str, Wish] = {}  # Of the requests that ran at the last step, by their ids
         self._warned_of_runner = False
-        log.info("forerun drafts with %s, %d tokens at most", given["method"], self.most)
+        log.info("forerun drafts with %s, %d tokens at most", options["method"], self.most)
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Do nothing; vLLM's CPU runner calls this although there is nothing to load."""
@@ -105,8 +105,8 @@ class ForerunProposer:
         """Return what a request wishes; what cannot be read is told in the log and left out, for an error would end
         all requests of the engine.
         """
-        given = getattr(request.sampling_params, "extra_args", None) or {}
-        group, predicted = given.get("group"), given.get("prediction")
+        extra = getattr(request.sampling_params, "extra_args", None) or {}
+        group, predicted = extra.get("group"), extra.get("prediction")
         if group is None and predicted is None:
             return NOTHING
         try:
@@ -153,7 +153,9 @@ def _parse_schedule(schedule: Any) -> list[tuple[int, int, int]]:
     if not isinstance(schedule, list):
         raise ArgumentError(expected)
     for entry in schedule:
-        if not (isinstance(entry, list) and len(entry) == 3 and all(type(one) is int and one >= 0 for one in entry)):
+        if not (
+            isinstance(entry, list) and len(entry) == 3 and all(type(number) is int and number >= 0 for number in entry)
+        ):
             raise ArgumentError(expected)
     end = 0
     for first, last, _ in schedule:

@@ -156,8 +156,8 @@ class Size:
     def __post_init__(self) -> None:
         if not self.params > 0:
             raise ArgumentError(f"the number of parameters must be positive, got {self.params:g}")
-        given = [value is not None for value in (self.active_params, self.experts, self.experts_per_token)]
-        if any(given) != all(given):
+        named = [value is not None for value in (self.active_params, self.experts, self.experts_per_token)]
+        if any(named) != all(named):
             raise ArgumentError("a mixture of experts needs all of --active-params, --experts and --experts-per-token")
         if self.active_params is None or self.experts is None or self.experts_per_token is None:
             return

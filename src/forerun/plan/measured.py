@@ -84,15 +84,15 @@ class Trial:
         had the child of rank r accepted; no rank counts for more than the one before. Depths that
         were seen less than `FEWEST` times, and all below them, are left out.
         """
-        found = list[list[float]]()
+        by_depth = list[list[float]]()
         while True:
-            seen = [done.siblings[len(found)] for done in self.steps if len(done.siblings) > len(found)]
+            seen = [done.siblings[len(by_depth)] for done in self.steps if len(done.siblings) > len(by_depth)]
             widest = max((count for count, _ in seen), default=0)
             ranks = [rank for count, rank in seen if count == widest]
             if len(ranks) < FEWEST:
-                return found
+                return by_depth
             rates = (ranks.count(rank) / len(ranks) for rank in range(widest))
-            found.append(list(itertools.accumulate(rates, min)))
+            by_depth.append(list(itertools.accumulate(rates, min)))
 
     @property
     def coverage(self) -> float:
@@ -195,14 +195,14 @@ def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: i
 
 def _siblings(trace: StepTrace) -> tuple[tuple[int, int | None], ...]:
     """Return `TrialStep.siblings` of a step's trace."""
-    found, children = list[tuple[int, int | None]](), defaultdict[int, list[int]](list)
+    siblings, children = list[tuple[int, int | None]](), defaultdict[int, list[int]](list)
     for number, node in enumerate(trace.nodes, start=1):
         if not node.probe:
             children[node.parent].append(number)
     for above, accepted in zip((0, *trace.path), (*trace.path, None), strict=True):
         if below := children[above]:
-            found.append((len(below), None if accepted is None else below.index(accepted)))
-    return tuple(found)
+            siblings.append((len(below), None if accepted is None else below.index(accepted)))
+    return tuple(siblings)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -247,7 +247,7 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
             times[done.depth].append(max(0.0, done.ms - besides_ms))
     if len(times) > 1:
         times.pop(0, None)
-    points = [(depth, median(found), len(found)) for depth, found in times.items()]
+    points = [(depth, median(milliseconds), len(milliseconds)) for depth, milliseconds in times.items()]
     if not points:
         raise ArgumentError("the text ended before a drafter could be timed; give a longer one")
     weight = sum(count for *_, count in points)
@@ -355,7 +355,7 @@ class EncodedPrompts:
             context=llm.max_model_len - max_tokens,
             default_seed=0,
         )
-        texts = [one if isinstance(one, str | Mapping) else llm.chat_prompt(one) for one in prompts[:limit]]
+        texts = [prompt if isinstance(prompt, str | Mapping) else llm.chat_prompt(prompt) for prompt in prompts[:limit]]
         return cls(
             prompts=[reader.tokens(text)[1] for text in texts],
             params=reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)),
@@ -396,16 +396,16 @@ def rank_models(
     """Measure every candidate draft model on the same prompts; return those, and the refused ones
     with the reason.
     """
-    found, refused = list[MeasuredDrafter](), dict[str, str]()
+    drafters, refused = list[MeasuredDrafter](), dict[str, str]()
     for model in models:
         config = SpeculativeConfig.parse({"method": "draft_model", "model": model, **options})
         assert config is not None
         try:
-            found.append(measure_drafter(llm, config, answers, tell))
+            drafters.append(measure_drafter(llm, config, answers, tell))
         except (ForerunError, OSError) as error:
             log.info("candidate %s cannot draft", model, exc_info=True)
             refused[model] = first_line(error)
-    return found, refused
+    return drafters, refused
 
 
 def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft: DraftCost) -> CostModel:

@@ -165,14 +165,14 @@ def decide(
 
 
 def _why_not(found: Plan, load: PlanLoad) -> list[str]:
-    one = found.lines[1]
+    line = found.lines[1]
     plain = load.cost.pass_ms(1, load.rows, load.context)
     level = load.draft(load.rows).ms(1) / plain
-    accepted = one.tokens_per_pass - 1
+    accepted = line.tokens_per_pass - 1
     if accepted <= level:
         return [f"drafting a token costs {level:.2f} plain passes and wins {accepted:.2f} tokens"]
-    if one.v - 1 > accepted - level:
-        return [f"verifying one more token costs {one.v - 1:.2f} plain passes: the batch fills the device already"]
+    if line.v - 1 > accepted - level:
+        return [f"verifying one more token costs {line.v - 1:.2f} plain passes: the batch fills the device already"]
     return ["what drafting wins is about what drafting and verifying cost"]
 
 

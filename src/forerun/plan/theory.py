@@ -139,8 +139,8 @@ def _by_level(tree: Sequence[TreeNode]) -> tuple[int, ...]:
     drafters take them.
     """
     children: dict[int, list[int]] = defaultdict(list)
-    for node, one in enumerate(tree, start=1):
-        children[one.parent].append(node)
+    for node, entry in enumerate(tree, start=1):
+        children[entry.parent].append(node)
     parents, order = list[int](), [0]
     for number, node in enumerate(order):  # which grows
         parents += [number] * len(children[node])

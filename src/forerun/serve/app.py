@@ -110,8 +110,8 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
         elif isinstance(error, HTTPException):
             error = ApiError(error.status_code, str(error.detail), headers=error.headers)
             if error.status == 405:
-                routes = (one for one in app.routes if one.matches(http.scope)[0] is Match.PARTIAL)
-                allowed = ", ".join(sorted({method for one in routes for method in getattr(one, "methods", ())}))
+                routes = (route for route in app.routes if route.matches(http.scope)[0] is Match.PARTIAL)
+                allowed = ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
                 error = ApiError(405, f"only {allowed} is served here", headers={"Allow": allowed})
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
@@ -158,7 +158,11 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
         with session.admitted(sum(job.params.n for job in jobs)):
             work = all_or_none(whole_output(session.answer(job)) for job in jobs)
             outputs = await unless_gone(http, work)
-            size = sum(size_of(one.tokens, output.prompt_logprobs) for output in outputs for one in output.outputs)
+            size = sum(
+                size_of(completion.tokens, output.prompt_logprobs)
+                for output in outputs
+                for completion in output.outputs
+            )
             return await run_aside(http, size, lambda: JSONResponse(writer.whole(outputs)))
     events = _events(session, http, jobs, writer)
     try:
@@ -171,8 +175,8 @@ async def _respond(session: Session, http: Request, jobs: list[Job], writer: Wri
         try:
             async with aclosing(events):
                 yield first
-                async for one in events:
-                    yield one
+                async for event in events:
+                    yield event
         except Exception as error:
             if not isinstance(error, ApiError):
                 logs.write_error(error, message=session.settings.log_prompts)
@@ -256,7 +260,7 @@ def _add_operations(app: FastAPI, session: Session) -> None:
         anthropic = {"type": "model", "display_name": name, "created_at": since}
         llm = session.engine.llm
         chats = bool(llm.tokenizer is not None and llm.tokenizer.chat_template)
-        own = {
+        about = {
             "owned_by": "forerun",
             "root": session.settings.model_name,
             "max_model_len": llm.max_model_len,
@@ -268,7 +272,7 @@ def _add_operations(app: FastAPI, session: Session) -> None:
             "max_speculative_tokens": {name: session.longest(name) for name in session.drafters()},
             "traces": session.settings.allow_traces,
         }
-        return {**openai, **anthropic, **own, "speculation": speculation}
+        return {**openai, **anthropic, **about, "speculation": speculation}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -379,12 +383,12 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is not None:
             return app.openapi_schema
-        found = FastAPI.openapi(app)  # which keeps it
-        schemas = found["components"]["schemas"]
+        description = FastAPI.openapi(app)  # which keeps it
+        schemas = description["components"]["schemas"]
         del schemas["HTTPValidationError"], schemas["ValidationError"]
         schemas |= _ENVELOPES
-        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        for path, methods in found["paths"].items():
+        description["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        for path, methods in description["paths"].items():
             for method, operation in methods.items():
                 answers = operation["responses"]
                 answers.pop("422", None)
@@ -392,7 +396,7 @@ def _describe(app: FastAPI, *, keyed: bool) -> None:
                     answers |= _errors(path, posts=method == "post")
                 if keyed and path not in OPEN_PATHS:
                     operation["security"] = [{"key": []}]
-        return found
+        return description
 
     app.openapi = openapi  # type: ignore[method-assign]
 

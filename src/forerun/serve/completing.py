@@ -119,19 +119,19 @@ class Writer(ABC):
         """Return ``prompt_token_ids``, and vLLM's ``prompt_logprobs`` with the likeliest, where
         they are requested.
         """
-        found: dict[str, Any] = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
+        about: dict[str, Any] = {"prompt_token_ids": list(ids)} if self.body.return_token_ids else {}
         top = self.body.prompt_logprobs
         if top is None or logprobs is None:
-            return found
+            return about
 
         def told(other: int, value: TokenLogprob) -> dict[str, Any]:
             return {"logprob": _finite(value), "rank": value.rank, "decoded_token": self._text(other)}
 
-        found["prompt_logprobs"] = [
+        about["prompt_logprobs"] = [
             entry and {str(it): told(it, value) for it, value in entry.items() if it == token or value.rank <= top}
             for token, entry in zip(ids, logprobs, strict=True)
         ]
-        return found
+        return about
 
     def token_ids(self, tokens: Sequence[OutputToken]) -> dict[str, Any]:
         """Return ``token_ids``, where they were requested."""
@@ -191,9 +191,9 @@ class Writer(ABC):
             details["rejected_prediction_tokens"] = stats.num_draft_tokens - stats.num_accepted_draft_tokens
         if details:
             usage["completion_tokens_details"] = details
-        found: dict[str, Any] = {"usage": usage, "metrics": speculation_metrics(outputs)}
+        closing: dict[str, Any] = {"usage": usage, "metrics": speculation_metrics(outputs)}
         if self.body.return_speculation_trace:
-            found["speculation_trace"] = [
+            closing["speculation_trace"] = [
                 {
                     "first_token_ms": 1e3 * (output.time_to_first_token_s or 0.0),
                     **self._trace(answer.tokens, answer.trace),
@@ -201,7 +201,7 @@ class Writer(ABC):
                 for output in outputs
                 for answer in output.outputs
             ]
-        return found
+        return closing
 
     def _trace(self, tokens: Sequence[OutputToken], trace: Sequence[StepTrace]) -> dict[str, Any]:
         """Describe the tokens with their sources, and what was drafted, accepted and spent in each
@@ -216,8 +216,10 @@ class Writer(ABC):
                     "lossless": rule_named(step.rule).lossless,
                 }
             )
-        told = [{"id": one.id, "text": one.text, "source": one.source, "step": one.step} for one in tokens]
-        return {"tokens": told, "steps": steps}
+        described = [
+            {"id": token.id, "text": token.text, "source": token.source, "step": token.step} for token in tokens
+        ]
+        return {"tokens": described, "steps": steps}
 
 
 class ChatWriter(Writer):
@@ -317,9 +319,9 @@ class CompletionWriter(Writer):
         ids, prompt_logprobs = output.prompt_token_ids, output.prompt_logprobs
         echoed = self._echo(index, ids)
         logprobs = self._logprobs(answer.tokens, len(echoed))
-        own = self._logprobs_of_prompt(echoed, ids, prompt_logprobs) if self.body.echo else None
-        if logprobs is not None and own is not None:
-            logprobs = {name: [*own[name], *values] for name, values in logprobs.items()}
+        prompt_part = self._logprobs_of_prompt(echoed, ids, prompt_logprobs) if self.body.echo else None
+        if logprobs is not None and prompt_part is not None:
+            logprobs = {name: [*prompt_part[name], *values] for name, values in logprobs.items()}
         return {
             "index": index,
             "text": echoed + answer.text,
@@ -368,11 +370,11 @@ class CompletionWriter(Writer):
         """
         texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
-            told: dict[str, Any] = {
+            numbers: dict[str, Any] = {
                 "logprob": None if entry is None else entry[token],
                 "top_logprobs": {other: value for other, value in (entry or {}).items() if value.rank <= top},
             }
-            tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **told))
+            tokens.append(OutputToken(id=token, text=texts.add(token), source=Source.TARGET, step=0, **numbers))
         before = "".join(token.text for token in tokens).find(
             echoed
         )  # Tokens that the tokenizer puts in front were not echoed
@@ -387,19 +389,19 @@ class CompletionWriter(Writer):
         """
         if not self.wants_logprobs:
             return None
-        found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             best: dict[str, float] = {}
             if token.logprob is not None:
                 likeliest = {**(token.top_logprobs or {}), token.id: token.logprob}
                 for other, value in sorted(likeliest.items(), key=lambda pair: pair[1].rank):
                     best.setdefault(self._name(other), _finite(value))
-            found["tokens"].append(self._name(token.id))
-            found["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
-            found["top_logprobs"].append(None if token.logprob is None else best)
-            found["text_offset"].append(max(0, offset))
+            columns["tokens"].append(self._name(token.id))
+            columns["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
+            columns["top_logprobs"].append(None if token.logprob is None else best)
+            columns["text_offset"].append(max(0, offset))
             offset += len(token.text)
-        return found
+        return columns
 
 
 class MessageWriter:
@@ -416,11 +418,11 @@ class MessageWriter:
 
     def delta(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return what these pieces add to the message."""
-        found: dict[str, Any] = {}
+        message: dict[str, Any] = {}
         if content := "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT):
-            found["content"] = content
+            message["content"] = content
         if reasoning := "".join(piece.text for piece in pieces if piece.kind is Kind.REASONING):
-            found |= {"reasoning_content": reasoning, "reasoning": reasoning}
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
         calls: list[dict[str, Any]] = []
         for piece in pieces:
             if piece.kind is Kind.CALL:
@@ -437,7 +439,7 @@ class MessageWriter:
                 if not calls:
                     calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += piece.text
-        return found | ({"tool_calls": calls} if calls else {})
+        return message | ({"tool_calls": calls} if calls else {})
 
     def message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the whole message."""

@@ -67,8 +67,8 @@ class RequestRecorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
-        name = given if _ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        name_sent, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
+        name = name_sent if _ID.fullmatch(name_sent) else f"req-{secrets.token_hex(12)}"
         record = RequestRecord(
             request_id=name,
             method=scope["method"],
@@ -142,12 +142,12 @@ class Guard:
     def _refusal(self, scope: Scope, too_large: ApiError) -> ApiError | None:
         """Return what is wrong with the head of a request, whose client is known from here on."""
         if own_path(scope) in OPERATOR_PATHS:
-            wanted = self._settings.admin_api_key
+            operator_key = self._settings.admin_api_key
             if own_path(scope) in TRAINER_PATHS and not self._settings.allow_weight_updates:
                 return ApiError(403, "this server was started without --allow-weight-updates")
-            if wanted is None:
+            if operator_key is None:
                 return ApiError(403, "this server was started without --admin-api-key")
-            if _key_given(scope, (wanted,)) is None:
+            if _key_given(scope, (operator_key,)) is None:
                 return ApiError(401, "the operator's key is needed (--admin-api-key): Authorization: Bearer KEY")
             CLIENT.set(Client(name="operator", domain=None))
         elif own_path(scope) not in OPEN_PATHS and scope["method"] != "OPTIONS":
@@ -219,9 +219,9 @@ def identify_client(scope: Scope, settings: ServeSettings) -> Client | None:
 def _key_given(scope: Scope, keys: Sequence[str]) -> str | None:
     """Return which of the keys a request brings; None where it is none of them."""
     headers = Headers(scope=scope)
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
-    right = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in keys]
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    sent = sent if scheme.lower() == "bearer" else headers.get("x-api-key", "")  # Anthropic's
+    right = [hmac.compare_digest(sent.strip().encode(), key.encode()) for key in keys]
     return keys[right.index(True)] if any(right) else None
 
 
@@ -285,10 +285,10 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
             raise ApiError(499, "the client closed the connection", code="client_closed")
         return task.result()
     finally:
-        for one in (task, watch):
-            one.cancel()
+        for each in (task, watch):
+            each.cancel()
         await asyncio.gather(task, watch, return_exceptions=True)
-        del task, watch, one  # whose error names this frame
+        del task, watch, each  # whose error names this frame
 
 
 class StrictRoute(APIRoute):
@@ -299,10 +299,10 @@ class StrictRoute(APIRoute):
         kind: Any = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def strict(request: Request) -> Response:
-            own = _Request(request.scope, request.receive)
-            own.kind = kind
+            strict_request = _Request(request.scope, request.receive)
+            strict_request.kind = kind
             try:
-                return await handler(own)
+                return await handler(strict_request)
             except Exception as error:
                 if isinstance(error.__cause__, RequestValidationError | ApiError):
                     raise error.__cause__ from None  # which FastAPI makes another error of, where a body is read
@@ -328,15 +328,17 @@ class _Request(Request):
         try:
             return self.kind.model_validate(value)
         except ValidationError as error:
-            errors = [{**one, "loc": ("body", *one["loc"])} for one in error.errors(include_url=False)]
+            errors = [
+                {**complaint, "loc": ("body", *complaint["loc"])} for complaint in error.errors(include_url=False)
+            ]
             raise from_validation(errors, value, self.kind.model_fields) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(pairs) > MAX_KEYS:
         raise ValueError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
         raise ValueError(f"the key {twice[:64]!r} is there twice")
-    return found
+    return value

@@ -64,11 +64,11 @@ class ChatFormat:
 
     def hides_marks(self, tokenizer: PreTrainedTokenizerBase) -> bool:
         """Return whether marks that must be seen are special tokens, which are left out of texts."""
-        wanted = [] if self.format is None else [self.format.mark, *self.format.marks]
-        wanted += [] if self.marks is None else [self.marks.open, self.marks.close]
-        if not wanted:
+        marks = [] if self.format is None else [self.format.mark, *self.format.marks]
+        marks += [] if self.marks is None else [self.marks.open, self.marks.close]
+        if not marks:
             return False
-        return any(token.special and token.content in wanted for token in tokenizer.added_tokens_decoder.values())
+        return any(token.special and token.content in marks for token in tokenizer.added_tokens_decoder.values())
 
     def constrained(
         self, body: ChatRequest, own: StructuredOutputs | None, mark: Callable[[str], str]
@@ -171,8 +171,8 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
 
     `reasons` says whether the model reasons where nothing is set.
     """
-    found, own = dict[str, Any](), body.chat_template_kwargs or {}
-    if reserved := [name for name in _RESERVED if name in own]:
+    variables, sent = dict[str, Any](), body.chat_template_kwargs or {}
+    if reserved := [name for name in _RESERVED if name in sent]:
         raise bad_request(
             f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request; send it "
             "beside chat_template_kwargs",
@@ -181,15 +181,15 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
     if body.reasoning_effort is not None:
         if not _has_variable(template, "reasoning_effort"):
             raise bad_request("the chat template of this model has no such variable", "reasoning_effort")
-        found["reasoning_effort"] = body.reasoning_effort
+        variables["reasoning_effort"] = body.reasoning_effort
     if body.thinking is not None:
-        wanted = body.thinking.type != "disabled"
+        thinks = body.thinking.type != "disabled"
         switch = next((name for name in _SWITCHES if _has_variable(template, name)), None)
         if switch is not None:
-            found[switch] = wanted
-        elif wanted != reasons:
+            variables[switch] = thinks
+        elif thinks != reasons:
             raise bad_request(f"this model's reasoning cannot be {body.thinking.type}: it has no switch", "thinking")
-    return {**found, **own}
+    return {**variables, **sent}
 
 
 def _has_variable(template: str, name: str) -> bool:
@@ -255,10 +255,10 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     named: list[dict[str, Any]]
-    named = [{"prompt": one} if isinstance(one, str) else {"prompt_token_ids": one} for one in prompts]
+    named = [{"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     if params.prompt_logprobs is not None:  # This many for each token
-        named = [session.engine.llm.read_prompt(one, params) for one in named]
-        _check_scored(params, sum(len(one["prompt_token_ids"]) for one in named))
+        named = [session.engine.llm.read_prompt(prompt, params) for prompt in named]
+        _check_scored(params, sum(len(prompt["prompt_token_ids"]) for prompt in named))
     return [_job(session, body, prompt, params) for prompt in named]
 
 
@@ -392,11 +392,11 @@ def names_of(body: Any) -> dict[str, str]:
 
 
 def _form(body: Sampling) -> StructuredOutputs | None:
-    given = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
-    if len(given) > 1:
-        one, other, *_ = given
-        raise bad_request(f"give either {one} or {other}, not both", other)
-    for name, value in given.items():
+    forms = {name: value for name in _FORMS if (value := getattr(body, name)) is not None}
+    if len(forms) > 1:
+        first, other, *_ = forms
+        raise bad_request(f"give either {first} or {other}, not both", other)
+    for name, value in forms.items():
         older = name.removeprefix("guided_")
         with about(name):
             return value.structured() if older == name else StructuredOutputs(**{older: value})

@@ -185,12 +185,12 @@ class ResponsesWriter(ItemWriter):
     def _open_item(self, kind: Kind, name: str) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
             called = {"call_id": self._chat_format.new_id(), "name": name, "arguments": ""}
-            own: Event = {"type": "function_call", "id": _new_id("fc"), **called}
+            item: Event = {"type": "function_call", "id": _new_id("fc"), **called}
         elif kind is Kind.REASONING:
-            own = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
+            item = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
         else:
-            own = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
-        self._item = {**own, "status": "in_progress"}
+            item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
+        self._item = {**item, "status": "in_progress"}
         yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}
         if kind is not Kind.ARGUMENTS:
             yield self._about(kind, "content_part.added", part=_part(kind, ""))

@@ -40,9 +40,9 @@ def find_marks(parser: str, template: str) -> Marks | None:
     both = parser.split()
     if len(both) == 2:
         return Marks(both[0], both[1])
-    known = ("auto", "none", *PARSERS)
+    parsers = ("auto", "none", *PARSERS)
     marks = "or give two marks such as '<think> </think>'"
-    raise ArgumentError(f"there is no reasoning-parser {parser!r}.{choices(parser, known)[:-1]}; {marks}.")
+    raise ArgumentError(f"there is no reasoning-parser {parser!r}.{choices(parser, parsers)[:-1]}; {marks}.")
 
 
 def begins_inside(marks: Marks, prompt: str) -> bool:

@@ -140,9 +140,9 @@ class Session:
             self._traffic = Traffic(folder, most_bytes=self.settings.record_traffic_bytes, vocabulary=vocabulary)
             log.info("traffic is recorded in %s", folder)
         # Every drafter that a request may choose is built once, for the longest drafts that a request may have.
-        own = engine.llm.speculative
+        configured = engine.llm.speculative
         for name in (*self.settings.client_drafters, PREDICTION):
-            if own is None or name != own.method:
+            if configured is None or name != configured.method:
                 length = default_length(name)
                 most = None if length is None else max(length, self.settings.max_speculative_tokens)
                 engine.offer({"method": name} | ({} if most is None else {"num_speculative_tokens": most}))
@@ -184,10 +184,10 @@ class Session:
         client, most = CLIENT.get().name, self.settings.queue_for(answers)
         held, free = self._held[client], most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
-            own = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
+            of_this_key = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
             raise ApiError(
                 429,
-                f"{self.in_flight} completions wait or run{own}; the server takes {most}; try again later",
+                f"{self.in_flight} completions wait or run{of_this_key}; the server takes {most}; try again later",
                 code="queue_full",
                 retry_after_s=1,
             )
@@ -245,10 +245,10 @@ class Session:
         for them.
         """
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        wanted, own, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
+        requested, configured, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
         if record is not None:
-            chosen = wanted["method"] if isinstance(wanted, dict) else None
-            record.drafter = chosen or (own.method if wanted is None and own is not None else "none")
+            chosen = requested["method"] if isinstance(requested, dict) else None
+            record.drafter = chosen or (configured.method if requested is None and configured is not None else "none")
             record.prompts += [job.prompt] if self.settings.log_prompts else []
         return record
 
@@ -278,15 +278,15 @@ class Session:
         request = request or Speculation()
         if not request.enabled:
             return False
-        own = self.engine.llm.speculative
-        name = request.drafter or (own.method if own is not None else None)
-        if predicted and request.drafter is None and (own is None or not _copies_prediction(own)):
+        configured = self.engine.llm.speculative
+        name = request.drafter or (configured.method if configured is not None else None)
+        if predicted and request.drafter is None and (configured is None or not _copies_prediction(configured)):
             name = PREDICTION
         self._check_drafter(name, predicted=predicted)
         assert name is not None, "else it was refused"
         base: dict[str, Any] = {}
-        if own is not None and name == own.method:
-            base = {**own.drafter_options, "adaptive": own.adaptive, "rule": own.rule}
+        if configured is not None and name == configured.method:
+            base = {**configured.drafter_options, "adaptive": configured.adaptive, "rule": configured.rule}
         length, most = request.num_speculative_tokens, self.longest(name)
         if length is not None and length > most:
             raise bad_request(
@@ -295,18 +295,18 @@ class Session:
             )
         if not base:
             length = length or default_length(name)
-        wanted = {"num_speculative_tokens": length, "rule": request.rule}
-        return {"method": name, **base, **{key: value for key, value in wanted.items() if value is not None}}
+        requested = {"num_speculative_tokens": length, "rule": request.rule}
+        return {"method": name, **base, **{key: value for key, value in requested.items() if value is not None}}
 
     def _check_drafter(self, name: str | None, *, predicted: bool) -> None:
-        own, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
+        configured, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
         if name is None:
             raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
         if predicted and name == PREDICTION:
             return
         if name not in self.drafters():
             raise bad_request(f"drafter {name!r} is not offered; offered: {offered}", "speculative.drafter")
-        config = own if own is not None and name == own.method else SpeculativeConfig(method=name)
+        config = configured if configured is not None and name == configured.method else SpeculativeConfig(method=name)
         if predicted and not _copies_prediction(config):
             raise bad_request(
                 f"drafter {name!r} cannot use a prediction; leave out speculative.drafter to have it copied, or "
@@ -348,8 +348,10 @@ def _copies_prediction(config: SpeculativeConfig) -> bool:
     if config.method == AUTO:
         members: list[SpeculativeConfig | None] = [*arms_of(config)]
     else:
-        given = config.options.get("drafters", ())
-        members = [SpeculativeConfig.parse({"method": one} if isinstance(one, str) else one) for one in given]
+        named = config.options.get("drafters", ())
+        members = [
+            SpeculativeConfig.parse({"method": member} if isinstance(member, str) else member) for member in named
+        ]
     return config.method == PREDICTION or any(member and _copies_prediction(member) for member in members)
 
 

@@ -80,8 +80,8 @@ class Traffic:
         try:
             for answer in output.outputs:
                 if answer.finish_reason in ("stop", "length") and answer.token_ids:
-                    said = {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
-                    line = {**said, "vocabulary": self._vocabulary}
+                    tokens = {"prompt_token_ids": output.prompt_token_ids, "token_ids": answer.token_ids}
+                    line = {**tokens, "vocabulary": self._vocabulary}
                     self._append(owner, json.dumps(line, separators=(",", ":")).encode() + b"\n")
             self._failed = False
         except OSError as error:

@@ -134,11 +134,11 @@ def _probe(words: list[str], request: DeployRequest) -> None:
     program = shutil.which(SERVER)
     if program is None or request.force:
         return
-    told: Any = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
-    text = told.stdout + told.stderr
-    known = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
+    answer: Any = subprocess.run([program, "--help"], capture_output=True, text=True, timeout=60, check=False)
+    text = answer.stdout + answer.stderr
+    flags = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
     types = words[words.index("--spec-type") + 1].split(",") if "--spec-type" in words else []
-    lost = [word for word in words if word.startswith("-") and word not in known]
+    lost = [word for word in words if word.startswith("-") and word not in flags]
     lost += [name for name in types if name not in text]
     if lost:
         raise ArgumentError(

@@ -157,11 +157,11 @@ class SGLang(EngineWriter):
 
     def _branches(self, draft: DraftSpec, way: Counterpart, k: int) -> int:
         """Return the number of continuations of a node; 1 for a chain."""
-        given, grows = draft.options, draft.method == "eagle2"
-        if way.name in _LEVELS and (grows or given.get("top_k")):
-            return int(given.get("top_k") or 10)
+        options, grows = draft.options, draft.method == "eagle2"
+        if way.name in _LEVELS and (grows or options.get("top_k")):
+            return int(options.get("top_k") or 10)
         if way.name == "NGRAM" and draft.nodes:
-            return int(given.get("max_branches") or 10)
+            return int(options.get("max_branches") or 10)
         self.note_chain(draft, k)
         return 1
 

@@ -105,9 +105,9 @@ class Vllm(EngineWriter):
             return Deployment(commands=(Command(words=tuple(words), environment=environment),), schedule=schedule)
         commands = []
         for rank in range(request.nodes):
-            own = ["--nnodes", str(request.nodes), "--node-rank", str(rank), "--master-addr", request.first_machine]
+            machine = ["--nnodes", str(request.nodes), "--node-rank", str(rank), "--master-addr", request.first_machine]
             headless = ["--headless"] if rank else []
-            commands.append(Command.on_machine(rank, (*words, *own, *headless), environment))
+            commands.append(Command.on_machine(rank, (*words, *machine, *headless), environment))
         return Deployment(commands=tuple(commands), schedule=schedule)
 
     def _plug_in(self) -> tuple[dict[str, Any], tuple[Stretch, ...], dict[str, str]]:

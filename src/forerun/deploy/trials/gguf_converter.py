@@ -24,11 +24,11 @@ def main() -> None:
     sys.argv = [str(sources / "convert_hf_to_gguf.py"), *sys.argv[2:]]
     from conversion import base  # type: ignore[import-not-found]
 
-    known = base.TextModel.get_vocab_base_pre
+    original = base.TextModel.get_vocab_base_pre
 
     def split(model: Any, tokenizer: Any) -> str:
         try:
-            return str(known(model, tokenizer))
+            return str(original(model, tokenizer))
         except NotImplementedError:
             sys.stdout.write(f"{UNKNOWN}\n")
             return "gpt-2"

@@ -222,7 +222,7 @@ def run_trial(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens:
         positions=count_positions(kind, ours, theirs, k),
         lengths=(mean_length(ours), mean_length(theirs)),
         steps=compare_steps(ours, theirs, k),
-        parted=sum(not _begins(one, other) for one, other in zip(plain, theirs, strict=True)),
+        parted=sum(not _begins(text, other) for text, other in zip(plain, theirs, strict=True)),
         notes=engine.notes,
     )
 
@@ -261,9 +261,9 @@ def compare_steps(ours: Sequence[TrialAnswer], theirs: Sequence[TrialAnswer], le
     end of the completion shortens our draft.
     """
     same = compared = 0
-    for one, other in zip(ours, theirs, strict=True):
-        whole = len(list(takewhile(lambda drafted: drafted == length, one.drafted)))
-        pairs = list(zip(one.accepted[:whole], other.accepted, strict=False))
+    for mine, other_step in zip(ours, theirs, strict=True):
+        whole = len(list(takewhile(lambda drafted: drafted == length, mine.drafted)))
+        pairs = list(zip(mine.accepted[:whole], other_step.accepted, strict=False))
         equal = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         same += equal
         compared += min(equal + 1, len(pairs))

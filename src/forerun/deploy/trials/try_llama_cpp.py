@@ -91,8 +91,8 @@ class InLlamaCpp(InstalledEngine):
                 self.notes.append(UNKNOWN)
             words += ["--spec-type", self.way, "--spec-draft-n-max", str(drafting.k)]
             words += ["-c", str(self.rows * question.room), "-np", str(self.rows)]
-            kept = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
-            words += [word for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (flag, kept)]
+            cache_dtype = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
+            words += [word for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (flag, cache_dtype)]
             with (
                 run_server(self.server, words, folder / "server.log") as address,
                 ThreadPoolExecutor(self.rows) as pool,
@@ -109,10 +109,10 @@ def find_server(sources: Path) -> Path:
     there is none.
     """
     built = sources / "build" / "bin" / SERVER
-    found = built if built.is_file() else shutil.which(SERVER)
-    if found is None:
+    server = built if built.is_file() else shutil.which(SERVER)
+    if server is None:
         raise ArgumentError(f"there is no {built}, and no {SERVER} on the path; build it (cmake --build)")
-    return Path(found)
+    return Path(server)
 
 
 def server_version(server: Path) -> str:
@@ -138,10 +138,12 @@ def convert_to_gguf(
         done = subprocess.run(command, stdout=out, stderr=out, check=False)
     if done.returncode == 0 and file.is_file():
         return file
-    said = last_lines([log], 1)
-    if said.startswith("ModuleNotFoundError"):
-        raise ForerunError(f"{python} cannot run llama.cpp's converter: {said}; install it, or name another: --python")
-    raise RefusedError(f"its converter: {said}")
+    complaint = last_lines([log], 1)
+    if complaint.startswith("ModuleNotFoundError"):
+        raise ForerunError(
+            f"{python} cannot run llama.cpp's converter: {complaint}; install it, or name another: --python"
+        )
+    raise RefusedError(f"its converter: {complaint}")
 
 
 @contextlib.contextmanager

@@ -59,8 +59,8 @@ class InVllm(InstalledEngine):
         super().__init__(drafting, vllm_version(python))
         self.python = python
         refuse_apart(drafting, Vllm)
-        known, self.notes = choose_version(Vllm, self.version, force=True)
-        request = DeployRequest(model=drafting.target, config=drafting.config, version=known, force=True)
+        version, self.notes = choose_version(Vllm, self.version, force=True)
+        request = DeployRequest(model=drafting.target, config=drafting.config, version=version, force=True)
         self.speculation, _ = Vllm(request).speculation()
 
     def answers(self, question: TrialPrompts) -> list[TrialAnswer]:
@@ -85,10 +85,10 @@ class InVllm(InstalledEngine):
             result = folder / f"{kind}.json"
             if not result.is_file():
                 raise ForerunError(f"vLLM {self.version} died:\n{last_lines(folder.glob('*.log'))}")
-            found = json.loads(result.read_text(encoding="utf-8"))
-        if found.get("refused"):
-            raise RefusedError(found["refused"])
-        return [TrialAnswer(**one) for one in found["answers"]]
+            report = json.loads(result.read_text(encoding="utf-8"))
+        if report.get("refused"):
+            raise RefusedError(report["refused"])
+        return [TrialAnswer(**answer) for answer in report["answers"]]
 
 
 def vllm_version(python: Path) -> str:
@@ -96,10 +96,10 @@ def vllm_version(python: Path) -> str:
     be run.
     """
     try:
-        found = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
+        ran = subprocess.run([str(python), "-c", _VERSION], capture_output=True, text=True, timeout=60, check=False)
     except OSError as error:
         raise ArgumentError(f"{python} cannot be run: {error.strerror}; name the Python that has vLLM") from error
-    version = found.stdout.strip()
+    version = ran.stdout.strip()
     if not version:
         raise ArgumentError(f"{python} has no vLLM; name the Python of its environment: --python DIR/bin/python")
     return version
@@ -114,5 +114,5 @@ def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: M
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     command = [str(python), source.origin, str(folder / "plan.json"), str(folder)]
     with (folder / "vllm.log").open("w", encoding="utf-8") as log:
-        own = {**ENVIRONMENT, **(environment or {}), **os.environ}
-        subprocess.run(command, stdout=log, stderr=log, env=own, check=False)
+        variables = {**ENVIRONMENT, **(environment or {}), **os.environ}
+        subprocess.run(command, stdout=log, stderr=log, env=variables, check=False)

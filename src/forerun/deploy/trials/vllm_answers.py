@@ -43,11 +43,11 @@ def _run(plan: dict[str, Any], arm: str, folder: Path) -> None:
         os.dup2(log.fileno(), 2)
     os.environ.update(plan["arms"][arm]["environment"])
     try:
-        found = answer(plan, arm)
+        report = answer(plan, arm)
     except Exception as error:
         logging.exception("%s", arm)
-        found = {"refused": f"{type(error).__name__}: {error}", "version": vllm.__version__}
-    (folder / f"{arm}.json").write_text(json.dumps(found), encoding="utf-8")
+        report = {"refused": f"{type(error).__name__}: {error}", "version": vllm.__version__}
+    (folder / f"{arm}.json").write_text(json.dumps(report), encoding="utf-8")
 
 
 def answer(plan: dict[str, Any], arm: str) -> dict[str, Any]:

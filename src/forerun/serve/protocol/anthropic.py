@@ -220,8 +220,8 @@ class MessagesRequest(CountRequest):
 
 
 def _read_blocks(role: Literal["user", "system"], blocks: Sequence[Block]) -> Iterator[Message]:
-    for is_text, found in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
-        some = list(found)
+    for is_text, group in groupby(blocks, key=lambda block: isinstance(block, TextBlock)):
+        some = list(group)
         if is_text:
             yield Message(role=role, content=join_text(some))
         for block in some:

@@ -120,8 +120,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
     `body` tells its names from those that pydantic gives to the branches of a union; `known` are
     the body's parameters.
     """
-    found = [_Complaint.of(error, body) for error in errors]
-    [first, *others] = _of_fitting_branch(found)
+    complaints = [_Complaint.of(error, body) for error in errors]
+    [first, *others] = _of_fitting_branch(complaints)
     param, error = ".".join(map(str, first.path)) or None, first.error
     if error["type"] == "extra_forbidden":
         hint, other = "leave it out", OTHER_NAMES.get(param or "")
@@ -135,7 +135,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
         return bad_request(f"the parameter {param!r} is missing" if param else "the request has no body", param)
     message = " or ".join([first.message, *(other.message.removeprefix("Input should be ") for other in others)])
     if error["type"] == "literal_error" and not others:
-        same = [one.error["ctx"]["expected"] for one in found if one.is_literal and one.path == first.path]
+        same = [
+            complaint.error["ctx"]["expected"]
+            for complaint in complaints
+            if complaint.is_literal and complaint.path == first.path
+        ]
         message = f"only {' or '.join(dict.fromkeys(same))} is supported"
     named = getattr(error.get("ctx", {}).get("error"), "param", None)  # By a check of the whole body
     return bad_request(f"{param}: {message}" if param else message, param or named)
@@ -155,15 +159,15 @@ class _Complaint(NamedTuple):
         """
         location = tuple(error["loc"])
         location, value = location[1:] if location[:1] == ("body",) else location, body
-        path, branches, known = list[int | str](), list[tuple[int, str]](), body is not None
-        for place, part in enumerate(location):
-            last = place == len(location) - 1
-            more = None if last else location[place + 1]
-            if known and not _is_name(part, value, more, missing=error["type"] == "missing"):
+        path, branches, has_body = list[int | str](), list[tuple[int, str]](), body is not None
+        for depth, part in enumerate(location):
+            last = depth == len(location) - 1
+            more = None if last else location[depth + 1]
+            if has_body and not _is_name(part, value, more, missing=error["type"] == "missing"):
                 branches.append((len(path), str(part)))
                 continue
             path.append(part)
-            if known and not last:
+            if has_body and not last:
                 value = value[part]
         return cls(error, tuple(path), tuple(branches))
 
@@ -183,8 +187,8 @@ class _Complaint(NamedTuple):
         """
         if len(self.branches) > depth + 1 or len(self.path) > self.branches[depth][0]:
             return False
-        given = self.error["input"]
-        other = not isinstance(given, str if "'" in self.error["msg"] else int)
+        value = self.error["input"]
+        other = not isinstance(value, str if "'" in self.error["msg"] else int)
         return other if self.is_literal else bool(self.error["type"].endswith("_type"))
 
 
@@ -203,19 +207,25 @@ def _is_name(part: int | str, value: Any, more: int | str | None, *, missing: bo
     return part in value or (more is None and missing)
 
 
-def _of_fitting_branch(found: Sequence[_Complaint], depth: int = 0) -> list[_Complaint]:
+def _of_fitting_branch(complaints: Sequence[_Complaint], depth: int = 0) -> list[_Complaint]:
     """Return the complaint of the branch that is meant; where the value has no branch's type, one
     of each.
     """
-    first = found[0]
+    first = complaints[0]
     if len(first.branches) <= depth:
         return [first]
     branches = defaultdict[str, list[_Complaint]](list)
     at = first.branches[depth][0]
-    for one in found:
-        if len(one.branches) > depth and one.branches[depth][0] == at and one.path[:at] == first.path[:at]:
-            branches[one.branches[depth][1]].append(one)
-    fitting = [branch for branch in branches.values() if not any(one.of_another_type(depth) for one in branch)]
+    for complaint in complaints:
+        if (
+            len(complaint.branches) > depth
+            and complaint.branches[depth][0] == at
+            and complaint.path[:at] == first.path[:at]
+        ):
+            branches[complaint.branches[depth][1]].append(complaint)
+    fitting = [
+        branch for branch in branches.values() if not any(complaint.of_another_type(depth) for complaint in branch)
+    ]
     if not fitting:
         distinct = {branch[0].message: branch[0] for branch in branches.values()}
         return list(distinct.values())
@@ -227,6 +237,6 @@ def _distance(branch: Sequence[_Complaint], at: int) -> tuple[bool, int, int]:
 
     The parts are: of another kind, by how many complaints, and how early in a list the first is.
     """
-    other = any(one.is_literal and one.path[at:] == ("type",) for one in branch)
-    places = [-place for one in branch for place in one.path[at : at + 1] if isinstance(place, int)]
+    other = any(complaint.is_literal and complaint.path[at:] == ("type",) for complaint in branch)
+    places = [-place for complaint in branch for place in complaint.path[at : at + 1] if isinstance(place, int)]
     return other, len(branch), max(places, default=0)

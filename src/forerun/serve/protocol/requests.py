@@ -51,12 +51,12 @@ class Strict(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        found: dict[str, Any] = handler(schema)
-        described = handler.resolve_ref_schema(found)
-        for name, own in described.get("properties", {}).items():
+        reference: dict[str, Any] = handler(schema)
+        described = handler.resolve_ref_schema(reference)
+        for name, property_schema in described.get("properties", {}).items():
             if name not in described.get("required", ()):
-                described["properties"][name] = _nullable(own)
-        return found
+                described["properties"][name] = _nullable(property_schema)
+        return reference
 
 
 class StreamOptions(Strict):
@@ -277,11 +277,17 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Noth
 
 def _a_schema(value: dict[str, Any]) -> dict[str, Any]:
     properties, required = value.get("properties", {}), value.get("required", [])
-    if not isinstance(properties, dict) or not all(isinstance(own, dict | bool) for own in properties.values()):
+    if not isinstance(properties, dict) or not all(
+        isinstance(property_schema, dict | bool) for property_schema in properties.values()
+    ):
         raise ValueError("properties is an object of schemas")
     if not isinstance(required, list):
         raise ValueError("required is a list of names")
-    if not all(isinstance(own.get("enum", []), list) for own in properties.values() if isinstance(own, dict)):
+    if not all(
+        isinstance(property_schema.get("enum", []), list)
+        for property_schema in properties.values()
+        if isinstance(property_schema, dict)
+    ):
         raise ValueError("enum is a list of values")
     return value
 
@@ -445,15 +451,15 @@ class Message(Strict):
         `text_arguments` gives arguments of calls as JSON text, and no content as None; else they
         are an object and "".
         """
-        found: dict[str, Any] = {
+        message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": join_text(self.content) if self.content is not None else None if text_arguments else "",
         }
         if self.tool_calls:
-            found["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
+            message["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
         reasoning = self.reasoning_content or self.reasoning
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
-        return found | {key: value for key, value in more.items() if value is not None}
+        return message | {key: value for key, value in more.items() if value is not None}
 
 
 class ChatRequest(Sampling):

@@ -165,7 +165,7 @@ class ResponsesRequest(Neutral):
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools or ()]
         form = self.text.format if self.text is not None else None
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream", "cache_salt", "speculative", "user")
-        own = {
+        fields = {
             "messages": list(self._messages()),
             "max_completion_tokens": self.max_output_tokens,
             "response_format": None if form is None else form.chat(),
@@ -173,8 +173,8 @@ class ResponsesRequest(Neutral):
             "tool_choice": choice,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
-        own |= {"store": self.store} if "store" in self.model_fields_set else {}
-        return ChatRequest.model_validate({name: getattr(self, name) for name in same} | own)
+        fields |= {"store": self.store} if "store" in self.model_fields_set else {}
+        return ChatRequest.model_validate({name: getattr(self, name) for name in same} | fields)
 
     def _messages(self) -> Iterator[Message]:
         if self.instructions is not None:

@@ -298,8 +298,8 @@ class FieldFormat(ToolFormat):
         return True
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        one = lark.rule(self._one_of(lambda function: self._call(lark, function)))
-        return self._repeat(lark, one, many=many)
+        call = lark.rule(self._one_of(lambda function: self._call(lark, function)))
+        return self._repeat(lark, call, many=many)
 
     def any_value(self, lark: Lark, end: str) -> str:
         """Add a rule for any text that is read as one value up to `end`, and the end."""
@@ -309,8 +309,10 @@ class FieldFormat(ToolFormat):
         return lark.until(end, text)
 
     def _arguments(self, name: str) -> Schema:
-        found: Mapping[str, Any] = next((one.parameters for one in self.functions if one.name == name), {})
-        return Schema(found, found)
+        parameters: Mapping[str, Any] = next(
+            (function.parameters for function in self.functions if function.name == name), {}
+        )
+        return Schema(parameters, parameters)
 
     def _read_field(self, text: Incoming) -> Steps[tuple[str, str] | None]:
         """Read one argument, its name and its text; None, with nothing read, where there is none.

@@ -102,10 +102,10 @@ class Mistral(ToolFormat):
                 arguments = lark.json(function.parameters, strict=function.strict)
                 return f"{literal(function.name)} {lark.mark(ARGS)} {arguments}"
 
-            one = lark.rule(self._one_of(write))
-            return f"{one} ({lark.mark(self.mark)} {one})*" if many else one
-        one = self._json_call(lark)
-        return f'"[" {one} (", " {one})* "]"' if many else f'"[" {one} "]"'
+            call = lark.rule(self._one_of(write))
+            return f"{call} ({lark.mark(self.mark)} {call})*" if many else call
+        call = self._json_call(lark)
+        return f'"[" {call} (", " {call})* "]"' if many else f'"[" {call} "]"'
 
     def new_id(self) -> str:
         """Return an id of nine letters or digits, because Mistral's templates refuse anything else."""
@@ -151,8 +151,8 @@ class Llama3Json(ToolFormat):
         return lark.rule(f"{calls} | {lark.mark(self.mark)} {calls} | {text}")
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        one = self._json_call(lark, "parameters")
-        return f'{one} ("; " {one})*' if many else one
+        call = self._json_call(lark, "parameters")
+        return f'{call} ("; " {call})*' if many else call
 
 
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -222,8 +222,8 @@ class Hermes(ToolFormat):
         return (yield from read_calls(text, end=END))
 
     def block(self, lark: Lark, *, many: bool) -> str:
-        one = lark.rule(f'"\\n" {self._json_call(lark)} "\\n" {lark.mark(END)}')
-        return self._repeat(lark, one, many=many)
+        call = lark.rule(f'"\\n" {self._json_call(lark)} "\\n" {lark.mark(END)}')
+        return self._repeat(lark, call, many=many)
 
 
 FORMATS: dict[str, type[ToolFormat]] = {
@@ -242,4 +242,4 @@ def find_format(parser: str, template: str) -> type[ToolFormat] | None:
     """
     if parser != "auto":
         return FORMATS.get(parser)
-    return next((one for one in FORMATS.values() if all(sign in template for sign in one.signs)), None)
+    return next((each for each in FORMATS.values() if all(sign in template for sign in each.signs)), None)

@@ -58,12 +58,12 @@ class Incoming:
         """
         marks = (mark, *more)
         while True:
-            places = [(place, one) for one in marks if (place := self.text.find(one, self.at)) >= 0]
-            if places:
-                place, found = min(places)
-                end = self._before_blanks(place)
+            starts = [(start, each) for each in marks if (start := self.text.find(each, self.at)) >= 0]
+            if starts:
+                start, mark_found = min(starts)
+                end = self._before_blanks(start)
                 yield from self._pass(end, kind)
-                self.at = place + len(found)
+                self.at = start + len(mark_found)
                 return end
             if self.ended:
                 yield from self._pass(self._before_blanks(len(self.text)) if drop_end else len(self.text), kind)
@@ -135,18 +135,18 @@ class Incoming:
 
         With `before` the mark counts only where, behind blanks, one of these or nothing follows.
         """
-        start = place = self.at
+        start = searched = self.at
         while True:
-            found = self.text.find(mark, place)
-            if found >= 0:
-                self.at = found + len(mark)
+            end = self.text.find(mark, searched)
+            if end >= 0:
+                self.at = end + len(mark)
                 if not before or (yield from self.comes(before, ended=True)):
-                    return self.text[start:found]
-                self.at, place = start, found + 1
+                    return self.text[start:end]
+                self.at, searched = start, end + 1
             elif self.ended:
                 return None
             else:
-                place = max(place, len(self.text) - len(mark) + 1)
+                searched = max(searched, len(self.text) - len(mark) + 1)
                 yield None
 
     def comes(self, marks: Sequence[str], *, ended: bool = False) -> Steps[bool]:
@@ -156,9 +156,9 @@ class Incoming:
         """
         start = self.at
         yield from self.skip_blanks()
-        place, self.at = self.at, start
+        behind, self.at = self.at, start
         while True:
-            here = self.text[place:]
+            here = self.text[behind:]
             if any(here.startswith(mark) for mark in marks):
                 return True
             if not any(mark.startswith(here) for mark in marks):
@@ -246,15 +246,15 @@ class PieceReader:
         return self._run()
 
     def _run(self) -> list[Piece]:
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for piece in self._steps:
             if piece is None:
                 break
-            if found and found[-1].kind is piece.kind is not Kind.CALL:
-                found[-1] = Piece(piece.kind, found[-1].text + piece.text)
+            if pieces and pieces[-1].kind is piece.kind is not Kind.CALL:
+                pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text)
             else:
-                found.append(piece)
-        return found
+                pieces.append(piece)
+        return pieces
 
 
 def collect(steps: Steps[None]) -> Steps[str]:

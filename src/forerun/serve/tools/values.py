@@ -87,12 +87,12 @@ class Schema:
         """Yield the schema and all that it refers to or combines, with `words` for the ways in which it does."""
         waiting, seen = [self.schema], set[str]()
         while waiting:
-            one = waiting.pop(0)
-            if not isinstance(one, Mapping):
+            schema = waiting.pop(0)
+            if not isinstance(schema, Mapping):
                 continue
-            yield one
-            waiting += [part for word in words or _COMBINED for part in _list(one.get(word))]
-            reference = one.get("$ref")
+            yield schema
+            waiting += [part for word in words or _COMBINED for part in _list(schema.get(word))]
+            reference = schema.get("$ref")
             if isinstance(reference, str) and reference not in seen:
                 seen.add(reference)
                 waiting.append(self._resolve(reference))
@@ -129,7 +129,7 @@ class Schema:
         return (
             (not isinstance(reference, str) or known[reference])
             and (kinds is None or any(_is(value, kind) for kind in _list(kinds) or [kinds]))
-            and (options is None or any(_same(value, one, exact) for one in options))
+            and (options is None or any(_same(value, option, exact) for option in options))
             and all(map(fits, every))
             and all(any(map(fits, some)) for some in choices if some)
         )
@@ -138,16 +138,16 @@ class Schema:
         """Return what a reference names; True, which allows anything, where that is not in the document."""
         if reference != "#" and not reference.startswith("#/"):
             return True
-        found: Any = self._root
+        resolved: Any = self._root
         for step in unquote(reference).split("/")[1:]:
             key = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and key in found:
-                found = found[key]
-            elif isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-                found = found[int(key)]
+            if isinstance(resolved, Mapping) and key in resolved:
+                resolved = resolved[key]
+            elif isinstance(resolved, list) and key.isdecimal() and int(key) < len(resolved):
+                resolved = resolved[int(key)]
             else:
                 return True
-        return found
+        return resolved
 
 
 def _readings(raw: str) -> Iterator[tuple[str, Any]]:
