@@ -152,9 +152,7 @@ def constant(values: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 class Together:
-    """A `Together` is a context of the whole process that the first thread enters and the last one
-    leaves.
-    """
+    """A context of the whole process that the first thread enters and the last one leaves."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self._make, self._lock, self._inside = make, threading.Lock(), 0

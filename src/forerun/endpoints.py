@@ -14,7 +14,7 @@ class ServerError(ForerunError, ConnectionError):
 
 
 class ApiClient:
-    """An `ApiClient` is the address of a server with an `httpx.AsyncClient` for it; open it with ``async with``."""
+    """The address of a server with an `httpx.AsyncClient` for it; open it with ``async with``."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ CLOSED = "the engine was closed and takes no more requests; make a new one"
 
 
 class ForerunError(Exception):
-    """`ForerunError` is the root of all errors that are meant for a user."""
+    """The root of all errors that are meant for a user."""
 
 
 class ArgumentError(ForerunError, ValueError):
@@ -35,9 +35,7 @@ class CheckpointError(ForerunError, ValueError):
 
 
 class DownloadError(ForerunError, ConnectionError):
-    """A file that is downloaded at its first use is out of reach: no network, or not in the package
-    index.
-    """
+    """A file that is downloaded at its first use is out of reach: no network, or not in the package index."""
 
 
 class UnsupportedModelError(ForerunError, ValueError):
@@ -103,7 +101,7 @@ def of_the_process(error: BaseException) -> bool:
 
 
 class Failing(Protocol):
-    """A `Failing` object can end with an error of its own."""
+    """An object that can end with an error of its own."""
 
     error: ForerunError | None
 

@@ -26,7 +26,7 @@ _OTHERS = bytes(byte for byte in range(256) if byte not in _OPENING + _CLOSING)
 
 
 class Nesting(NamedTuple):
-    """A `Nesting` counts the brackets of a text outside its strings."""
+    """Counts the brackets of a text outside its strings."""
 
     depth: int  # Most that are open at once
     opened: int  # How many there are

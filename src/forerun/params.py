@@ -34,9 +34,7 @@ It must be a function of these alone.
 @name_unknown_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """`StructuredOutputs` says what the completion must look like: exactly one of these fields is set.
-    Names are vLLM's.
-    """
+    """The form that the completion must have: exactly one of these fields is set. Names are vLLM's."""
 
     json: Mapping[str, Any] | str | None = None  # A JSON schema
     json_object: bool = False  # Any JSON object
@@ -55,7 +53,7 @@ class StructuredOutputs:
 @name_unknown_arguments
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """`SamplingParams` says how to sample one request; names and meaning are vLLM's.
+    """The sampling parameters of one request; names and meaning are vLLM's.
 
     ``None`` takes what the checkpoint's ``generation_config.json`` says, else the neutral value. Processors
     apply in this order: allowed tokens, bad words, min tokens, logit bias, penalties, user processors,

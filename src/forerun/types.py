@@ -21,7 +21,7 @@ LAST_HIDDEN: Boundary = -1  # The hidden state after the final norm: what the ou
 
 
 class Drawn(IntEnum):
-    """`Drawn` says how a drafted node was chosen, which decides the rules that may verify it."""
+    """The way in which a drafted node was chosen, which decides the rules that may verify it."""
 
     DETERMINISTIC = 0  # A function of the tokens before it (top-k, copied text)
     IID = 1  # Drawn from the recorded distribution of its parent, independently of its siblings
@@ -30,7 +30,7 @@ class Drawn(IntEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftKind:
-    """A `DraftKind` says what a drafter may draft for a request; the verification rule follows from it.
+    """The kind of drafts that a drafter may make for a request; the verification rule follows from it.
 
     It is known before anything is drawn: a rule that was chosen by looking at the drawn tree would depend
     on sampled values, and that biases the output.
@@ -42,7 +42,7 @@ class DraftKind:
 
 
 class CommittedTokens(list[int]):
-    """`CommittedTokens` is the read-only list of a row's tokens, which only its `Row` changes.
+    """The read-only list of a row's tokens, which only its `Row` changes.
 
     Drafters are handed it as it is, so that nothing is copied in a step; one that writes to it gets a
     TypeError instead of another completion.
@@ -59,7 +59,7 @@ class CommittedTokens(list[int]):
 
 
 class Source(StrEnum):
-    """`Source` says where a committed token came from."""
+    """The origin of a committed token."""
 
     DRAFT = "draft"
     RECOVERED = "recovered"
@@ -69,7 +69,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """A `Verdict` says what a rule accepted of one row's tree."""
+    """The verdict of a rule: what it accepted of one row's tree."""
 
     path: tuple[int, ...]  # Accepted node ids from the root's child downwards; empty if nothing was accepted
     next_token: int
@@ -78,7 +78,7 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """A `Budget` says how much a drafter may propose for each row of the context."""
+    """The amount that a drafter may propose for each row of the context."""
 
     nodes: Sequence[int]  # Most nodes, root not counted
     depth: Sequence[
@@ -88,9 +88,7 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenLogprob:
-    """A `TokenLogprob` is the log-probability of one token, natural logarithm, with its rank (1 =
-    likeliest).
-    """
+    """The log-probability of one token, natural logarithm, with its rank (1 = likeliest)."""
 
     logprob: float
     rank: int
@@ -98,7 +96,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TracedNode:
-    """A `TracedNode` is one drafted node in a `StepTrace`."""
+    """One drafted node in a `StepTrace`."""
 
     token: int
     parent: int  # Node id; 0 is the root
@@ -110,7 +108,7 @@ class TracedNode:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTrace:
-    """A `StepTrace` records one row's part in one step.
+    """Records one row's part in one step.
 
     It feeds ``--show-draft``, the playground, the benchmark, the metrics and the tests.
     """
@@ -134,9 +132,7 @@ class StepTrace:
 
 @dataclass(kw_only=True, slots=True)
 class SpeculationStats:
-    """`SpeculationStats` counts over the steps of one request, or of many (`add`). Field names are
-    vLLM's.
-    """
+    """Counts over the steps of one request, or of many (`add`). Field names are vLLM's."""
 
     num_tokens: int = 0  # Tokens of the completions, each one's first included, which the pass over its prompt gave
     num_prompt_passes: int = 0  # Passes that gave a first token: one per completion, in however many pieces it was read
@@ -231,7 +227,7 @@ def _add_counts(total: list[int], more: Sequence[int]) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputToken:
-    """An `OutputToken` is one token of a completion."""
+    """One token of a completion."""
 
     id: int
     text: str  # Text that this token added; empty while a character is incomplete
@@ -243,7 +239,7 @@ class OutputToken:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionOutput:
-    """A `CompletionOutput` is one completion of one prompt."""
+    """One completion of one prompt."""
 
     index: int  # 0 .. n - 1
     text: str
@@ -263,7 +259,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOutput:
-    """A `RequestOutput` holds all completions of one prompt."""
+    """All completions of one prompt."""
 
     request_id: str
     prompt: str | None
@@ -289,7 +285,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamChunk:
-    """A `StreamChunk` holds what one engine step added to one completion."""
+    """The addition of one engine step to one completion."""
 
     request_id: str
     index: int  # Which of the `n` completions

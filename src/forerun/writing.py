@@ -255,7 +255,7 @@ def _unseal(path: Path, found: dict[str, Any], remedy: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManifestKind:
-    """A `ManifestKind` describes one kind of directory and writes and reads its manifest."""
+    """Describes one kind of directory and writes and reads its manifest."""
 
     format: str  # Name of the format in the manifest
     version: int
@@ -289,7 +289,7 @@ class ManifestKind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerIdentity:
-    """A `TokenizerIdentity` tells one tokenizer from another."""
+    """Tells one tokenizer from another."""
 
     name: str  # Directory name or hub id it was loaded from; for messages, not for comparison
     vocab_size: int

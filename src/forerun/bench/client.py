@@ -28,7 +28,7 @@ completions' tokens.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationCounts:
-    """`SpeculationCounts` hold what an engine counted over some time; None where it does not tell."""
+    """The counts of an engine over some time; None where it does not tell."""
 
     drafts: int | None = None
     """Passes of the target that verified a draft."""
@@ -198,7 +198,7 @@ def sum_counts(parts: Iterable[SpeculationCounts | None]) -> SpeculationCounts |
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchAnswer:
-    """A `BenchAnswer` records the completion of one prompt, its times and its error."""
+    """Records the completion of one prompt, its times and its error."""
 
     task: str
     category: str
@@ -229,7 +229,7 @@ class BenchAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RequestOptions:
-    """`RequestOptions` say how every request is made."""
+    """The options that say how every request is made."""
 
     endpoint: str = "auto"
     """``chat``, ``completions``, or ``auto`` for what a task calls for."""
@@ -240,7 +240,7 @@ class RequestOptions:
 
 
 class Server(ApiClient):
-    """A `Server` is a server that is measured: its model, its metrics, and its completions."""
+    """A server that is measured: its model, its metrics, and its completions."""
 
     def __init__(
         self, url: str, *, model: str | None = None, api_key: str | None = None, metrics_url: str | None = None
@@ -397,7 +397,7 @@ class Server(ApiClient):
 
 
 class _Heard:
-    """A `_Heard` collects what a stream said so far."""
+    """Collects what a stream said so far."""
 
     def __init__(self, started: float) -> None:
         self.started = started

@@ -42,7 +42,7 @@ Tell = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BenchLoad:
-    """A `BenchLoad` says how requests come: exactly one of concurrency and rate is given."""
+    """The way in which requests come: exactly one of concurrency and rate is given."""
 
     concurrency: int | None = None
     """Users who each send the next request as soon as they have a response."""
@@ -94,7 +94,7 @@ class BenchLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadResult:
-    """A `LoadResult` holds the completions of one load on one server."""
+    """The completions of one load on one server."""
 
     load: BenchLoad
     answers: Sequence[BenchAnswer]
@@ -155,7 +155,7 @@ HIGHER, LOWER = 1, -1
 
 
 class Figure(NamedTuple):
-    """A `Figure` is one figure of a load, with its names on the page and in the terminal."""
+    """One figure of a load, with its names on the page and in the terminal."""
 
     key: str  # In the load's record
     words: str
@@ -210,9 +210,7 @@ def parse_objectives(words: Sequence[str]) -> dict[str, float]:
 
 
 class Latency(NamedTuple):
-    """A `Latency` holds one request's times in ms: to its first token, for each token behind it, to
-    its end.
-    """
+    """One request's times in ms: to its first token, for each token behind it, to its end."""
 
     ttft: float
     tpot: float | None
@@ -441,7 +439,7 @@ TellArm = Callable[[str, int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bench:
-    """A `Bench` says what is measured on which servers."""
+    """A benchmark: which servers are measured, under which loads."""
 
     server: Server
     baseline: Server | None

@@ -23,7 +23,7 @@ HUB, FILES = re.compile(r"[\w-][\w.-]*/[\w.-]+"), (".jsonl", ".ndjson", ".json",
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A `Task` is what one user sends."""
+    """The prompts that one user sends."""
 
     id: str
     category: str
@@ -60,7 +60,7 @@ def read_workload(names: Sequence[str], *, subset: str | None = None, split: str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawnTasks:
-    """`DrawnTasks` says which tasks are sent by the warm-up and by each load."""
+    """The tasks that the warm-up and each load send."""
 
     warmup: Sequence[Task]
     loads: Sequence[Sequence[Task]]

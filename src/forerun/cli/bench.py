@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkloadOptions:
-    """`WorkloadOptions` say which prompts are sent."""
+    """The options that say which prompts are sent."""
 
     workload: Annotated[tuple[str, ...], Many] = ("demo",)
     """Files (MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, ShareGPT, messages, prompts, text), hub data sets
@@ -61,7 +61,7 @@ class WorkloadOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArrivalOptions:
-    """`ArrivalOptions` say when requests are sent; several numbers are measured one after the other."""
+    """The options that say when requests are sent; several numbers are measured one after the other."""
 
     concurrency: Annotated[tuple[int, ...], Many] = ()
     """Users at a time; 1 where neither this nor a rate is given."""

@@ -29,7 +29,7 @@ _MODEL = Parameter(
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerOptions:
-    """`ServerOptions` say which servers are examined, in place of a model."""
+    """The options that say which servers are examined, in place of a model."""
 
     server: str | None = None
     """Address of an OpenAI-compatible server to examine in place of a model: forerun's, vLLM's, SGLang's,

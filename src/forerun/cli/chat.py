@@ -76,7 +76,7 @@ def _ask() -> str | None:
 
 
 class Conversation:
-    """A `Conversation` holds the messages so far, and what the slash commands change."""
+    """The messages so far, and what the slash commands change."""
 
     def __init__(
         self, llm: LLM, params: SamplingParams, config: dict[str, Any] | None, *, system: str | None, show_draft: bool

@@ -170,7 +170,7 @@ def delete_traffic(folder: Path, *, api_key: Annotated[str | None, Parameter(env
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DrawOptions:
-    """`DrawOptions` say how many prompts are drawn, how, and which ones may not come."""
+    """The options that say how many prompts are drawn, how, and which ones may not come."""
 
     target: str
     """Directory or hub id of a chat model, which writes the prompts itself."""
@@ -230,7 +230,7 @@ def draw_prompts(*, options: DrawOptions, json: Json = False, loading: TargetOpt
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegenerateOptions:
-    """`RegenerateOptions` say who writes the completions, how, and where they go."""
+    """The options that say who writes the completions, how, and where they go."""
 
     output: Path
     """JSONL to append to; records that it holds are not written again, and with other settings they are refused."""

@@ -47,7 +47,7 @@ SHOWN_LINES, CHANGED_LINES = 6, 24  # Lines shown of a file, and of what an edit
 
 
 class _Setting(NamedTuple):
-    """A `_Setting` says what is compared: model, drafter, question, sampling."""
+    """The setting of a comparison: model, drafter, question, sampling."""
 
     model: str
     config: dict[str, Any]

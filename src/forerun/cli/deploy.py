@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployForecastOptions:
-    """`DeployForecastOptions` describe what is accepted and what passes cost, as in `forerun plan`.
+    """The options that say what is accepted and what passes cost, as in `forerun plan`.
 
     From these, the draft length at each batch and the cost of what the engine cannot do are
     predicted.

@@ -39,7 +39,7 @@ COLOURS = {"ok": "green", "check": "cyan", "degrades": "yellow", "fails": "bold 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialOptions:
-    """`TrialOptions` say how a head is tried in an engine."""
+    """The options that say how a head is tried in an engine."""
 
     python: Path = Path(sys.executable)
     """Python of the environment that has vLLM, or what llama.cpp's converter imports (torch,

@@ -31,7 +31,7 @@ GIB = 2**30
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FeatureOptions:
-    """`FeatureOptions` say what states are stored, of which target and data, where and how."""
+    """The options that say what states are stored, of which target and data, where and how."""
 
     target: str
     """Directory, hub id or name of a shipped model."""
@@ -98,7 +98,7 @@ def features(
 
 
 class _FeatureRun:
-    """A `_FeatureRun` holds what was requested, and what is known before a weight is loaded."""
+    """The request, and what is known before a weight is loaded."""
 
     def __init__(self, options: FeatureOptions) -> None:
         if not options.data.is_dir():

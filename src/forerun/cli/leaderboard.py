@@ -34,7 +34,7 @@ COPYING: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainedDrafter:
-    """A `TrainedDrafter` is one that ships, or what `forerun train` left in a folder."""
+    """A drafter that ships, or what `forerun train` left in a folder."""
 
     name: str
     kind: HeadKind
@@ -75,7 +75,7 @@ class TrainedDrafter:
 
 @dataclass(kw_only=True, slots=True)
 class BoardLine:
-    """A `BoardLine` is one line of the table: a drafter, and what it brought at each temperature."""
+    """One line of the table: a drafter, and what it brought at each temperature."""
 
     name: str
     config: dict[str, Any]

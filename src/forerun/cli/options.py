@@ -33,7 +33,7 @@ Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face cau
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationOptions:
-    """`SpeculationOptions` say what drafts, how much, and which rule verifies it."""
+    """The options that say what drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
     """Name of the drafter, see `forerun drafters`, or module:Class, one of your own; without one decoding is plain."""
@@ -68,9 +68,7 @@ class SpeculationOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
-    """`SamplingOptions` say how to choose tokens; what is not given comes from the checkpoint's
-    generation_config.json.
-    """
+    """The options that say how to choose tokens; the others come from the checkpoint's generation_config.json."""
 
     temperature: Annotated[float | None, Parameter(alias="-t")] = None
     """0 is greedy."""
@@ -96,7 +94,7 @@ class SamplingOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetOptions:
-    """`TargetOptions` say how to load the target."""
+    """The options that say how to load the target."""
 
     dtype: str = "auto"
     """auto (the checkpoint's own; float32 on a CPU that only emulates it), float32, bfloat16 or float16."""

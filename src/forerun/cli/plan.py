@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastOptions:
-    """`ForecastOptions` say what is accepted, and what a pass of which target costs."""
+    """The options that say what is accepted, and what a pass of which target costs."""
 
     context: int | None = None
     """Committed tokens of each sequence; measured on the prompts where there are some, else 0."""
@@ -86,7 +86,7 @@ FORECAST = ForecastOptions()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(ForecastOptions):
-    """`PlanOptions` say what is to be planned, and how its acceptance is known."""
+    """The options that say what is to be planned, and how its acceptance is known."""
 
     batch: int = 1
     """Sequences that are decoded together."""
@@ -388,7 +388,7 @@ def _batch_note(options: PlanOptions) -> list[str]:
 
 
 class Shown:
-    """A `Shown` is a plan with everything that is printed about it."""
+    """A plan with everything that is printed about it."""
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ SETTINGS = ServeSettings()
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """`EngineOptions` are the engine's options, as `AsyncLLM` has them."""
+    """The engine's options, as `AsyncLLM` has them."""
 
     max_num_seqs: int = 8
     """Completions that run at once."""

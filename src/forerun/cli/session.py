@@ -264,7 +264,7 @@ def _forward_progress(tell: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Telling(logging.Handler):
-    """`_Telling` is a log handler that passes on messages of the level INFO alone."""
+    """A log handler that passes on messages of the level INFO alone."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)

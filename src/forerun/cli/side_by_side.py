@@ -38,7 +38,7 @@ def both_arms() -> tuple[SpeedupArm, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnsweredPair:
-    """An `AnsweredPair` is one prompt at one temperature, completed both ways."""
+    """One prompt at one temperature, completed both ways."""
 
     question: Question
     temperature: float
@@ -126,7 +126,7 @@ def _ask(llm: LLM, question: Question, params: SamplingParams, *, show: bool) ->
 
 
 class _Picture:
-    """A `_Picture` shows two columns that fill as the tokens come."""
+    """Shows two columns that fill as the tokens come."""
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature

@@ -106,7 +106,7 @@ def parse_budget(text: str) -> float:
 
 
 class _Console:
-    """A `_Console` shows a run on stderr."""
+    """Shows a run on stderr."""
 
     def say(self, words: str) -> None:
         """Print a line that stays; what belongs to a stage is dim."""

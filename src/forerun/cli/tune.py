@@ -28,7 +28,7 @@ tune = App(name="tune", help="Find settings for a model by measuring it.")
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """`SearchOptions` say on what to search, for how long, and where to write what was found."""
+    """The options that say on what to search, for how long, and where to write what was found."""
 
     output: Path
     """JSON file for the set that was found: --drafter-option skip=FILE takes it."""

@@ -18,7 +18,7 @@ CONTEXT = 300  # Tokens of an excerpt of a held-out file, where no other length 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """A `Prompt` is one file of the standard library that no shipped model was trained on."""
+    """One file of the standard library that no shipped model was trained on."""
 
     name: str  # Its module file, for example ``"graphlib.py"``
     text: str  # The whole file; cut it where the completion shall begin
@@ -33,9 +33,7 @@ def prompts() -> list[Prompt]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """An `Edit` is a small edit of a function that no shipped model was trained on, requested as a
-    user would.
-    """
+    """A small edit of a function that no shipped model was trained on, requested as a user would."""
 
     name: str  # Its kind and a number, for example ``"rename-3"``
     request: str  # The instruction, and the function
@@ -83,7 +81,7 @@ def contexts(tokenizer: Any, *, count: int, length: int = CONTEXT) -> list[list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Question:
-    """A `Question` is one question to a chat model, as a user would put it."""
+    """One question to a chat model, as a user would put it."""
 
     name: str  # For example ``"edit"``
     title: str  # The kind of question, in a few words

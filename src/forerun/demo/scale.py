@@ -47,9 +47,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScalePlan:
-    """A `ScalePlan` is the shape of a scale model: its hidden size, a power of four wider than the
-    source's, its heads by factors.
-    """
+    """The shape of a scale model: its hidden size, a power of four wider than the source's, its heads by factors."""
 
     hidden_factor: int
     head_factor: int
@@ -59,7 +57,7 @@ class ScalePlan:
 
 
 class ScaledModel:
-    """A `ScaledModel` is the Llama checkpoint `source`, a folder, enlarged to about `billions` x
+    """The Llama checkpoint `source`, a folder, enlarged to about `billions` x
     1e9 parameters.
 
     Embeddings are included, weights are of this `dtype`, and the model stays in the cache. `layers`

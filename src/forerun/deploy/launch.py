@@ -39,9 +39,7 @@ DRAFTS_TREES = ("eagle2", "peagle", "pard", "medusa", "dflash")
 
 
 class Stretch(NamedTuple):
-    """A `Stretch` is a range of batch sizes, `first` to `last` inclusive, at which `k` tokens are
-    drafted.
-    """
+    """A range of batch sizes, `first` to `last` inclusive, at which `k` tokens are drafted."""
 
     first: int
     last: int
@@ -50,7 +48,7 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
-    """A `Forecast` holds what the planner says of a deployment."""
+    """The planner's forecast of a deployment."""
 
     load: PlanLoad
     max_batch: int  # Most sequences that the server decodes together
@@ -116,7 +114,7 @@ def _runs(lengths: list[int]) -> Iterator[Stretch]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DraftSpec:
-    """A `DraftSpec` is one drafter that an engine is to run."""
+    """One drafter that an engine is to run."""
 
     method: str  # A drafter's name in forerun
     k: int  # Tokens on one path
@@ -147,7 +145,7 @@ class DraftSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counterpart:
-    """A `Counterpart` says how an engine names one of our methods, and what it needs besides."""
+    """The name of one of our methods in an engine, and what it needs besides."""
 
     name: str
     keys: Mapping[str, Any] = field(default_factory=dict)  # Always given
@@ -159,7 +157,7 @@ class Counterpart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExaminedFiles:
-    """`ExaminedFiles` hold what was read of the drafter's files."""
+    """The result of reading the drafter's files."""
 
     launch: Launch | None = None  # For `heads.engines.Destination`; None for what is no head
     depth: int | None = None  # Most tokens that the head drafts on one path
@@ -168,7 +166,7 @@ class ExaminedFiles:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeployRequest:
-    """A `DeployRequest` says what is to be deployed, and where."""
+    """A request: what is to be deployed, and where."""
 
     model: str
     config: SpeculativeConfig | None
@@ -228,7 +226,7 @@ class DeployRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command:
-    """A `Command` is one command line."""
+    """One command line."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -254,7 +252,7 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deployment:
-    """A `Deployment` holds what starts the engine."""
+    """Everything that starts the engine."""
 
     commands: tuple[Command, ...]
     files: Mapping[str, str] = field(default_factory=dict)  # Name -> text

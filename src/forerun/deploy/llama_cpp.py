@@ -38,9 +38,7 @@ its context itself.
 
 
 class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
-    """A `ForerunDraft` drafts what was seen before, and decides how much by this model's step times
-    on this machine.
-    """
+    """Drafts what was seen before, and decides how much by this model's step times on this machine."""
 
     def __init__(
         self, speculative_config: Mapping[str, Any] | str | None = None, *, vocab_size: int = _UNKNOWN

@@ -44,7 +44,7 @@ _BLOCK = 64  # Tokens that are compared before a difference is looked for: witho
 
 
 class RecognisedRows(NamedTuple):
-    """`RecognisedRows` says which known text each of the B rows of a step goes on with."""
+    """The known text that each of the B rows of a step goes on with."""
 
     work: Longs  # (WORK, B): the place of each as its ROW, and where its new tokens are in `KnownRows.tokens`
     gone: list[int]  # Places of texts that no row goes on with; a new text may have one of them now
@@ -52,7 +52,7 @@ class RecognisedRows(NamedTuple):
 
 
 class KnownRows:
-    """`KnownRows` holds the texts of all rows.
+    """The texts of all rows.
 
     A row that goes on with a known text is that sequence, wherever it stands now: two rows that
     hold the same are the same to a drafter, too.
@@ -187,7 +187,7 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
 
 
 class Wish(NamedTuple):
-    """A `Wish` is what one request says of its drafts."""
+    """The wishes of one request about its drafts."""
 
     group: str | None = None  # What is learned of texts serves the requests of one group; None is one, too
     prediction: tuple[int, ...] = ()  # Token ids that the client expects as the completion
@@ -234,7 +234,7 @@ def read_fixed_config(variable: str, tokens: int) -> SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ForeignTarget:
-    """A `ForeignTarget` holds what is known of a target that another engine runs."""
+    """Everything known of a target that another engine runs."""
 
     vocab_size: int
     num_layers: int = 0
@@ -247,7 +247,7 @@ class ForeignTarget:
 
 @dataclass(frozen=True, slots=True)
 class _DraftedStep:
-    """A `_DraftedStep` keeps what was drafted, until it is known how the texts go on."""
+    """The drafts of a step, kept until it is known how the texts go on."""
 
     rows: Sequence[Row]
     lengths: Sequence[int]  # Their tokens then
@@ -257,7 +257,7 @@ class _DraftedStep:
 
 
 class Sequences:
-    """`Sequences` are the rows of tokens that another engine keeps, with a drafter's drafts for
+    """The rows of tokens that another engine keeps, with a drafter's drafts for
     them.
 
     What is in no row any more is forgotten; a request that was preempted is read again.

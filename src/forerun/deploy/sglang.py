@@ -35,7 +35,7 @@ def _worker(_: Any) -> type:
 
 
 class ForerunAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
-    """`ForerunAlgorithm` is SGLang's ``NGRAM`` under another name."""
+    """SGLang's ``NGRAM`` under another name."""
 
     def is_ngram(self) -> bool:
         """Return True: the drafts are trees of copied tokens, which the scheduler, the relay and

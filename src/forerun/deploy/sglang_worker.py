@@ -19,7 +19,7 @@ from forerun.errors import ArgumentError
 
 
 class ForerunWorker(NGRAMWorker):  # type: ignore[misc]
-    """A `ForerunWorker` is SGLang's NGRAM worker with forerun's drafts."""
+    """SGLang's NGRAM worker with forerun's drafts."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         own, ngram_worker.NgramCorpus = ngram_worker.NgramCorpus, NoCorpus
@@ -102,9 +102,7 @@ def pad_tree(tree: TokenTree, nodes: int) -> tuple[NDArray[np.int64], NDArray[np
 
 
 class NoCorpus:
-    """`NoCorpus` stands where `NGRAMWorker` keeps its own n-grams. ArgumentError: a text is to be
-    loaded into it.
-    """
+    """Stands where `NGRAMWorker` keeps its own n-grams. ArgumentError: a text is to be loaded into it."""
 
     def __init__(self, **_: Any) -> None:
         pass

@@ -25,7 +25,7 @@ from forerun.plan.theory import alpha_of
 
 
 class TextFigures(NamedTuple):
-    """`TextFigures` are the published figures for one kind of text."""
+    """The published figures for one kind of text."""
 
     tokens: float  # Per pass, bonus included, of a trained head drafting a chain of `k` at temperature 0
     k: int
@@ -86,7 +86,7 @@ def assume_alpha(text: str, temperature: float) -> tuple[float, list[str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """A `Device` holds one accelerator's figures, as its data sheet says."""
+    """One accelerator's figures, as its data sheet says."""
 
     name: str
     tflops: float  # Peak dense bf16 (fp16) arithmetic with float32 accumulation, 1e12 operations a second
@@ -146,7 +146,7 @@ _MOST = 8192  # Nodes that are looked at
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """A `Size` says how many weights a model has, and how many of them a token uses."""
+    """The number of weights of a model, and of those that a token uses."""
 
     params: float  # All weights
     active_params: float | None = None  # Those that one token runs through, for a mixture of experts; None: dense
@@ -204,7 +204,7 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyValues:
-    """`KeyValues` gives the size of one token in the KV cache."""
+    """The size of one token in the KV cache."""
 
     layers: int
     kv_heads: int
@@ -229,7 +229,7 @@ class KeyValues:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassTerms:
-    """`PassTerms` are the arithmetic and the memory time of one pass."""
+    """The arithmetic and the memory time of one pass."""
 
     compute_ms: float
     memory_ms: float
@@ -247,9 +247,7 @@ class PassTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """A `Roofline` estimates what passes of one model cost on one kind of device. Has the interface
-    of a measured cost model.
-    """
+    """Estimates what passes of one model cost on one kind of device. Has the interface of a measured cost model."""
 
     device: Device
     size: Size
@@ -310,9 +308,7 @@ class Roofline:
 
 
 class FreeVerification:
-    """`FreeVerification` lets every pass cost the same, which is Leviathan's own assumption. Times
-    are in plain passes.
-    """
+    """Every pass costs the same, which is Leviathan's own assumption. Times are in plain passes."""
 
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Return 1, whatever the pass."""

@@ -40,7 +40,7 @@ FEWEST = 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialStep:
-    """A `TrialStep` records one step of a trial."""
+    """Records one step of a trial."""
 
     drafted: int  # Nodes, probes not counted
     depth: int
@@ -56,7 +56,7 @@ class TrialStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """A `Trial` records what a drafter did on some prompts."""
+    """The record of what a drafter did on some prompts."""
 
     steps: tuple[TrialStep, ...]
 
@@ -271,9 +271,7 @@ LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredDrafter:
-    """A `MeasuredDrafter` holds what one drafter did on the user's prompts, and what its drafts
-    cost.
-    """
+    """The record of one drafter on the user's prompts, and the cost of its drafts."""
 
     method: str
     model: str | None  # Directory or hub id of the drafter's model, where it has one
@@ -331,9 +329,7 @@ class MeasuredDrafter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodedPrompts:
-    """`EncodedPrompts` are the prompts as the target reads them, with the parameters of their
-    completions.
-    """
+    """The prompts as the target reads them, with the parameters of their completions."""
 
     prompts: Sequence[Sequence[int]]
     params: SamplingParams

@@ -30,7 +30,7 @@ DraftAt = Callable[[int], DraftCost]  # The drafter's cost for a batch of that m
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanLoad:
-    """A `PlanLoad` says what is decoded: acceptance, costs, batch."""
+    """The load that is planned for: acceptance, costs, batch."""
 
     survival: Sequence[float]  # By depth; beyond the last, its conditional acceptance goes on
     cost: PassCost
@@ -62,7 +62,7 @@ class PlanLoad:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanLine:
-    """A `PlanLine` holds the prediction for one draft length."""
+    """The prediction for one draft length."""
 
     k: int
     tokens_per_pass: float
@@ -73,7 +73,7 @@ class PlanLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A `Plan` holds the predictions by draft length and by batch, and the best of them."""
+    """The predictions by draft length and by batch, and the best of them."""
 
     lines: tuple[PlanLine, ...]  # By draft length, from 0
     requested: PlanLine  # The length that was requested, else the best
@@ -127,7 +127,7 @@ def plan_tree(load: PlanLoad, acceptance: RankAcceptance, *, nodes: int, depth: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanVerdict:
-    """A `PlanVerdict` says whether speculation is worth it, and with which drafter."""
+    """The verdict whether speculation is worth it, and with which drafter."""
 
     worth_it: bool | None  # None where nothing says what drafting or verifying costs
     method: str | None  # A drafter of `forerun drafters`; None where plain decoding is best

@@ -100,7 +100,7 @@ def break_even_batch(speedup: Callable[[int], float], *, most: int = 1024, worth
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TreeChoice:
-    """A `TreeChoice` is a tree with its expected tokens and speed-up."""
+    """A tree with its expected tokens and speed-up."""
 
     parents: tuple[int, ...]  # (K,) of each drafted node, numbered level by level; 0 is the root
     depth: int
@@ -160,7 +160,7 @@ def check_ranks(acceptance: RankAcceptance) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedPrediction:
-    """A `SpeedPrediction` holds tokens per pass, speed-up and step times of one configuration."""
+    """Tokens per pass, speed-up and step times of one configuration."""
 
     tokens_per_pass: float  # Mean over all passes, those without a draft included; plain decoding is 1
     speedup: float  # Over plain decoding of the same rows

@@ -41,7 +41,7 @@ LEAST_LOGPROB = -9999.0  # Stands for minus infinity, which JSON does not know
 
 
 class Writer(ABC):
-    """A `Writer` writes the choices of a completion; the tokenizer names tokens in
+    """Writes the choices of a completion; the tokenizer names tokens in
     log-probabilities.
 
     `predicted` says whether everything drafted is the client's prediction.
@@ -223,7 +223,7 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """A `ChatWriter` writes ``chat.completion`` and ``chat.completion.chunk``."""
+    """Writes ``chat.completion`` and ``chat.completion.chunk``."""
 
     prefix, kind, chunk_kind, one_prompt = "chatcmpl", "chat.completion", "chat.completion.chunk", True
     body: ChatRequest
@@ -310,7 +310,7 @@ class ChatWriter(Writer):
 
 
 class CompletionWriter(Writer):
-    """A `CompletionWriter` writes ``text_completion``, streamed or whole."""
+    """Writes ``text_completion``, streamed or whole."""
 
     prefix, kind, chunk_kind, one_prompt = "cmpl", "text_completion", "text_completion", False
     body: CompletionRequest
@@ -405,7 +405,7 @@ class CompletionWriter(Writer):
 
 
 class MessageWriter:
-    """A `MessageWriter` writes an assistant's message in OpenAI's shape, whole or as deltas, from
+    """Writes an assistant's message in OpenAI's shape, whole or as deltas, from
     the pieces of its text.
 
     Reasoning goes by two names, vLLM's older ``reasoning_content`` and its newer ``reasoning``:

@@ -56,9 +56,7 @@ _LANES = Lanes("forerun-bodies")
 
 
 class RequestRecorder:
-    """The `RequestRecorder` is outermost: it gives each request its ``X-Request-Id`` and log line, and
-    answers unexpected errors.
-    """
+    """Stands outermost: gives each request its ``X-Request-Id`` and log line, and answers unexpected errors."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings, count: Callable[[str, str], None]) -> None:
         self._app, self._settings, self._count = app, settings, count
@@ -110,7 +108,7 @@ def _route(scope: Scope) -> BaseRoute | None:
 
 
 class Guard:
-    """A `Guard` responds with 401 without one of the keys, 413 for a body above the operator's limit, and
+    """Responds with 401 without one of the keys, 413 for a body above the operator's limit, and
     415 for other bodies.
 
     Other bodies are compressed, or say that they are something else than JSON.
@@ -186,7 +184,7 @@ def own_path(scope: Scope) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """A `Client` is the sender of a request."""
+    """The sender of a request."""
 
     name: str  # Rows are shared evenly among names: one for each API key or, where there are none, for each address
     domain: str | None  # Isolation domain of the request; None is the one that unnamed clients share where they may
@@ -292,7 +290,7 @@ async def unless_gone(http: Request, work: Awaitable[T]) -> T:
 
 
 class StrictRoute(APIRoute):
-    """A `StrictRoute` reads and checks its body with `read_json` and `run_aside`."""
+    """Reads and checks its body with `read_json` and `run_aside`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

@@ -37,7 +37,7 @@ _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatFormat:
-    """A `ChatFormat` says how the completions of one request are written."""
+    """The way in which the completions of one request are written."""
 
     prompt: dict[str, Any]  # The conversation as the model reads it, `LLM.chat_prompt`
     format: ToolFormat | None = None  # Format of tool calls; None where the model may not make any
@@ -215,7 +215,7 @@ _FORMS = ("response_format", "structured_outputs", "guided_json", "guided_regex"
 
 
 class Tagged(NamedTuple):
-    """A `Tagged` chunk has the number of the job that it belongs to."""
+    """A chunk with the number of the job that it belongs to."""
 
     job: int
     chunk: StreamChunk

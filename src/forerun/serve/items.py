@@ -21,7 +21,7 @@ from forerun.types import RequestOutput, StreamChunk
 
 
 class ItemWriter(ABC):
-    """An `ItemWriter` puts the pieces of one completion together to items."""
+    """Puts the pieces of one completion together to items."""
 
     prefix: ClassVar[str]  # Prefix of the response's id
 
@@ -115,7 +115,7 @@ _EVENTS = {Kind.CONTENT: "output_text", Kind.REASONING: "reasoning_text", Kind.A
 
 
 class ResponsesWriter(ItemWriter):
-    """A `ResponsesWriter` writes a response of ``/v1/responses``."""
+    """Writes a response of ``/v1/responses``."""
 
     prefix = "resp"
     body: ResponsesRequest
@@ -240,7 +240,7 @@ A turn whose time was up can be sent back, and goes on.
 
 
 class MessagesWriter(ItemWriter):
-    """A `MessagesWriter` writes a message of ``/v1/messages``, whose items are content blocks."""
+    """Writes a message of ``/v1/messages``, whose items are content blocks."""
 
     prefix = "msg"
     body: MessagesRequest

@@ -26,9 +26,7 @@ MOST = 4000  # Characters of one message or traceback in the log; of a longer on
 
 @dataclass(kw_only=True, slots=True)
 class RequestRecord:
-    """A `RequestRecord` holds what is known about one HTTP request; it is written when the request
-    ends. None where it does not apply.
-    """
+    """Everything known about one HTTP request; it is written when the request ends. None where it does not apply."""
 
     request_id: str
     method: str
@@ -115,9 +113,7 @@ def configure_logging(settings: ServeSettings) -> None:
 
 
 class Lines(logging.Formatter):
-    """`Lines` formats a line for each record, of ``key=value`` or of JSON; long messages and
-    tracebacks are cut at `MOST`.
-    """
+    """Formats a line for each record, of ``key=value`` or of JSON; long messages and tracebacks are cut at `MOST`."""
 
     def __init__(self, kind: Literal["text", "json"]) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")

@@ -11,7 +11,7 @@ from forerun.serve.tools.incoming import Incoming, Kind, Piece, Steps
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """`Marks` enclose the reasoning."""
+    """The marks around the reasoning."""
 
     open: str
     close: str

@@ -126,7 +126,7 @@ def allow_files(count: int) -> None:
 
 
 class _Server(uvicorn.Server):
-    """`_Server` keeps responding while it drains, so that ``/health`` can say 503, and is gone when
+    """A server that keeps responding while it drains, so that ``/health`` can say 503, and is gone when
     the drain time is over.
     """
 
@@ -159,7 +159,7 @@ class _Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """A `Connection` stays within the operator's `limits`.
+    """A connection that stays within the operator's `limits`.
 
     `count` is called with the code of every refusal, and `arriving`, shared by all connections of a
     server, holds the number of requests that have not arrived, by address.

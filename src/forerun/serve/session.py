@@ -43,9 +43,7 @@ GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a ch
 
 
 class Session:
-    """A `Session` serves one model; `load` makes the engine, which takes long, so it runs beside
-    the event loop.
-    """
+    """Serves one model; `load` makes the engine, which takes long, so it runs beside the event loop."""
 
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
@@ -356,7 +354,7 @@ def _copies_prediction(config: SpeculativeConfig) -> bool:
 
 
 class State(StrEnum):
-    """A `State` is that of a server."""
+    """The state of a server."""
 
     LOADING = "loading"
     READY = "ready"
@@ -368,7 +366,7 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A `Job` is one prompt to answer."""
+    """One prompt to answer."""
 
     prompt: dict[str, Any]
     params: SamplingParams
@@ -423,9 +421,7 @@ ENGINE: Texts = {
 
 
 class Metrics(Collector):
-    """`Metrics` are those of one server: its own counters, and by prefix figures that are read from
-    elsewhere when scraped.
-    """
+    """The metrics of one server: its own counters, and by prefix figures that are read from elsewhere when scraped."""
 
     def __init__(self, model_name: str, read: Mapping[str, tuple[Texts, Callable[[], Mapping[str, float]]]]) -> None:
         self.registry = CollectorRegistry()

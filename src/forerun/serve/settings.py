@@ -21,7 +21,7 @@ from forerun.serve.tools.formats import check_parser
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServeSettings:
-    """`ServeSettings` are those of one server."""
+    """The settings of one server."""
 
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", negative="")] = ()
     """Name that clients call the model; may be repeated, and responses have the first. It is always

@@ -47,9 +47,7 @@ def delete(folder: Path, owner: str) -> int:
 
 
 class Traffic:
-    """`Traffic` records conversations in a folder, in a thread of its own; what cannot be written is
-    left out.
-    """
+    """Records conversations in a folder, in a thread of its own; what cannot be written is left out."""
 
     def __init__(self, folder: Path, *, most_bytes: int, vocabulary: str) -> None:
         """Record at most `most_bytes` for each owner. `vocabulary`: sha256 of the tokenizer's, as `TokenizerIdentity`

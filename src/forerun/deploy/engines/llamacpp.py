@@ -45,7 +45,7 @@ _MATCHES = (
 
 
 class LlamaCpp(EngineWriter):
-    """`LlamaCpp` starts ``llama-server``."""
+    """Starts ``llama-server``."""
 
     title: ClassVar[str] = "llama.cpp"
     versions: ClassVar[tuple[str, ...]] = ("2026-11", "0.5.0")

@@ -48,7 +48,7 @@ _TRIE = "SGLang copies from one trie of all requests' n-grams, whose depth is --
 
 
 class SGLang(EngineWriter):
-    """`SGLang` starts ``python -m sglang.launch_server``."""
+    """Starts ``python -m sglang.launch_server``."""
 
     title: ClassVar[str] = "SGLang"
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)

@@ -24,7 +24,7 @@ _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler 
 
 
 class TensorRtLlm(EngineWriter):
-    """`TensorRtLlm` starts ``trtllm-serve``."""
+    """Starts ``trtllm-serve``."""
 
     title: ClassVar[str] = "TensorRT-LLM"
     versions: ClassVar[tuple[str, ...]] = ("1.4.0rc1",)

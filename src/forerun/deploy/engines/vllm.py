@@ -52,7 +52,7 @@ medusa asserts it, pard and peagle reshape by it.
 
 
 class Vllm(EngineWriter):
-    """`Vllm` starts ``vllm serve``."""
+    """Starts ``vllm serve``."""
 
     title: ClassVar[str] = "vLLM"
     versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
@@ -182,7 +182,7 @@ _LOCAL = ("--discovery-backend", "file")  # Neither etcd nor NATS is needed on o
 
 
 class Dynamo(Vllm):
-    """`Dynamo` starts ``python -m dynamo.frontend`` and ``python -m dynamo.vllm``."""
+    """Starts ``python -m dynamo.frontend`` and ``python -m dynamo.vllm``."""
 
     title: ClassVar[str] = "Dynamo"
     versions: ClassVar[tuple[str, ...]] = tuple(_VLLM)
@@ -223,7 +223,7 @@ class Dynamo(Vllm):
 
 
 class _Plain(yaml.SafeDumper):  # type: ignore[misc]
-    """`_Plain` writes repeated values in full, not as aliases."""
+    """Writes repeated values in full, not as aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -47,9 +47,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialAnswer:
-    """A `TrialAnswer` is one completion with its speculative steps, in order; steps without a draft are
-    not among them.
-    """
+    """One completion with its speculative steps, in order; steps without a draft are not among them."""
 
     token_ids: list[int]
     text: str
@@ -59,9 +57,7 @@ class TrialAnswer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """A `Position` counts what each engine accepted at one position of the chain, of the drafts
-    that reached so far.
-    """
+    """Counts of what each engine accepted at one position of the chain, of the drafts that reached so far."""
 
     arm: str
     index: int  # 0 is the first drafted token
@@ -84,9 +80,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedSteps:
-    """`ComparedSteps` count steps that both engines began at the same place of a text with room for
-    a whole draft.
-    """
+    """Counts of the steps that both engines began at the same place of a text with room for a whole draft."""
 
     same: int  # Compared steps at which both accepted the same number of tokens
     compared: int
@@ -99,7 +93,7 @@ class ComparedSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadDrafting:
-    """`HeadDrafting` says what is tried: greedy chains of `k` tokens, the same at every step."""
+    """The drafting that is tried: greedy chains of `k` tokens, the same at every step."""
 
     head: str  # Its directory
     kind: str
@@ -114,7 +108,7 @@ class HeadDrafting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialPrompts:
-    """`TrialPrompts` are what an engine is to complete, greedily."""
+    """The prompts that an engine is to complete, greedily."""
 
     prompts: Sequence[list[int]]
     tokens: int  # Tokens of each completion
@@ -135,7 +129,7 @@ def refuse_apart(drafting: HeadDrafting, engine: type[EngineWriter]) -> None:
 
 
 class InstalledEngine(ABC):
-    """An `InstalledEngine` is an engine of this machine, which drafts with a head."""
+    """An engine of this machine, which drafts with a head."""
 
     title: ClassVar[str]
 
@@ -158,9 +152,7 @@ class InstalledEngine(ABC):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineTrial:
-    """An `EngineTrial` is the result; of two numbers the first is forerun's, the second the
-    engine's.
-    """
+    """The result; of two numbers the first is forerun's, the second the engine's."""
 
     engine: str
     version: str

@@ -41,9 +41,7 @@ LOADING = 1800.0
 
 
 class InLlamaCpp(InstalledEngine):
-    """`InLlamaCpp` runs llama.cpp from its sources, with ``llama-server`` built in ``build/bin`` or
-    on the path.
-    """
+    """Runs llama.cpp from its sources, with ``llama-server`` built in ``build/bin`` or on the path."""
 
     title: ClassVar[str] = "llama.cpp"
 

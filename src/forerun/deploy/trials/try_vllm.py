@@ -46,7 +46,7 @@ ENVIRONMENT = {
 
 
 class InVllm(InstalledEngine):
-    """`InVllm` runs vLLM in an environment of its own."""
+    """Runs vLLM in an environment of its own."""
 
     title: ClassVar[str] = "vLLM"
 

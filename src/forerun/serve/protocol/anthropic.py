@@ -15,20 +15,20 @@ from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing,
 
 
 class CacheControl(Strict):
-    """A `CacheControl` is a hint about prompts that begin alike, which are found without it."""
+    """A hint about prompts that begin alike, which are found without it."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class Cached(Strict):
-    """A `Cached` block may bear the hint."""
+    """A block that may bear the hint."""
 
     cache_control: CacheControl | None = None
 
 
 class TextBlock(Cached):
-    """A `TextBlock` is text of either side."""
+    """Text of either side."""
 
     type: Literal["text"]
     text: str
@@ -39,7 +39,7 @@ Texts = Annotated[list[TextBlock], Field(max_length=requests.MAX_PARTS, fail_fas
 
 
 class ThinkingBlock(Strict):
-    """A `ThinkingBlock` is reasoning of an earlier answer."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["thinking"]
     thinking: str
@@ -47,7 +47,7 @@ class ThinkingBlock(Strict):
 
 
 class ToolUseBlock(Cached):
-    """A `ToolUseBlock` is a call that the model made earlier in the conversation."""
+    """A call that the model made earlier in the conversation."""
 
     type: Literal["tool_use"]
     id: Name
@@ -56,7 +56,7 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """A `ToolResultBlock` is the result of a call."""
+    """The result of a call."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -68,7 +68,7 @@ Block = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Fi
 
 
 class Turn(Strict):
-    """A `Turn` is a message of the conversation."""
+    """A message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
@@ -88,7 +88,7 @@ class Turn(Strict):
 
 
 class InputTool(Cached):
-    """An `InputTool` is a function that the model may call."""
+    """A function that the model may call."""
 
     type: Literal["custom"] = "custom"
     name: requests.FunctionName
@@ -104,7 +104,7 @@ class InputTool(Cached):
 
 
 class InputChoice(Strict):
-    """An `InputChoice` is Anthropic's ``tool_choice``."""
+    """Anthropic's ``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None  # Name of the tool to call, with the type ``tool``
@@ -124,21 +124,21 @@ class InputChoice(Strict):
 
 
 class OutputFormat(Strict):
-    """An `OutputFormat` is Anthropic's ``output_config.format``."""
+    """Anthropic's ``output_config.format``."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Strict):
-    """An `OutputConfig` says how the completion is to be written."""
+    """The way in which the completion is to be written."""
 
     effort: requests.ReasoningEffort | None = None
     format: OutputFormat | None = None
 
 
 class UserMetadata(Strict):
-    """`UserMetadata` names the end user of a request."""
+    """Names the end user of a request."""
 
     user_id: Name | None = None
 

@@ -40,7 +40,7 @@ _ANTHROPIC_TYPES = _TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class ApiError(ForerunError):
-    """An `ApiError` is what a client is told: an HTTP status and OpenAI's ``error`` object, without
+    """The error that a client is told: an HTTP status and OpenAI's ``error`` object, without
     paths of this machine.
 
     The client's own words, `quoted`, stand before the message as they are, and behind it `listed`,
@@ -146,7 +146,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
 
 
 class _Complaint(NamedTuple):
-    """A `_Complaint` is one of pydantic's errors; each branch of a union has its own."""
+    """One of pydantic's errors; each branch of a union has its own."""
 
     error: Mapping[str, Any]
     path: tuple[int | str, ...]  # Names and places in the body

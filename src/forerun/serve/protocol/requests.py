@@ -33,7 +33,7 @@ Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for a
 
 
 class Strict(BaseModel):
-    """A `Strict` body refuses parameters that it does not know, and values of another type.
+    """A body that refuses parameters that it does not know, and values of another type.
 
     ``null`` is a field that is left out: many clients send all that they know of. Only what must be
     there must not be null.
@@ -60,7 +60,7 @@ class Strict(BaseModel):
 
 
 class StreamOptions(Strict):
-    """`StreamOptions` are OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
+    """OpenAI's ``stream_options``, with vLLM's `continuous_usage_stats`."""
 
     include_usage: bool = False  # A last chunk with the counts
     continuous_usage_stats: bool = False  # Counts so far in every chunk
@@ -68,23 +68,21 @@ class StreamOptions(Strict):
 
 
 class TextPart(Strict):
-    """A `TextPart` is a part of a message's content; this server reads text."""
+    """A part of a message's content; this server reads text."""
 
     type: Literal["text"]
     text: str
 
 
 class Prediction(Strict):
-    """A `Prediction` is OpenAI's Predicted Outputs: what the client expects the completion to be."""
+    """OpenAI's Predicted Outputs: what the client expects the completion to be."""
 
     type: Literal["content"] = "content"
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
 class Speculation(Strict):
-    """`Speculation` says how this request is to be drafted, within the operator's limits. A
-    drafter's other options are the operator's.
-    """
+    """The drafting of this request, within the operator's limits. A drafter's other options are the operator's."""
 
     enabled: bool = True
     drafter: str | None = None  # A drafter's name; None takes the server's own
@@ -93,7 +91,7 @@ class Speculation(Strict):
 
 
 class JsonSchema(Strict):
-    """`JsonSchema` is OpenAI's ``json_schema`` of a response format."""
+    """OpenAI's ``json_schema`` of a response format."""
 
     name: str
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
@@ -102,7 +100,7 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    """`ResponseFormat` is OpenAI's ``response_format``."""
+    """OpenAI's ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -125,7 +123,7 @@ ChoiceForm = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fa
 
 
 class Structured(Strict):
-    """`Structured` is vLLM's ``structured_outputs``."""
+    """vLLM's ``structured_outputs``."""
 
     json_: Annotated[JsonForm, Field(alias="json")] = None
     json_object: bool = False
@@ -144,7 +142,7 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class Neutral(Strict):
-    """`Neutral` has the parameters of all of OpenAI's endpoints that change nothing here."""
+    """The parameters of all of OpenAI's endpoints that change nothing here."""
 
     store: Literal[False] = False  # No response can be fetched later. Who sends it is not recorded to train on either
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
@@ -156,7 +154,7 @@ class Neutral(Strict):
 
 
 class Sampling(Neutral):
-    """`Sampling` has what `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
+    """The fields that `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
 
     # Clients of vLLM and llama-server send these by habit.
     use_beam_search: Literal[False] = False
@@ -296,7 +294,7 @@ Schema = Annotated[dict[str, Any], AfterValidator(_a_schema)]  # JSON schema of 
 
 
 class FunctionDefinition(Strict):
-    """A `FunctionDefinition` is a function that the model may call."""
+    """A function that the model may call."""
 
     name: FunctionName
     description: str | None = None
@@ -309,7 +307,7 @@ class FunctionDefinition(Strict):
 
 
 class Tool(Strict):
-    """A `Tool` is one of ``tools``."""
+    """One of ``tools``."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -324,29 +322,27 @@ class Tool(Strict):
 
 
 class NamedFunction(Strict):
-    """A `NamedFunction` names a function."""
+    """Names a function."""
 
     name: Name
 
 
 class NamedChoice(Strict):
-    """A `NamedChoice` is a ``tool_choice`` that names the function to call."""
+    """A ``tool_choice`` that names the function to call."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class AllowedTools(Strict):
-    """`AllowedTools` say which of the tools may be called, and whether one must be."""
+    """The tools that may be called, and whether one must be."""
 
     mode: Literal["auto", "required"]
     tools: Annotated[list[NamedChoice], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class AllowedChoice(Strict):
-    """An `AllowedChoice` is a ``tool_choice`` that allows some of the tools; the model is shown
-    all.
-    """
+    """A ``tool_choice`` that allows some of the tools; the model is shown all."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -356,7 +352,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class FunctionCall(Strict):
-    """A `FunctionCall` holds a call's function and arguments."""
+    """A call's function and arguments."""
 
     name: Name
     arguments: str  # A JSON object as text
@@ -376,7 +372,7 @@ class FunctionCall(Strict):
 
 
 class ToolCall(Strict):
-    """A `ToolCall` is a call that the model made earlier in the conversation."""
+    """A call that the model made earlier in the conversation."""
 
     id: Name
     type: Literal["function"] = "function"
@@ -406,9 +402,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Thinking(Strict):
-    """`Thinking` says whether the model is to reason before its final text, in the words of Anthropic,
-    DeepSeek and others.
-    """
+    """The choice whether the model reasons before its final text, in the words of Anthropic, DeepSeek and others."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=1)] | None = None  # Anthropic's goal; here `max_tokens` alone bounds it
@@ -416,7 +410,7 @@ class Thinking(Strict):
 
 
 class Message(Strict):
-    """A `Message` is one turn of a conversation."""
+    """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)] | None = None

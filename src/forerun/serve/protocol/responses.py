@@ -12,9 +12,7 @@ from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral,
 
 
 class ResponseText(Strict):
-    """A `ResponseText` is a part of a message, or of the reasoning that came with an earlier
-    response.
-    """
+    """A part of a message, or of the reasoning that came with an earlier response."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
     text: str
@@ -26,16 +24,14 @@ Texts = Annotated[list[ResponseText], Field(max_length=requests.MAX_PARTS, fail_
 
 
 class InputItem(Strict):
-    """An `InputItem` is an item of the conversation; those of an earlier response can be sent back
-    as they are.
-    """
+    """An item of the conversation; those of an earlier response can be sent back as they are."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class InputMessage(InputItem):
-    """An `InputMessage` is a turn of the conversation."""
+    """A turn of the conversation."""
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -43,7 +39,7 @@ class InputMessage(InputItem):
 
 
 class InputCall(InputItem):
-    """An `InputCall` is a call of an earlier response."""
+    """A call of an earlier response."""
 
     type: Literal["function_call"]
     call_id: Name
@@ -52,7 +48,7 @@ class InputCall(InputItem):
 
 
 class InputCallOutput(InputItem):
-    """An `InputCallOutput` is the result of a call."""
+    """The result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Name
@@ -60,7 +56,7 @@ class InputCallOutput(InputItem):
 
 
 class InputReasoning(InputItem):
-    """`InputReasoning` is reasoning of an earlier response."""
+    """Reasoning of an earlier response."""
 
     type: Literal["reasoning"]
     summary: Texts | None = None
@@ -71,19 +67,19 @@ Item = InputMessage | InputCall | InputCallOutput | InputReasoning
 
 
 class ResponseTool(requests.FunctionDefinition):
-    """A `ResponseTool` is a function, flat."""
+    """A function, flat."""
 
     type: Literal["function"]
 
 
 class ResponseChoice(requests.NamedFunction):
-    """A `ResponseChoice` is a ``tool_choice`` that names the function to call, flat."""
+    """A ``tool_choice`` that names the function to call, flat."""
 
     type: Literal["function"]
 
 
 class ResponseAllowed(Strict):
-    """`ResponseAllowed` is a ``tool_choice`` that allows some of the tools, flat."""
+    """A ``tool_choice`` that allows some of the tools, flat."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -91,7 +87,7 @@ class ResponseAllowed(Strict):
 
 
 class TextFormat(Strict):
-    """`TextFormat` is ``text.format``: a chat's `response_format`, flat."""
+    """``text.format``: a chat's `response_format`, flat."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -114,14 +110,14 @@ class TextFormat(Strict):
 
 
 class TextOptions(Strict):
-    """`TextOptions` say what the text must look like."""
+    """The form that the text must have."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] = "medium"
 
 
 class Reasoning(Strict):
-    """`Reasoning` says how much the model is to think."""
+    """The amount of thinking that is asked of the model."""
 
     effort: requests.ReasoningEffort | None = None
 

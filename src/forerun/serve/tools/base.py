@@ -27,7 +27,7 @@ A weak model would fill its completion with more.
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A `Function` may be called."""
+    """A function that may be called."""
 
     name: str
     parameters: Mapping[str, Any]  # JSON schema of its arguments
@@ -35,9 +35,7 @@ class Function:
 
 
 class Lark:
-    """A `Lark` collects the rules of a grammar, in Lark's notation as llguidance reads it; `mark`
-    is `GrammarCompiler.mark`.
-    """
+    """Collects the rules of a grammar, in Lark's notation as llguidance reads it; `mark` is `GrammarCompiler.mark`."""
 
     def __init__(self, mark: Callable[[str], str]) -> None:
         self.mark = mark
@@ -90,7 +88,7 @@ def literal(text: str) -> str:
 
 
 class ToolFormat(ABC):
-    """A `ToolFormat` says how calls of `functions` are written.
+    """The way in which calls of `functions` are written.
 
     Some formats come in several versions, which the chat `template` tells apart.
     """
@@ -254,7 +252,7 @@ _NO_STRING = {"type": ["null", "boolean", "number", "array", "object"]}
 
 
 class FieldFormat(ToolFormat):
-    """A `FieldFormat` writes a call as a head with the name, its fields, and an end."""
+    """Writes a call as a head with the name, its fields, and an end."""
 
     head: ClassVar[str]  # Text between the mark and the first field, with ``{}`` for the name
     key_marks: ClassVar[tuple[str, str]]

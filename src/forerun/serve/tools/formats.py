@@ -24,9 +24,7 @@ FENCE, FENCE_END = "```json\n", "\n```"
 
 
 class DeepSeekV3(ToolFormat):
-    """`DeepSeekV3` is a section of calls; the name stands before the separator (V3.1), or behind it
-    and "function".
-    """
+    """A section of calls; the name stands before the separator (V3.1), or behind it and "function"."""
 
     name = "deepseek_v3"
     signs = (CALLS,)
@@ -83,7 +81,7 @@ _ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
 class Mistral(ToolFormat):
-    """`Mistral` has a list behind one mark, or a mark before each call."""
+    """A list behind one mark, or a mark before each call."""
 
     name = "mistral"
     signs = ("[TOOL_CALLS]",)
@@ -126,9 +124,7 @@ class Mistral(ToolFormat):
 
 
 class Llama3Json(ToolFormat):
-    """`Llama3Json` completions begin with the name of a function that exists; several calls are
-    separated by semicolons.
-    """
+    """Completions begin with the name of a function that exists; several calls are separated by semicolons."""
 
     name = "llama3_json"
     signs = ('{"name": function name, "parameters":',)
@@ -159,7 +155,7 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 
 class Glm45(FieldFormat):
-    """`Glm45` writes the name, then pairs of keys and values."""
+    """Writes the name, then pairs of keys and values."""
 
     name = "glm45"
     signs = ("<tool_call>", KEY, VALUE)
@@ -182,7 +178,7 @@ LINE = "\n"
 
 
 class Qwen3Coder(FieldFormat):
-    """`Qwen3Coder` has every mark and every value on lines of their own."""
+    """Every mark and every value on lines of their own."""
 
     name = "qwen3_coder"
     signs = ("<tool_call>", "<function=", "<parameter=")
@@ -211,7 +207,7 @@ END = "</tool_call>"
 
 
 class Hermes(ToolFormat):
-    """`Hermes` has one JSON object between each two marks."""
+    """One JSON object between each two marks."""
 
     name = "hermes"
     signs = ("<tool_call>",)

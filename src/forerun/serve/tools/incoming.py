@@ -22,7 +22,7 @@ _SCALAR = re.compile(r"[^\s,:\[\]{}\"]*")
 
 
 class Kind(Enum):
-    """A `Kind` says what a piece of a completion is."""
+    """The kind of a piece of a completion."""
 
     CONTENT = "content"
     REASONING = "reasoning"
@@ -32,7 +32,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A `Piece` is a part of an answer."""
+    """A part of an answer."""
 
     kind: Kind
     text: str
@@ -42,7 +42,7 @@ Steps = Generator[Piece | None, None, T]  # A reader in progress: pieces, None f
 
 
 class Incoming:
-    """`Incoming` is the text so far and how far it has been read."""
+    """The text so far and how far it has been read."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -223,9 +223,7 @@ class Incoming:
 
 
 class PieceReader:
-    """A `PieceReader` runs a reader, which must read to the end, over a text that arrives in
-    pieces.
-    """
+    """Runs a reader, which must read to the end, over a text that arrives in pieces."""
 
     def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
         self.incoming = Incoming()

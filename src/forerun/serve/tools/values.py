@@ -25,7 +25,7 @@ _COMBINED = ("allOf", "anyOf", "oneOf")
 
 
 class Schema:
-    """A `Schema` is that of one value: its types, options, combinations and references, but not
+    """The schema of one value: its types, options, combinations and references, but not
     what is in objects.
 
     Args:
