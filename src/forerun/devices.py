@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import platform
-import re
 import sys
 import threading
 import time
@@ -32,10 +31,21 @@ def widest(device: torch.device) -> torch.dtype:
 
 def processor_name() -> str:
     """Return the product name of this machine's CPU, or its architecture where no name is known."""
-    info = Path("/proc/cpuinfo")
-    text = info.read_text(encoding="utf-8", errors="replace") if info.exists() else ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    return _read_cpuinfo().get("model name") or platform.processor() or platform.machine()
+
+
+def processor_flags() -> set[str]:
+    """Return the instruction sets that Linux says this machine's CPU has; none elsewhere."""
+    info = _read_cpuinfo()
+    return set(info.get("flags", info.get("Features", "")).split())  # x86's name, or Arm's
+
+
+def _read_cpuinfo() -> dict[str, str]:
+    """Return what Linux says of the first processor; empty elsewhere."""
+    path = Path("/proc/cpuinfo")
+    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0] if path.is_file() else ""
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def device_name(device: torch.device) -> str:

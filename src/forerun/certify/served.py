@@ -11,9 +11,9 @@ import asyncio
 import json
 import secrets
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.bench.client import Server, SpeculationCounts, diff_counts, read_counts, sum_counts
@@ -58,7 +58,7 @@ class ServedAnswer:
 
 
 class ServedModel:
-    """A model behind a server; requests go through `ask` and `next_tokens`. Open it with `serving_model`."""
+    """A model behind a server; requests go through `ask` and `stated`. Open it with `serving_model`."""
 
     def __init__(self, server: Server, runner: asyncio.Runner) -> None:
         self._server, self._runner = server, runner
@@ -71,6 +71,7 @@ class ServedModel:
         self._texts: dict[str, int] = {}  # Token's text -> number below 0, if the server gives no id
         self._ids: dict[int, int] = {}  # Number below 0 -> id, once a completion shows it
         self._stated: dict[tuple[int, ...], Stated] = {}  # Text -> stated next tokens
+        self._salt = secrets.token_hex(16)  # Separates the prefixes that are cached for `stated`
         self._counts: list[SpeculationCounts] = []
         self._before = self._runner.run(server.metrics())
 
@@ -204,28 +205,36 @@ class ServedModel:
         payloads = self.post(COMPLETIONS, [self.body(request) for request in requests], at_a_time)
         return [self.read(payload) for payload in payloads]
 
-    def next_tokens(self, texts: Sequence[tuple[int, ...]], salt: str) -> list[Stated]:
-        """Return the likeliest next tokens of each text, as the server states them with a completion of one token.
+    def stated_along(self, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> list[list[Stated]]:
+        """Return `stated` for the beginnings before each token of each completion, which are requested concurrently."""
+        beginnings = [
+            [(request.prompt, answer.tokens[:position]) for position in range(len(answer.tokens))]
+            for request, answer in answered
+        ]
+        self._request_next([self._continued(*beginning) for along in beginnings for beginning in along])
+        return [[self.stated(*beginning) for beginning in along] for along in beginnings]
 
-        That token comes from the prefill pass, without a draft, and its salt excludes what other requests left in the
-        prefix cache.
+    def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
+        """Return the likeliest next tokens after a partial completion; empty if they cannot be requested.
+
+        The server states them with a completion of one token. That token comes from the prefill pass, without a draft,
+        and its salt excludes what other requests left in the prefix cache.
         """
-        unknown = [text for text in dict.fromkeys(texts) if text not in self._stated]
-        asked = [ServedRequest(prompt=text, max_tokens=1, temperature=1.0, seed=0, salt=salt) for text in unknown]
+        text = self._continued(prompt, beginning)
+        self._request_next([text])
+        return {} if text is None else self._stated[text]
+
+    def _request_next(self, texts: Sequence[tuple[int, ...] | None]) -> None:
+        unknown = [text for text in dict.fromkeys(texts) if text is not None and text not in self._stated]
+        asked = [ServedRequest(prompt=text, max_tokens=1, temperature=1.0, seed=0, salt=self._salt) for text in unknown]
         for text, [answer] in zip(unknown, self.ask(asked, TOGETHER), strict=True):
             self._stated[text] = answer.likeliest[0] if answer.likeliest else {}
-        return [self._stated[text] for text in texts]
 
-    def continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
+    def _continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """Return a prompt extended by the first tokens of a completion; None if an id is not known."""
         ids = [self._id_of(token) for token in tokens]
         known = [token for token in ids if token is not None]
         return None if isinstance(prompt, str) or len(known) < len(ids) else (*prompt, *known)
-
-    def stated(self, prompt: Prompt, beginning: Sequence[int], salt: str) -> Stated:
-        """Return the stated next tokens after a partial completion; empty if they cannot be requested."""
-        text = self.continued(prompt, beginning)
-        return {} if text is None else self.next_tokens([text], salt)[0]
 
     def speculation(self) -> SpeculationCounts | None:
         """Return the server's counts of drafted and accepted tokens since it was opened; None if it has none."""
@@ -322,7 +331,6 @@ class ServerExam:
     plan: CertifyPlan
     dtype: str
     progress: Callable[[str], None]
-    salt: str = field(default_factory=lambda: secrets.token_hex(16))  # Separates the reference's cached prefixes
 
     @property
     def epsilon(self) -> float:
@@ -333,14 +341,6 @@ class ServerExam:
     def tests(self) -> int:
         """Return the number of chi-square tests."""
         return 3 + (self.against is not None)
-
-    def next_tokens(self, contexts: Iterable[tuple[int, ...] | None]) -> None:
-        """Request the next tokens of these texts concurrently, for `stated`."""
-        self.served.next_tokens([text for text in contexts if text is not None], self.salt)
-
-    def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
-        """Return the stated next tokens after a partial completion, see `ServedModel.stated`."""
-        return self.served.stated(prompt, beginning, self.salt)
 
     def difference(self, place: tuple[int, int], tokens: tuple[int | None, int | None], gap: float) -> Difference:
         """Return the difference between a completion and plain decoding at `place` (prompt, position)."""

@@ -192,15 +192,10 @@ def _parted(
     exam: ServerExam, requests: Sequence[ServedRequest], answers: Sequence[ServedAnswer]
 ) -> Iterator[list[Difference]]:
     """Yield, for each greedy completion, the tokens that are not the likeliest ones after those before them."""
-    exam.next_tokens(
-        exam.served.continued(request.prompt, answer.tokens[:position])
-        for request, answer in zip(requests, answers, strict=True)
-        for position in range(len(answer.tokens))
-    )
-    for index, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+    stated_along = exam.served.stated_along(list(zip(requests, answers, strict=True)))
+    for index, (answer, along) in enumerate(zip(answers, stated_along, strict=True)):
         differences = []
-        for position, token in enumerate(answer.tokens):
-            stated = exam.stated(request.prompt, answer.tokens[:position])
+        for position, (token, stated) in enumerate(zip(answer.tokens, along, strict=True)):
             best = max(stated, key=stated.__getitem__, default=token)
             if token != best:
                 gap = stated[best] - stated.get(token, -math.inf)
@@ -265,7 +260,7 @@ def _stated_pairs(
 ) -> Iterator[tuple[ServedRequest, float, str]]:
     """Yield, for each token, the request that ends with it, the distance from the reference, and a description."""
     for position, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-        expected = exam.stated(request.prompt, answer.tokens[:position]).get(token)
+        expected = exam.served.stated(request.prompt, answer.tokens[:position]).get(token)
         if logprob is not None and expected is not None:
             words = f"token {position} of its answer is stated with {logprob:.4g} and alone with {expected:.4g}"
             yield replace(request, max_tokens=position + 1), abs(logprob - expected), words
@@ -375,8 +370,8 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
         if position is None:
             continue
         mine, theirs = _at(one, position), _at(two, position)
-        here_gap = _gap(exam.stated(request.prompt, one.tokens[:position]), mine, theirs)
-        there_gap = _gap(other.stated(request.prompt, two.tokens[:position], exam.salt), theirs, mine)
+        here_gap = _gap(exam.served.stated(request.prompt, one.tokens[:position]), mine, theirs)
+        there_gap = _gap(other.stated(request.prompt, two.tokens[:position]), theirs, mine)
         gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
         parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
         found.append(parted)

@@ -69,15 +69,10 @@ def _places(
     exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]], chance: random.Random
 ) -> list[Outcome]:
     """Return the cell of each token's quantile (`Reference.places`); tokens that are not stated share the last cell."""
-    exam.next_tokens(
-        exam.served.continued(request.prompt, answer.tokens[:position])
-        for request, answer in answered
-        for position in range(len(answer.tokens))
-    )
-    edges, outcomes = _edges(exam.plan), list[Outcome]()
-    for request, answer in answered:
-        for position, token in enumerate(answer.tokens):
-            stated = exam.stated(request.prompt, answer.tokens[:position])
+    edges = _edges(exam.plan)
+    outcomes = list[Outcome]()
+    for (_, answer), along in zip(answered, exam.served.stated_along(answered), strict=True):
+        for token, stated in zip(answer.tokens, along, strict=True):
             logprob = stated.get(token, -math.inf)
             likelier = sum(math.exp(value) for value in stated.values() if value > logprob)
             equal = sum(math.exp(value) for value in stated.values() if value == logprob) or 1 - likelier
@@ -131,7 +126,7 @@ def _uncertain(exam: ServerExam) -> Prompt:
 
 def _cells(exam: ServerExam, prompt: Prompt, tokens: int) -> Cells:
     def likely(beginning: Outcome) -> dict[int, float]:
-        return {token: math.exp(value) for token, value in exam.stated(prompt, beginning).items()}
+        return {token: math.exp(value) for token, value in exam.served.stated(prompt, beginning).items()}
 
     return cells_of(likely, replace(exam.plan, sample_tokens=tokens))
 

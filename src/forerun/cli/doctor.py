@@ -280,27 +280,18 @@ def _version(name: str) -> str | None:
 def _cpu() -> dict[str, Any]:
     import torch
 
+    from forerun.devices import processor_flags, processor_name
     from forerun.model.kernels import native
 
-    lines = _cpuinfo()
-    flags = set(lines.get("flags", lines.get("Features", "")).split())
+    flags = processor_flags()
     compiled = native.attention_kernel() is not None and native.fused_kernels() is not None
     return {
-        "model": lines.get("model name", platform.processor() or platform.machine()),
+        "model": processor_name(),
         "cores": os.cpu_count(),
         "torch threads": torch.get_num_threads(),
         "flags": [flag for flag in CPU_FLAGS if flag in flags],
         "bfloat16 kernels": "in C" if compiled else "in torch",
     }
-
-
-def _cpuinfo() -> dict[str, str]:
-    path = Path("/proc/cpuinfo")
-    if not path.is_file():
-        return {}
-    first = path.read_text(encoding="utf-8", errors="replace").split("\n\n")[0]
-    pairs = (line.partition(":") for line in first.splitlines())
-    return {key.strip(): value.strip() for key, _, value in pairs}
 
 
 def _devices() -> dict[str, Any]:
