@@ -165,7 +165,9 @@ class Together:
     """A context of the whole process that the first thread enters and the last one leaves."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self._make, self._lock, self._inside = make, threading.Lock(), 0
+        self._make = make
+        self._lock = threading.Lock()
+        self._inside = 0
         self._open: AbstractContextManager[Any] = nullcontext()
 
     def __enter__(self) -> None:
@@ -213,7 +215,8 @@ def unpack(packed: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return the tensors that `packed` holds, with the dtypes and shapes of `like` and in its
     order.
     """
-    tensors, start = list(like), 0
+    tensors = list(like)
+    start = 0
     for index in _order(like):
         tensor = like[index]
         tensors[index] = packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

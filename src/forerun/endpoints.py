@@ -55,7 +55,8 @@ def check_address(url: str, what: str) -> str:
     import httpx
 
     try:
-        parsed, why = httpx.URL(url), ""
+        parsed = httpx.URL(url)
+        why = ""
         if parsed.scheme not in ("http", "https") or not parsed.host or not 0 < (parsed.port or 1) < 2**16:
             why = "it lacks http:// or https://, a host, or a port from 1 to 65535"
     except httpx.InvalidURL as error:

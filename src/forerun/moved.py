@@ -180,7 +180,8 @@ class Moved(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the module from its new place; a FutureWarning names it."""
-        name, now = module.__name__, str(module.__spec__.origin if module.__spec__ else "")
+        name = module.__name__
+        now = str(module.__spec__.origin if module.__spec__ else "")
         try:
             sys.modules[name] = importlib.import_module(now)
         except ModuleNotFoundError as error:

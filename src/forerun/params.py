@@ -145,7 +145,8 @@ def _convert_types(params: SamplingParams) -> dict[str, Any]:
     """
     converted = dict[str, Any]()
     for name in (*_WHOLE, *_REAL):
-        value, whole = getattr(params, name), name in _WHOLE
+        value = getattr(params, name)
+        whole = name in _WHOLE
         if value is None:
             continue
         if not isinstance(value, Real) or (whole and not isinstance(value, Integral)):
@@ -197,7 +198,8 @@ def _check_sampling(params: SamplingParams) -> None:
         value = getattr(params, name)
         if value is not None and not least <= value <= most:
             raise ArgumentError(f"{name} must be {words}, got {value}")
-    kept, modes = params.truncate_prompt_tokens, ("raw_logprobs", "processed_logprobs")
+    kept = params.truncate_prompt_tokens
+    modes = ("raw_logprobs", "processed_logprobs")
     refuse(
         (
             params.max_tokens is not None and params.min_tokens > params.max_tokens,

@@ -250,7 +250,8 @@ class Server(ApiClient):
             import prometheus_client.parser  # noqa: F401 - `metrics` reads with it
         except ImportError as error:
             raise ArgumentError(f"forerun bench needs {error.name}: pip install 'forerun[bench]'") from error
-        self.model, self.metrics_named = model, metrics_url is not None
+        self.model = model
+        self.metrics_named = metrics_url is not None
         self.metrics_url = f"{self.url}/metrics" if metrics_url is None else check_address(metrics_url, "--metrics-url")
         self.without_metrics = ""
         """The reason why `metrics_url` gave no metrics when it was last queried; empty where it did.

@@ -85,7 +85,9 @@ class BenchLoad:
         """
         if self.rate is None:
             return [0.0] * count
-        chance, now, arrivals = random.Random(seed), 0.0, list[float]()
+        chance = random.Random(seed)
+        now = 0.0
+        arrivals = list[float]()
         for _ in range(count):
             arrivals.append(now)
             now += chance.gammavariate(self.burstiness, 1 / (self.rate * self.burstiness))
@@ -312,7 +314,8 @@ def find_worse(now: Mapping[str, Any], before: Mapping[str, Any], tolerance: flo
     `tolerance` is a share. A missing figure and each additional failed request count as worse, too.
     ArgumentError: the two records have no load in common.
     """
-    loads, complaints = {load["load"]: load for load in now["loads"]}, []
+    loads = {load["load"]: load for load in now["loads"]}
+    complaints = []
     for label, old in find_older_loads(before, [*loads]).items():
         load = loads[label]
         for figure in FIGURES:
@@ -411,7 +414,8 @@ def _figure(record: Mapping[str, Any]) -> Any:
     loads = record["loads"]
     accepted = [load for load in loads if load.get("spec_decode_per_position_acceptance_rates")]
     figure, panels = pyplot().subplots(1, 3 if accepted else 2, figsize=(12 if accepted else 8.5, 3.4))
-    labels, places = [load["load"] for load in loads], range(len(loads))
+    labels = [load["load"] for load in loads]
+    places = range(len(loads))
     titles = {"output_throughput": "tokens per second", "median_tpot_ms": "ms per output token, median"}
     for axes, (key, title) in zip(panels, titles.items(), strict=False):
         axes.plot(places, [load.get(key) for load in loads], "o-", color=COLOURS[0], label="server")

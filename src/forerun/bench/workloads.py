@@ -17,7 +17,8 @@ from forerun.training.data.records import BadRecords, Message, Record, read_entr
 
 DEMO = "demo"
 """Name of the workload that ships with forerun."""
-HUB, FILES = re.compile(r"[\w-][\w.-]*/[\w.-]+"), (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+FILES = (".jsonl", ".ndjson", ".json", ".parquet", ".txt")
 """Form of a hub data set's name, and the file endings that no data set's name has."""
 
 

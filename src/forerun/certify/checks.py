@@ -259,7 +259,10 @@ def _greedy_checks(run: Run) -> list[Check]:
         temperature=0.0, max_tokens=run.plan.max_tokens, logprobs=1, ignore_eos=True, detokenize=False
     )
     answers = list(run.answers(run.prompts, [params] * len(run.prompts)))
-    stats, parted, worst, compared = SpeculationStats(), list[Difference](), 0.0, 0
+    stats = SpeculationStats()
+    parted = list[Difference]()
+    worst = 0.0
+    compared = 0
     for index, (prompt, answer) in enumerate(zip(run.prompts, answers, strict=True)):
         stats.add(answer.speculation)
         logits = run.reference.logits([*prompt, *answer.token_ids[:-1]], len(answer.token_ids))
@@ -270,7 +273,8 @@ def _greedy_checks(run: Run) -> list[Check]:
         for position, token in enumerate(answer.tokens[:common]):
             assert token.logprob is not None
             expected = float(logits[position].log_softmax(-1)[token.id])
-            worst, compared = max(worst, abs(expected - token.logprob.logprob)), compared + 1
+            worst = max(worst, abs(expected - token.logprob.logprob))
+            compared += 1
     tolerance = LOGPROB_TOLERANCE.get(run.llm.target.dtype_name, QUANTISED)
     logprobs = Check(
         name="log-probabilities",
@@ -312,7 +316,8 @@ def _equality(
 
 def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
     """Check, for deterministic drafts only, that sampled text equals that of plain decoding for the same seed."""
-    plan, number = run.plan, len(run.prompts)
+    plan = run.plan
+    number = len(run.prompts)
     params = SamplingParams(
         temperature=temperature, max_tokens=plan.max_tokens, seed=plan.seed, ignore_eos=True, detokenize=False
     )
@@ -378,7 +383,8 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     """Return the test, one of `tests`, of the quantiles of longer completions' tokens in their distributions. The
     setting has a temperature and nothing else.
     """
-    plan, longer = run.plan, replace(setting, what="each token of longer answers")
+    plan = run.plan
+    longer = replace(setting, what="each token of longer answers")
     least = plan.least / (20 if plan.ways is None else 5)
     cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test draws few completions
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
@@ -389,7 +395,8 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
     """Return the test of a setting, one of `tests`, for the first prompt from `index` on whose completions are not
     certain. Raises ArgumentError if there is none."""
-    plan, params = run.plan, replace(setting.params, max_tokens=run.plan.sample_tokens)
+    plan = run.plan
+    params = replace(setting.params, max_tokens=run.plan.sample_tokens)
     for turn in range(len(run.prompts)):
         prompt = run.prompts[(index + turn) % len(run.prompts)][: plan.sample_prompt_tokens]
         cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
@@ -426,7 +433,8 @@ class Pace:
 def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
     """Compare speculative completions with the exact distribution. The check fails if two samples with different seeds
     are both unlikely, or if a completion is impossible."""
-    pace, stats = pace or Pace(tell=run.progress, total=test.answers * test.tokens), SpeculationStats()
+    pace = pace or Pace(tell=run.progress, total=test.answers * test.tokens)
+    stats = SpeculationStats()
 
     def draw(turn: int) -> Counter[Outcome]:
         pace.total += turn * test.answers * test.tokens
@@ -446,7 +454,8 @@ def chi_square_check(run: Run, test: Test, pace: Pace | None = None) -> Check:
 
 def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: int) -> list[Outcome]:
     """Draw a test's completions, with seeds from `first` on, and return the outcomes to count."""
-    outcomes, seed = list[Outcome](), run.plan.seed + first
+    outcomes = list[Outcome]()
+    seed = run.plan.seed + first
     uniform = torch.Generator().manual_seed(seed)
     for index, (prompt, answer) in enumerate(test.drawn(run, test.answers, seed)):
         if index % _TOGETHER == 0:

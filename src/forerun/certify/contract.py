@@ -166,7 +166,8 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
 
 def _sound(config: Config) -> tuple[bool, str]:
     """Check that it raised nothing, and that each tree was valid and within its budget."""
-    total, problems = SpeculationStats(), list[str]()
+    total = SpeculationStats()
+    problems = list[str]()
     with _collect_problems(problems):
         for params in (GREEDY, SAMPLED):
             for output in answer(tiny_engine(config, rows=3), PROMPTS, params):
@@ -275,7 +276,8 @@ def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False,
 def _collect_problems(problems: list[str]) -> Iterator[None]:
     """Collect the log messages about a drafter's failures in `problems` within the context."""
     log = logging.getLogger("forerun.decode.drafter")
-    handler, propagate = logging.Handler(), log.propagate
+    handler = logging.Handler()
+    propagate = log.propagate
     handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
     warn_drafter.cache_clear()
     log.addHandler(handler)

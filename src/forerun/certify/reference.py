@@ -81,7 +81,8 @@ class Reference:
         )
 
         text = [*prompt, *answer]
-        scores, ids = self.logits(text, 1).cpu(), torch.tensor([text])
+        scores = self.logits(text, 1).cpu()
+        ids = torch.tensor([text])
         if allowed is not None:
             scores[0, ~allowed] = -torch.inf
         for token, bias in (params.logit_bias or {}).items():
@@ -317,5 +318,6 @@ def difference(
     token = llm.generate(prefix, params, speculative=False)[0].outputs[0].tokens[0]
     likeliest: dict[int | None, float] = {name: entry.logprob for name, entry in (token.top_logprobs or {}).items()}
     worse = min(likeliest.get(name, -math.inf) for name in (plain, other))
-    gap, epsilon = max(likeliest.values()) - worse, epsilon_of(llm)
+    gap = max(likeliest.values()) - worse
+    epsilon = epsilon_of(llm)
     return Difference(prompt=0, position=position, plain=plain, speculative=other, gap=gap, epsilon=epsilon)

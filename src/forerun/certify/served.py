@@ -262,7 +262,8 @@ class ServedModel:
             raise ServerError(f"{self.url}{COMPLETIONS} answered what is no completion: {what}") from error
 
     def _read_choice(self, choice: Mapping[str, Any]) -> ServedAnswer:
-        stated, ids = choice.get("logprobs") or {}, choice.get("token_ids")
+        stated = choice.get("logprobs") or {}
+        ids = choice.get("token_ids")
         if stated.get("content") is not None:  # The format of chat completions, which llama.cpp's completions have, too
             places = [(self._token(entry["token"], entry.get("id")), entry) for entry in stated["content"]]
             tokens = [token for token, _ in places]
@@ -396,7 +397,9 @@ def smallest_request(request: ServedRequest, shows: Shows, tries: int = TRIES) -
             tries -= 1
             smaller = shows(candidate)
             if smaller is not None:
-                request, fault, going = candidate, smaller, True
+                request = candidate
+                fault = smaller
+                going = True
                 break
     return request, fault
 

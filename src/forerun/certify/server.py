@@ -423,7 +423,8 @@ def _nats(gap: float | None) -> str:
 
 def _speculation_check(exam: ServerExam) -> Check:
     """Check that the server drafted at all: without drafts speculation was not tested."""
-    counts, name = exam.served.speculation(), "speculation"
+    counts = exam.served.speculation()
+    name = "speculation"
     if counts is None:
         return left_out(name, "neither the server's metrics nor its answers say whether it drafts")
     if not counts.draft_tokens and not counts.drafts:

@@ -46,7 +46,8 @@ class ServedTest(SampledTest):
 
     def drawn(self, exam: ServerExam, first: int) -> list[Outcome]:
         """Draw completions, with seeds from `first` on, and return the outcomes to count."""
-        n, tokens = self.requests[0].n, self.requests[0].max_tokens if self.each == "tokens" else 1
+        n = self.requests[0].n
+        tokens = self.requests[0].max_tokens if self.each == "tokens" else 1
         number = math.ceil(self.samples / n / tokens)
         asked = [
             replace(request, seed=exam.plan.seed + first + index * n if self.seeded else None)
@@ -89,7 +90,8 @@ def sampled_checks(exam: ServerExam) -> Iterator[Check]:
         for name in names:
             yield left_out(f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
         return
-    plan, prompt = exam.plan, _uncertain(exam)
+    plan = exam.plan
+    prompt = _uncertain(exam)
     many = 1 if "n" in exam.served.missing else CHOICES
     request = ServedRequest(prompt=prompt, max_tokens=plan.sample_tokens, temperature=1.0, n=many)
     longer = [ServedRequest(prompt=prompt, max_tokens=plan.max_tokens, temperature=1.0) for prompt in exam.prompts]
@@ -168,7 +170,8 @@ def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
 
 def _seed_check(exam: ServerExam) -> Check:
     """Request sampled completions with seeds twice. Rounding in 16 bits may change a few; ignored seeds change all."""
-    name, plan = "same seed, same text", exam.plan
+    name = "same seed, same text"
+    plan = exam.plan
     exam.progress(name)
     asked = [
         ServedRequest(prompt=prompt, max_tokens=min(plan.max_tokens, 32), temperature=1.0, seed=plan.seed + index)
@@ -211,7 +214,8 @@ def _seed_fault(exam: ServerExam) -> Shows:
 
 def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
     """Compare sampled completions of both servers by a chi-square test of two samples."""
-    name, plan = f"sampled answers beside {other.url}", exam.plan
+    name = f"sampled answers beside {other.url}"
+    plan = exam.plan
     exam.progress(name)
     level = level_of(plan, exam.tests)
     # Two samples have half the power of one

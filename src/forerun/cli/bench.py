@@ -131,7 +131,9 @@ def bench(
     from forerun.bench.client import Server
     from forerun.bench.workloads import draw_tasks, read_workload
 
-    loads, limits, asking = _loads(load), parse_objectives(goodput), _asking(workload, load, sampling)
+    loads = _loads(load)
+    limits = parse_objectives(goodput)
+    asking = _asking(workload, load, sampling)
     _check_files(out=out, plot=plot, report=report)
     older = _older(compare, tolerance, loads)
     tasks = read_workload(workload.workload, subset=workload.subset, split=workload.split)
@@ -240,7 +242,8 @@ def _find_repeated(drawn: DrawnTasks, most: int) -> tuple[int, str | None]:
     """
     from forerun.bench.workloads import count_repeated
 
-    again, total = count_repeated(drawn), sum(map(len, drawn.loads))
+    again = count_repeated(drawn)
+    total = sum(map(len, drawn.loads))
     if not again:
         return 0, None
     what = f"{again} of {total} prompts {'repeats' if again == 1 else 'repeat'} (warm-up, another load, earlier prompt)"
@@ -259,7 +262,8 @@ def _find_repeated(drawn: DrawnTasks, most: int) -> tuple[int, str | None]:
 def _read(path: Path) -> dict[str, Any]:
     """Read a result that an earlier run wrote; DataError if it is none."""
     record = read_object(path, "expected a result of forerun bench")
-    loads, wrong = record.get("loads"), f"{path} is no result of forerun bench"
+    loads = record.get("loads")
+    wrong = f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
         raise DataError(f"{wrong}: it has no 'loads', or one of them has no 'load'")
     for figure in (load.get(one.key) for load in loads for one in FIGURES):
@@ -317,7 +321,8 @@ def _begin_record(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) -> None:
-    about, screen = record["about"], console.out()
+    about = record["about"]
+    screen = console.out()
     title = (
         f"{record['served_model']} at {about['server']}, {about['tasks']} tasks, {about['max_tokens']} tokens at most"
     )
@@ -355,7 +360,8 @@ def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]
         for one in select_figures([row for _, row in rows])
         if one.column and (one.of_parts or not of_parts) and (failed or one.key != "failed")
     ]
-    out, spare = console.out(), list(LEAST_WANTED)
+    out = console.out()
+    spare = list(LEAST_WANTED)
     while True:
         table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
         for name, row in rows:

@@ -49,7 +49,8 @@ def chat(
     show_draft
         Colour every token by its source.
     """
-    config, params = speculation.config(), sampling.params()
+    config = speculation.config()
+    params = sampling.params()
     llm = session.load(model, loading, config, announce=True, max_num_seqs=1)
     talk = Conversation(llm, params, config, system=system, show_draft=show_draft)
     log = console.log()
@@ -85,7 +86,8 @@ class Conversation:
         self.speculating = config is not None
         self.beginning = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.beginning)
-        self.total, self.answers = SpeculationStats(), 0
+        self.total = SpeculationStats()
+        self.answers = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: console.log().print(HELP, markup=False),
             "/reset": self._reset,
@@ -162,5 +164,6 @@ class Conversation:
         is_method = argument in methods() or is_outside(argument)
         named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
-        self.config, self.speculating = named, True
+        self.config = named
+        self.speculating = True
         console.log().print(Text(f"drafting with {argument}", "dim"))

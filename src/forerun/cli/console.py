@@ -105,7 +105,8 @@ def progress_bar(task: str, total: int | None = None, done: int = 0) -> Iterator
     times = (progress.TimeElapsedColumn(), progress.TimeRemainingColumn())
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), *times)
     with progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        number, line = bar.add_task(task, total=total, completed=done), _line_a_minute(console)
+        number = bar.add_task(task, total=total, completed=done)
+        line = _line_a_minute(console)
         first: float | None = None  # What was done before: its pace says nothing of what is left
 
         def update(**changes: Any) -> None:

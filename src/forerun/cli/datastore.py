@@ -48,7 +48,8 @@ def build(
     name = tokenizer or target
     if name is None or (tokenizer and target):
         raise ArgumentError("whose token ids? give either --target MODEL or --tokenizer MODEL")
-    loaded, bad = session.load_tokenizer(name), BadRecords(skip=skip_bad)
+    loaded = session.load_tokenizer(name)
+    bad = BadRecords(skip=skip_bad)
     with console.telling("building a datastore") as tell:
         manifest = stores.build(files, loaded, output, name=name, bad=bad, tell=tell)
     for complaint in bad.examples:

@@ -194,13 +194,15 @@ def _real(
     """Give a chat model real prompts; exit code 1 if a greedy completion differs by more than a numeric tie."""
     from forerun.cli import side_by_side
 
-    config, out = speculation.config() or {"method": "auto"}, console.out()
+    config = speculation.config() or {"method": "auto"}
+    out = console.out()
     llm = session.load(model, loading, config, max_num_seqs=1)
     temperatures = QUESTION_TEMPERATURES if params.temperature is None else (params.temperature,)
     length = params.max_tokens or QUESTION_TOKENS
     settings = [replace(params, temperature=temperature, max_tokens=length) for temperature in temperatures]
     answers = list(side_by_side.ask_all(llm, questions, settings, show=not json))
-    drafter, where = config.get("method", "draft_model"), f"{llm.target.runs_as}"
+    drafter = config.get("method", "draft_model")
+    where = f"{llm.target.runs_as}"
     if json:
         about = {
             "model": model,
@@ -227,13 +229,18 @@ def _all(
         raise ArgumentError(f"--all compares the drafters of the demo model; got {model}")
     from forerun.cli import leaderboard
 
-    board, path, note = leaderboard.list_lines(heads), model, None
+    board = leaderboard.list_lines(heads)
+    path = model
+    note = None
     if scale is not None:
         scaled = _enlarge_model(model, scale)
-        path, note, board = str(scaled.path), scaled.note, [*_fitting(board, scaled)]
+        path = str(scaled.path)
+        note = scaled.note
+        board = [*_fitting(board, scaled)]
     llm = session.load(path, loading, None, max_num_seqs=1)
     plain = leaderboard.run(llm, board, max_tokens=max_tokens)
-    out, speeds = console.out(), {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
+    out = console.out()
+    speeds = {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
     if json:
         where = {"scale_note": note, "dtype": llm.target.dtype_name, "device": str(llm.target.device)}
         lines = leaderboard.records(plain, board)
@@ -305,7 +312,8 @@ def _with_heads_for(scaled: ScaledModel, config: Any) -> Any:
 
 
 def _introduce(setting: _Setting) -> None:
-    out, task = console.out(), setting.question
+    out = console.out()
+    task = setting.question
     options = ", ".join(f"{key} {value}" for key, value in setting.config.items() if key != "method")
     drafter = setting.config.get("method", "draft_model") + (f" ({options})" if options else "")
     out.print(Text("target   ", "dim").append(setting.note or setting.model, "default"))
@@ -375,7 +383,8 @@ def _tokens(output: RequestOutput) -> list[int]:
 
 
 def _report(llm: LLM, setting: _Setting, result: Race) -> None:
-    out, speeds = console.out(), result.speeds
+    out = console.out()
+    speeds = result.speeds
     per_pass = {arm: runs[0].outputs[0].speculation.tokens_per_pass for arm, runs in result.runs.items()}
     right: dict[str, Any] = {"justify": "right", "no_wrap": True}
     columns = (Column(no_wrap=True), Column("tokens/s", **right), Column(ratio=1), Column("tokens per pass", **right))
@@ -431,7 +440,9 @@ def mark_changes(before: str, after: str, *, plain: bool = False) -> Text:
     """Show the lines that differ, an old one above the new one, with the words that differ marked;
     `plain` uses no colour.
     """
-    old, new, shown = before.strip("\n").split("\n"), after.strip("\n").split("\n"), Text()
+    old = before.strip("\n").split("\n")
+    new = after.strip("\n").split("\n")
+    shown = Text()
     for kind, a, b, c, d in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
         if kind == "equal":
             continue
@@ -476,7 +487,8 @@ def _verdict(setting: _Setting, result: Race) -> Text:
 
 def record(llm: LLM, setting: _Setting, result: Race) -> dict[str, Any]:
     """Return the record that ``demo --json`` prints."""
-    tokens, answer = _tokens(result.runs["plain"][0]), result.runs["speculative"][0].outputs[0]
+    tokens = _tokens(result.runs["plain"][0])
+    answer = result.runs["speculative"][0].outputs[0]
     return {
         "identical": result.identical,
         "first_difference": None if result.parted is None else result.parted.position,

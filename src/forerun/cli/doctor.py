@@ -138,13 +138,16 @@ def _examine_head(
 
         for name in engines:
             refuse_unknown("unknown engine", name, ENGINES)
-        facts, model, notes = _facts(target), PardModel.at(head), tuple[str, ...]()
+        facts = _facts(target)
+        model = PardModel.at(head)
+        notes = tuple[str, ...]()
         if model is not None:
             findings = list(model.findings(facts))
         else:
             stored = read_files(head)
             checkpoint = parse(stored, num_layers=facts.num_layers)
-            notes, findings = checkpoint.notes, diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
+            notes = checkpoint.notes
+            findings = diagnose(checkpoint, facts) + diagnose_files(stored, checkpoint, facts)
     chosen = engines or ENGINES
     verdicts = {name: worst(findings, name) for name in chosen}
     findings = [finding for finding in findings if finding.engine in chosen]
@@ -257,7 +260,8 @@ def examine() -> dict[str, dict[str, Any]]:
     """Return everything the table shows, as plain values; sizes in GiB."""
     import psutil
 
-    memory, told = psutil.virtual_memory(), ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+    memory = psutil.virtual_memory()
+    told = ("HF_HOME", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
     return {
         "system": {"platform": platform.platform(), "python": platform.python_version()},
         "packages": {name: _version(name) for name in PACKAGES},

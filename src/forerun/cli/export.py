@@ -35,7 +35,8 @@ def export(head: str, /, *, to: str, target: str, output: str, force: Flag = Fal
         from forerun.model.names import resolve
 
         head = str(shipped.resolve(head))
-        facts, model = TargetFacts.read(with_weights(resolve(target))), PardModel.at(head)
+        facts = TargetFacts.read(with_weights(resolve(target)))
+        model = PardModel.at(head)
         done = (
             export_head(head, facts, to, output, force=force)
             if model is None

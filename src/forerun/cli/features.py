@@ -80,7 +80,8 @@ def features(
     checks = _extract(run)
     from forerun.training.features.store import FeatureStore, format_bytes
 
-    store, size = FeatureStore(options.output, run.manifest), run.manifest.tokens * run.manifest.record_bytes
+    store = FeatureStore(options.output, run.manifest)
+    size = run.manifest.tokens * run.manifest.record_bytes
     if json:
         console.write_json(
             {
@@ -112,7 +113,8 @@ class _FeatureRun:
         from forerun.training.features import store
         from forerun.training.features.online import distinct_boundaries
 
-        prepared, given = PreparedData(options.data), options.boundaries
+        prepared = PreparedData(options.data)
+        given = options.boundaries
         prepared.check_written("a store of features")
         quiet_libraries()
         config = read_config(resolve(options.target), LoadOptions())
@@ -178,7 +180,9 @@ def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
     from forerun.training.features.online import compare, require
     from forerun.training.features.store import FeatureWriter, extract
 
-    options, manifest, checks = run.options, run.manifest, None
+    options = run.options
+    manifest = run.manifest
+    checks = None
     with FeatureWriter(options.output, manifest, shard_bytes=max(1, int(options.shard_gib * GIB))) as writer:
         if len(writer.done) == manifest.documents:
             return None

@@ -56,7 +56,8 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     if not text:
         raise ArgumentError("the prompt is empty; give --prompt TEXT, --prompt-file FILE, or pipe it in")
-    config, params = speculation.config(), sampling.params()
+    config = speculation.config()
+    params = sampling.params()
     expected = {} if prediction_file is None else {"prediction": read_prompt(None, prediction_file)}
 
     config = config or ({"method": "prediction"} if expected else None)
@@ -67,7 +68,8 @@ def generate(
         output = llm.generate([{**request, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
-    log, chunks = console.log(), llm.stream({**request, **expected}, params)
+    log = console.log()
+    chunks = llm.stream({**request, **expected}, params)
     log.print(session.describe_asking(llm, params, templated=templated))
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
@@ -90,7 +92,8 @@ def _answer_many(
     """Complete every prompt of a file, and print a line of JSON for each, in the file's order."""
     from forerun.plan.measured import read_prompts
 
-    prompts, params = read_prompts(prompt_file), sampling.params()
+    prompts = read_prompts(prompt_file)
+    params = sampling.params()
     llm = session.load(model, loading, speculation.config(), max_num_seqs=min(len(prompts), _TOGETHER))
     requests: list[Any] = []
     for prompt in prompts:

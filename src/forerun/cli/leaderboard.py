@@ -130,7 +130,8 @@ def list_lines(heads: Path | None) -> list[BoardLine]:
     for drafter in ours if heads is None else [*ours, *find_trained(heads)]:
         for shape, config in (("chain", drafter.chain(DEPTH)), ("tree", drafter.tree(NODES))):
             if config is not None:
-                name, size = f"{drafter.name}, {shape}", drafter.parameters
+                name = f"{drafter.name}, {shape}"
+                size = drafter.parameters
                 lines.append(BoardLine(name=name, config=config, parameters=size, trained_s=drafter.seconds))
     return lines
 

@@ -294,7 +294,8 @@ def _cost(options: PlanOptions) -> tuple[PassCost, list[str]]:
 
 
 def _roofline(options: PlanOptions, size: Size) -> Roofline:
-    kv, shape = None, {name: getattr(options, name) for name in ("layers", "kv_heads", "head_dim")}
+    kv = None
+    shape = {name: getattr(options, name) for name in ("layers", "kv_heads", "head_dim")}
     if None not in shape.values():
         kv = KeyValues(**shape, heads=options.heads)
     elif options.heads is not None or any(value is not None for value in shape.values()):
@@ -319,7 +320,9 @@ def _device(options: PlanOptions) -> Device:
 
 def _draft(options: PlanOptions, cost: PassCost) -> Any:
     """Return the drafter's cost for a batch: given as c, or by the roofline."""
-    share, params, context = options.draft_cost, options.draft_params, options.context or 0
+    share = options.draft_cost
+    params = options.draft_params
+    context = options.context or 0
     if share is not None and params is not None:
         raise ArgumentError("give --draft-cost or --draft-params, not both")
     if share is not None:
@@ -407,7 +410,8 @@ class Shown:
             ranking: candidates with their best lines, fastest first.
             uncosted: what counts as free, because nothing says what it costs.
         """
-        ranks, depth = options.ranks, options.k or 8
+        ranks = options.ranks
+        depth = options.k or 8
         if measured is not None and any(len(line) > 1 for line in measured.trial.rank_acceptance):
             ranks, depth = measured.trial.rank_acceptance, measured.deepest
         self.load, self.measured, self.ranking = load, measured, ranking
@@ -435,7 +439,9 @@ class Shown:
 
     def record(self) -> dict[str, Any]:
         """Return the plan as a JSON object."""
-        requested, best, depth = self.plan.requested, self.plan.best, len(self.load.survival)
+        requested = self.plan.requested
+        best = self.plan.best
+        depth = len(self.load.survival)
         tokens = theory.tokens_of(self.load.survival)
         record = {
             "expected_tokens_per_pass": requested.tokens_per_pass,
@@ -492,7 +498,8 @@ def roofline_record(line: Roofline, load: PlanLoad) -> dict[str, Any]:
 
 def show(shown: Shown) -> None:
     """Print tables and the verdict on stdout, assumptions below."""
-    out, verdict = console.out(), shown.verdict
+    out = console.out()
+    verdict = shown.verdict
     if shown.ranking:
         out.print(_ranking_table(shown))
     out.print(_length_table(shown))
@@ -520,7 +527,8 @@ def show(shown: Shown) -> None:
 
 def _show_gain(shown: Shown) -> None:
     """Print the best tree, where there is one, and up to which batch anything is gained."""
-    out, tree = console.out(), shown.tree
+    out = console.out()
+    tree = shown.tree
     if tree is not None and tree.parents:
         out.print(
             f"best tree: {len(tree.parents)} nodes, {tree.depth} levels, {tree.tokens:.3f} tokens per pass, "

@@ -69,8 +69,11 @@ def statistics_line(output: RequestOutput) -> Text:
     """Return tokens, speed and acceptance of one finished request in a line; a lossy rule is red."""
     from forerun.core.rules import rule_named
 
-    answer, speed, first = output.outputs[0], tokens_per_second(output), output.time_to_first_token_s
-    stats, parts = answer.speculation, [f"{len(answer.token_ids)} tokens"]
+    answer = output.outputs[0]
+    speed = tokens_per_second(output)
+    first = output.time_to_first_token_s
+    stats = answer.speculation
+    parts = [f"{len(answer.token_ids)} tokens"]
     parts += [] if speed is None else [f"{speed:.1f} tokens/s"]
     parts += [] if first is None else [f"TTFT {first * 1000:.0f} ms"]
     parts.append(f"{stats.tokens_per_pass:.2f} tokens per pass")
@@ -97,7 +100,9 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> str:
     """Describe the sampling of `params` on this model, and the part of it that comes from the
     checkpoint.
     """
-    defaults, chosen, inherited = llm.get_default_sampling_params(), list[str](), list[str]()
+    defaults = llm.get_default_sampling_params()
+    chosen = list[str]()
+    inherited = list[str]()
     for name, neutral in NEUTRAL.items():
         requested, default = getattr(params, name), getattr(defaults, name)
         if requested is not None and (requested != neutral or name == "temperature"):
@@ -115,7 +120,8 @@ def describe_sampling(llm: LLM, params: SamplingParams) -> str:
 
 def answer_record(output: RequestOutput, *, with_tokens: bool) -> dict[str, Any]:
     """Return the first completion as ``generate --json`` prints it."""
-    speed, answer = tokens_per_second(output), output.outputs[0]
+    speed = tokens_per_second(output)
+    answer = output.outputs[0]
     stats = answer.speculation
     record: dict[str, Any] = {
         "text": answer.text,
@@ -252,7 +258,8 @@ def pause_collection() -> Iterator[None]:
 @contextmanager
 def _forward_progress(tell: Callable[[str], None]) -> Iterator[None]:
     """Pass what loading says of its progress to `tell` while open."""
-    log, handler = logging.getLogger("forerun.model.prepare"), _Telling(tell)
+    log = logging.getLogger("forerun.model.prepare")
+    handler = _Telling(tell)
     level = log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -293,7 +300,8 @@ def print_stream(chunks: Iterable[StreamChunk], *, show_draft: bool) -> RequestO
     With `show_draft` a terminal shows tokens coloured by source. Returns None where the stream
     ended without an output.
     """
-    stdout, output = console.out(), None
+    stdout = console.out()
+    output = None
     try:
         for chunk in chunks:
             if show_draft and stdout.is_terminal:

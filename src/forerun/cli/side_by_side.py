@@ -165,7 +165,8 @@ def _picture(temperature: float, *, show: bool) -> Iterator[_Picture]:
     """Yield the columns, which grow in a terminal and are printed once elsewhere; show nothing
     unless `show`.
     """
-    picture, out = _Picture(temperature), console.out()
+    picture = _Picture(temperature)
+    out = console.out()
     if show and out.is_terminal and not out.record:
         with Live(picture, console=out, refresh_per_second=8):
             yield picture
@@ -178,7 +179,8 @@ def _picture(temperature: float, *, show: bool) -> Iterator[_Picture]:
 
 
 def _introduce(question: Question) -> None:
-    out, text = console.out(), question.text
+    out = console.out()
+    text = question.text
     if len(text) > ASKED_CHARACTERS:
         text = text[:ASKED_CHARACTERS].rpartition(" ")[0] + " ..."
     out.rule(Text(f" {question.title} ", "bold"), align="left", style="dim")

@@ -139,7 +139,8 @@ def _file(llm: LLM, model: str, tuned: Tuned, options: SearchOptions, *, prompts
     from forerun.drafters.self_drafting.skip_layers import SkipFile, structure_hash
     from forerun.model.transformers_target import require_layers
 
-    target, best = require_layers(llm.target, "skip_layers"), tuned.best
+    target = require_layers(llm.target, "skip_layers")
+    best = tuned.best
     measured = {
         "ms_per_token": best.ms_per_token,
         "plain_ms_per_token": tuned.plain_ms,

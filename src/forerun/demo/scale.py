@@ -220,7 +220,8 @@ def _scale_tensors(scaled: ScaledModel, config: dict[str, Any], dtype: torch.dty
     weights = _Weights()
     for path in weight_files(scaled.source):
         weights |= load_file(path)
-    plan, hidden = scaled.plan, config["hidden_size"] * scaled.plan.hidden_factor
+    plan = scaled.plan
+    hidden = config["hidden_size"] * scaled.plan.hidden_factor
     norm_factor = 1 / math.isqrt(plan.hidden_factor)
     table = (config["vocab_size"], hidden)
     yield "model.embed_tokens.weight", _corner(weights["model.embed_tokens.weight"], torch.zeros(table, dtype=dtype))
@@ -328,7 +329,8 @@ def scale_config(config: HeadConfig, scaled: ScaledModel) -> Any:
             "wider state would be normed otherwise; train one without scale_input",
         ),
     )
-    plan, own_values = scaled.plan, {field.name: getattr(config, field.name) for field in fields(config)}
+    plan = scaled.plan
+    own_values = {field.name: getattr(config, field.name) for field in fields(config)}
     growth = {
         "hidden_size": plan.hidden_factor,
         "target_hidden_size": plan.hidden_factor,

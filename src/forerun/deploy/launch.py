@@ -73,7 +73,8 @@ class Forecast:
 
         It never rises with the batch, as TensorRT-LLM wants it.
         """
-        lengths, most = list[int](), k
+        lengths = list[int]()
+        most = k
         for rows in range(1, self.max_batch + 1):
             most = self.best_k(most, rows)
             lengths.append(most)
@@ -131,7 +132,9 @@ class DraftSpec:
         options = self.options
         if options.get("tree") is not None and not isinstance(options["tree"], str):
             return len(options["tree"])
-        shape, level, count = options.get("shape"), 1, 0
+        shape = options.get("shape")
+        level = 1
+        count = 0
         for children in shape or ():
             level *= children
             count += level
@@ -601,7 +604,8 @@ def _findings(target: str, draft: DraftSpec) -> tuple[list[Finding], ExaminedFil
     from forerun.heads.files import TargetFacts, parse, read_files
     from forerun.heads.pard_files import PardModel
 
-    facts, directory = TargetFacts.read(target), Path(str(draft.model)).expanduser()
+    facts = TargetFacts.read(target)
+    directory = Path(str(draft.model)).expanduser()
     if draft.method == "pard":
         model = PardModel.at(directory)
         if model is None:

@@ -62,6 +62,7 @@ class ForerunDraft(LlamaDraftModel):  # type: ignore[misc]
 
     def __call__(self, input_ids: NDArray[np.intc], /, **_: Any) -> NDArray[np.intc]:
         """Return (K,) drafted tokens, K of 0 or more, for a text of (N,) token ids."""
-        table, lengths = input_ids.reshape(1, -1), np.array([len(input_ids)], np.int32)
+        table = input_ids.reshape(1, -1)
+        lengths = np.array([len(input_ids)], np.int32)
         (draft,) = self.sequences.chains(table, lengths, np.array([self.most]))
         return np.array(draft, dtype=np.intc)

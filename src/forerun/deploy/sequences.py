@@ -74,7 +74,8 @@ class KnownRows:
         """Take in the rows of a step, ``table[i, : lengths[i]]``; AssertionError for more rows than
         were announced.
         """
-        rows, known = len(lengths), self._known
+        rows = len(lengths)
+        known = self._known
         assert rows <= len(known.sizes), "more rows than the engine said"
         work = np.zeros((WORK, rows), np.int64)
         gone, new = _recognise(tuple(known), self._running, table, lengths, work)
@@ -117,7 +118,9 @@ def _begins(held: Ints, size: int, text: Ints, length: int) -> bool:
         return False
     for done in range(0, size, _BLOCK):  # From the end: many texts begin alike
         first, last = max(0, size - done - _BLOCK), size - done
-        mine, theirs, differs = held[first:last], text[first:last], 0
+        mine = held[first:last]
+        theirs = text[first:last]
+        differs = 0
         for at in range(len(mine)):
             differs |= mine[at] ^ theirs[at]
         if differs != 0:
@@ -158,21 +161,27 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
 
     Where there is no space for the longest row, change nothing and return its length, negative.
     """
-    known, places = _Known(*all_known), work[ROW]
+    known = _Known(*all_known)
+    places = work[ROW]
     held, sizes, order = known.held, known.sizes, known.order
     longest = 0
     for length in lengths:
         longest = max(longest, length)
     if longest > held.shape[1]:
         return -longest, 0
-    free, lost, new = _place_rows(known, running, table, lengths, places), 0, 0
+    free = _place_rows(known, running, table, lengths, places)
+    lost = 0
+    new = 0
     for place in order[:running]:
         if free[place]:
-            known.changes[0, lost], lost = place, lost + 1
+            known.changes[0, lost] = place
+            lost += 1
             sizes[place] = 0
     for row in range(len(lengths)):
         if places[row] == NONE:
-            places[row], known.changes[1, new], new = np.argmax(free), row, new + 1
+            places[row] = np.argmax(free)
+            known.changes[1, new] = row
+            new += 1
             free[places[row]] = False
         place, length = places[row], lengths[row]
         size, first = sizes[place], place * held.shape[1]
@@ -182,7 +191,8 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
     at = len(lengths)
     for place in range(len(order)):
         if free[place]:
-            order[at], at = place, at + 1
+            order[at] = place
+            at += 1
     return lost, new
 
 
@@ -362,7 +372,8 @@ class Sequences:
             context = context_for(rows, grown, [fresh[index] for index in grown], {})
             for drafter in self.drafters:
                 drafter.extend(context)
-        trees, limits = dict[int, TokenTree](), [min(limit, self._nodes) for limit in most.tolist()]
+        trees = dict[int, TokenTree]()
+        limits = [min(limit, self._nodes) for limit in most.tolist()]
         drafting = [index for index, limit in enumerate(limits) if limit > 0]
         self._step = None
         if drafting:
@@ -458,7 +469,9 @@ class Sequences:
             self._truncate(forgotten)
             for place in forgotten:
                 self._rows.pop(place, None)
-        rows, fresh, places = list[Row](), list[int](), recognised.work[ROW]
+        rows = list[Row]()
+        fresh = list[int]()
+        places = recognised.work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
                 self._rows[place] = _row(place, length, self._wishes.get(place, NOTHING))

@@ -76,7 +76,8 @@ class ForerunProposer:
         A row that sampled nothing, because its prompt is not read yet, gets none. Where it is not known which request
         a row is, none gets any: the texts of one group would teach another's drafts.
         """
-        rows, running = len(sampled_token_ids), sum(map(bool, sampled_token_ids))
+        rows = len(sampled_token_ids)
+        running = sum(map(bool, sampled_token_ids))
         lengths = num_tokens_no_spec[:rows]
         most = np.minimum(self.tokens_at(running), self.max_model_len - lengths)
         if running < rows:

@@ -177,7 +177,8 @@ def try_drafter(
 
 
 def _step(target: Target, drafter: Drafter | None, name: str, row: Row, depth: int) -> TrialStep:
-    groups, context = [], len(row.tokens) - 1
+    groups = []
+    context = len(row.tokens) - 1
     if drafter is not None:
         groups = [Group(name=name, drafter=drafter, members=[0], depths=[depth], nodes=MAX_SPECULATIVE_TOKENS)]
     [emitted] = step(target, [row], groups)
@@ -366,7 +367,8 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts
     target = llm.target
     setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
     drafter = build(config.method, config.drafter_options, setup)
-    depth, model = depth_of(config), config.options.get("model")
+    depth = depth_of(config)
+    model = config.options.get("model")
     tell(f"{config.method} drafts")
     prompts, stops = answers.prompts, answers.stop_ids
     trial = try_drafter(

@@ -125,7 +125,9 @@ def best_tree_size(
     check_ranks(acceptance)
     best = TreeChoice(parents=(), depth=0, tokens=1.0, speedup=1.0)
     for levels in range(1, depth + 1):
-        tree, tokens, reached = best_tree(acceptance, nodes=nodes, depth=levels), 1.0, 0
+        tree = best_tree(acceptance, nodes=nodes, depth=levels)
+        tokens = 1.0
+        reached = 0
         for size, node in enumerate(tree, start=1):
             tokens, reached = tokens + node.survival, max(reached, node.level)
             speedup = tokens / (fixed_cost + reached * level_cost + verify(size + 1) / verify(1))
@@ -141,7 +143,8 @@ def _by_level(tree: Sequence[TreeNode]) -> tuple[int, ...]:
     children: dict[int, list[int]] = defaultdict(list)
     for node, entry in enumerate(tree, start=1):
         children[entry.parent].append(node)
-    parents, order = list[int](), [0]
+    parents = list[int]()
+    order = [0]
     for number, node in enumerate(order):  # which grows
         parents += [number] * len(children[node])
         order += children[node]

@@ -65,7 +65,9 @@ class Writer(ABC):
         traced = body.return_speculation_trace
         self.wants_tokens = self.wants_logprobs or body.return_token_ids or traced  # Something is said of each token
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Text of one token
-        self._id, self._created, self._model = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time()), model
+        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt
         self._counts: dict[int, list[int]] = {}  # Choice -> tokens of its prompt, and of its completion so far
         self._outputs: dict[int, RequestOutput] = {}
@@ -82,7 +84,8 @@ class Writer(ABC):
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
         """Yield the events of one chunk."""
-        chunk, index = tagged.chunk, tagged.job * self.body.n + tagged.chunk.index
+        chunk = tagged.chunk
+        index = tagged.job * self.body.n + tagged.chunk.index
         if index not in self._counts:
             ids = chunk.prompt_token_ids or []
             self._counts[index] = [len(ids), 0]
@@ -260,7 +263,8 @@ class ChatWriter(Writer):
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
             pieces += reader.close()
-        delta, reason = message.delta(pieces), self._finish_reason(message, chunk)
+        delta = message.delta(pieces)
+        reason = self._finish_reason(message, chunk)
         if not pieces and not self.wants_tokens and reason is None:
             return None
         more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
@@ -347,7 +351,8 @@ class CompletionWriter(Writer):
         return {**opened, **self.about_prompt(ids, None)}
 
     def delta(self, index: int, chunk: StreamChunk) -> dict[str, Any]:
-        logprobs, reason = self._logprobs(chunk.tokens, self._sent[index]), chunk.finish_reason
+        logprobs = self._logprobs(chunk.tokens, self._sent[index])
+        reason = chunk.finish_reason
         self._sent[index] += sum(len(token.text) for token in chunk.tokens)
         more = {**self.last(chunk), **self.token_ids(chunk.tokens), **self.part_of_trace(chunk)}
         return {"index": index, "text": chunk.text, "logprobs": logprobs, "finish_reason": reason, **more}
@@ -368,7 +373,9 @@ class CompletionWriter(Writer):
 
         They are without numbers where the completion ended before its prompt was read.
         """
-        texts, top, tokens = Detokenizer(self.tokenizer, (), skip_special=False), self.body.logprobs or 0, []
+        texts = Detokenizer(self.tokenizer, (), skip_special=False)
+        top = self.body.logprobs or 0
+        tokens = []
         for token, entry in zip(ids, logprobs, strict=True) if logprobs is not None else ():
             numbers: dict[str, Any] = {
                 "logprob": None if entry is None else entry[token],

@@ -65,7 +65,8 @@ class RequestRecorder:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        name_sent, started = Headers(scope=scope).get("x-request-id", ""), time.perf_counter()
+        name_sent = Headers(scope=scope).get("x-request-id", "")
+        started = time.perf_counter()
         name = name_sent if _ID.fullmatch(name_sent) else f"req-{secrets.token_hex(12)}"
         record = RequestRecord(
             request_id=name,
@@ -204,7 +205,8 @@ def identify_client(scope: Scope, settings: ServeSettings) -> Client | None:
     """
     if not settings.api_keys:
         # An address names nobody, since all clients of a proxy have one: it decides about turns, not about text.
-        shared, address = settings.share_unnamed, scope["client"][0] if scope.get("client") else ""
+        shared = settings.share_unnamed
+        address = scope["client"][0] if scope.get("client") else ""
         return Client(
             name=_hash("address", address), domain=None if shared else _hash("request", secrets.token_hex(16))
         )

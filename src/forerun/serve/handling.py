@@ -110,7 +110,8 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     that cannot be.
     """
     _check_choice(body)
-    tools, template = [tool.plain() for tool in body.offered], ""
+    tools = [tool.plain() for tool in body.offered]
+    template = ""
     if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
         template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
     kind = find_format(settings.tool_call_parser, template)
@@ -171,7 +172,8 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
 
     `reasons` says whether the model reasons where nothing is set.
     """
-    variables, sent = dict[str, Any](), body.chat_template_kwargs or {}
+    variables = dict[str, Any]()
+    sent = body.chat_template_kwargs or {}
     if reserved := [name for name in _RESERVED if name in sent]:
         raise bad_request(
             f"{', '.join(reserved)}: not a variable of the chat template, but a parameter of the request; send it "
@@ -321,7 +323,8 @@ def _job(
         raise bad_request(
             "this server gives no traces (it was started without --allow-traces)", "return_speculation_trace"
         )
-    client, longest = CLIENT.get(), session.settings.request_timeout_s
+    client = CLIENT.get()
+    longest = session.settings.request_timeout_s
     _at_most(body.timeout_s, longest, "timeout_s")
     if body.prediction is not None:
         prompt = {**prompt, "prediction": join_text(body.prediction.content)}
@@ -358,7 +361,8 @@ def _params(session: Session, body: Sampling, max_tokens: int | None, logprobs: 
     names = {field.name for field in fields(SamplingParams)} & Sampling.model_fields.keys()
     values = {name: getattr(body, name) for name in names}
     values |= {"max_tokens": most if max_tokens is None else max_tokens, "logprobs": logprobs}
-    values["structured_outputs"], values["logprobs_mode"] = _form(body), body.logprobs_mode or settings.logprobs_mode
+    values["structured_outputs"] = _form(body)
+    values["logprobs_mode"] = body.logprobs_mode or settings.logprobs_mode
     if body.logit_bias is not None:
         values["logit_bias"] = {int(key): value for key, value in body.logit_bias.items()}
     try:

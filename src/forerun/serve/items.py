@@ -27,7 +27,8 @@ class ItemWriter(ABC):
 
     def __init__(self, body: Any, model: str, chat_format: ChatFormat) -> None:
         self.body, self._model, self._chat_format = body, model, chat_format
-        self._id, self._created = _new_id(self.prefix), int(time.time())
+        self._id = _new_id(self.prefix)
+        self._created = int(time.time())
         self._reader = chat_format.reader()
         self._done: list[dict[str, Any]] = []  # Items that are closed
         self._kind: Kind | None = None  # Kind of the open item; None where none is open
@@ -62,7 +63,8 @@ class ItemWriter(ABC):
             kind = Kind.ARGUMENTS if piece.kind is Kind.CALL else piece.kind
             if kind is not self._kind or piece.kind is Kind.CALL:
                 yield from self._close()
-                self._kind, self._text = kind, ""
+                self._kind = kind
+                self._text = ""
                 yield from self._open_item(kind, piece.text)
             if piece.kind is not Kind.CALL:
                 self._text += piece.text

@@ -53,7 +53,8 @@ def run(session: Session, *, host: str, port: int) -> int:
     loaded.
     """
     allow_files(session.settings.max_connections + OTHER_FILES)
-    serving, listener = server(session, host=host, port=port), listen(host, port)
+    serving = server(session, host=host, port=port)
+    listener = listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
     log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, listener.getsockname()[1])
     return asyncio.run(_serve(session, serving, listener))
@@ -61,7 +62,8 @@ def run(session: Session, *, host: str, port: int) -> int:
 
 def server(session: Session, *, host: str, port: int) -> uvicorn.Server:
     """Return a server that is ready to run; loggers are the caller's, nothing is configured here."""
-    settings, count = session.settings, partial(session.metrics.count, "forerun:connections_refused", 1)
+    settings = session.settings
+    count = partial(session.metrics.count, "forerun:connections_refused", 1)
     config = uvicorn.Config(
         build_app(session),
         host=host,
@@ -171,7 +173,8 @@ class Connection(H11Protocol):
         super().__init__(**keywords)
         self._limits, self._addresses, self._count = limits, arriving, count
         self._refused = False
-        self._pieces, self._next_event = 0, self.conn.next_event
+        self._pieces = 0
+        self._next_event = self.conn.next_event
         self.conn.next_event = self._count_piece  # type: ignore[method-assign]
         self._arrival: asyncio.TimerHandle | None = None
         self._unread: asyncio.TimerHandle | None = None
@@ -280,7 +283,8 @@ class Connection(H11Protocol):
         self._note_arrival()
         self.connections.discard(self)
         self._refused = True
-        begun, cycle = False, self.cycle
+        begun = False
+        cycle = self.cycle
         if cycle is not None:
             answering = not cycle.response_complete or self.conn.their_state is h11.SEND_BODY
             begun = cycle.response_started and answering

@@ -179,8 +179,10 @@ class Session:
         """
         if self.health is State.SLEEPING:
             raise ApiError(503, "the server sleeps until POST /wake_up", code=State.SLEEPING.value, retry_after_s=1)
-        client, most = CLIENT.get().name, self.settings.queue_for(answers)
-        held, free = self._held[client], most - self.in_flight - answers
+        client = CLIENT.get().name
+        most = self.settings.queue_for(answers)
+        held = self._held[client]
+        free = most - self.in_flight - answers
         if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
             of_this_key = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
             raise ApiError(
@@ -198,7 +200,8 @@ class Session:
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
-        record, begun = self._take_on(job), False
+        record = self._take_on(job)
+        begun = False
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
             async with aclosing(stream) as chunks:
@@ -243,7 +246,9 @@ class Session:
         for them.
         """
         self.metrics.count("forerun:answers_admitted", job.params.n)
-        requested, configured, record = job.options["speculative"], self.engine.llm.speculative, logs.RECORD.get()
+        requested = job.options["speculative"]
+        configured = self.engine.llm.speculative
+        record = logs.RECORD.get()
         if record is not None:
             chosen = requested["method"] if isinstance(requested, dict) else None
             record.drafter = chosen or (configured.method if requested is None and configured is not None else "none")
@@ -285,7 +290,8 @@ class Session:
         base: dict[str, Any] = {}
         if configured is not None and name == configured.method:
             base = {**configured.drafter_options, "adaptive": configured.adaptive, "rule": configured.rule}
-        length, most = request.num_speculative_tokens, self.longest(name)
+        length = request.num_speculative_tokens
+        most = self.longest(name)
         if length is not None and length > most:
             raise bad_request(
                 f"num_speculative_tokens is at most {most} for {name!r} here, got {length}",
@@ -297,7 +303,8 @@ class Session:
         return {"method": name, **base, **{key: value for key, value in requested.items() if value is not None}}
 
     def _check_drafter(self, name: str | None, *, predicted: bool) -> None:
-        configured, offered = self.engine.llm.speculative, ", ".join(self.drafters()) or "none"
+        configured = self.engine.llm.speculative
+        offered = ", ".join(self.drafters()) or "none"
         if name is None:
             raise bad_request(f"the server has no drafter of its own; name one: {offered}", "speculative.drafter")
         if predicted and name == PREDICTION:

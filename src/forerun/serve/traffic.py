@@ -56,7 +56,9 @@ class Traffic:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"--record-traffic: nothing may be written in {folder}")
-        self._folder, self._most, self._vocabulary = folder, most_bytes // 2, vocabulary
+        self._folder = folder
+        self._most = most_bytes // 2
+        self._vocabulary = vocabulary
         self._failed = False  # The last conversation could not be written
         self._stack = ExitStack()
         if not self._stack.enter_context(alone(folder)):

@@ -157,7 +157,8 @@ class SGLang(EngineWriter):
 
     def _branches(self, draft: DraftSpec, way: Counterpart, k: int) -> int:
         """Return the number of continuations of a node; 1 for a chain."""
-        options, grows = draft.options, draft.method == "eagle2"
+        options = draft.options
+        grows = draft.method == "eagle2"
         if way.name in _LEVELS and (grows or options.get("top_k")):
             return int(options.get("top_k") or 10)
         if way.name == "NGRAM" and draft.nodes:

@@ -19,7 +19,8 @@ from forerun.heads.files import TRTLLM
 
 _ENHANCED = ("Eagle3", "MTP", "PARD")  # Take a suffix automaton before the model
 _SAMPLES = ("Draft_Target", "PARD", "Eagle3", "DFlash", "DSpark", "MTP")  # Have rejection sampling
-_TREES, _MOST_SIBLINGS = ("Eagle3", "MTP"), 32  # The latter with rejection sampling
+_TREES = ("Eagle3", "MTP")
+_MOST_SIBLINGS = 32  # The latter with rejection sampling
 _HOST = ("NGram", "Draft_Target")  # Draft on the host, for which the scheduler must not run ahead
 
 

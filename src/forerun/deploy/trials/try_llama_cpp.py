@@ -81,7 +81,8 @@ class InLlamaCpp(InstalledEngine):
         """Complete the prompts, as `InstalledEngine.answers` describes."""
         drafting = self.drafting
         with tempfile.TemporaryDirectory() as work:
-            folder, dtype = Path(work), question.dtype
+            folder = Path(work)
+            dtype = question.dtype
             words = ["-m", str(self._convert(drafting.target, folder / "target.gguf", dtype))]
             if self.own_files:
                 words += ["-md", str(self._convert(drafting.head, folder / "head.gguf", dtype, is_head=True))]

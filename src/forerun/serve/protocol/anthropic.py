@@ -173,7 +173,8 @@ class CountRequest(Cached):
         return ChatRequest.model_validate(self._chat())
 
     def _chat(self) -> dict[str, Any]:
-        output, choice = self.output_config or OutputConfig(), self.tool_choice
+        output = self.output_config or OutputConfig()
+        choice = self.tool_choice
         return {
             "model": self.model,
             "messages": list(self._messages()),

@@ -122,9 +122,11 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
     """
     complaints = [_Complaint.of(error, body) for error in errors]
     [first, *others] = _of_fitting_branch(complaints)
-    param, error = ".".join(map(str, first.path)) or None, first.error
+    param = ".".join(map(str, first.path)) or None
+    error = first.error
     if error["type"] == "extra_forbidden":
-        hint, other = "leave it out", OTHER_NAMES.get(param or "")
+        hint = "leave it out"
+        other = OTHER_NAMES.get(param or "")
         if len(first.path) == 1 and known:
             hint = f"did you mean {other!r}?" if other in known else nearest(str(param), known, 0.75).lstrip() or hint
         message = f"the parameter {param!r} is not supported by this server; {hint[0].lower()}{hint[1:]}"
@@ -158,8 +160,11 @@ class _Complaint(NamedTuple):
         all parts are names.
         """
         location = tuple(error["loc"])
-        location, value = location[1:] if location[:1] == ("body",) else location, body
-        path, branches, has_body = list[int | str](), list[tuple[int, str]](), body is not None
+        location = location[1:] if location[:1] == ("body",) else location
+        value = body
+        path = list[int | str]()
+        branches = list[tuple[int, str]]()
+        has_body = body is not None
         for depth, part in enumerate(location):
             last = depth == len(location) - 1
             more = None if last else location[depth + 1]

@@ -279,7 +279,8 @@ class FieldFormat(ToolFormat):
         if not name or not (yield from text.comes(self._goes_on)):
             return False
         yield Piece(Kind.CALL, name)
-        opening, arguments = "{", self._arguments(name)
+        opening = "{"
+        arguments = self._arguments(name)
         while (field := (yield from self._read_field(text))) is not None:
             key, raw = field
             value = arguments.field(key).read(raw)

@@ -85,7 +85,8 @@ class Schema:
 
     def parts(self, *words: str) -> Iterator[Mapping[str, Any]]:
         """Yield the schema and all that it refers to or combines, with `words` for the ways in which it does."""
-        waiting, seen = [self.schema], set[str]()
+        waiting = [self.schema]
+        seen = set[str]()
         while waiting:
             schema = waiting.pop(0)
             if not isinstance(schema, Mapping):
@@ -121,11 +122,14 @@ class Schema:
         def fits(part: Any) -> bool:
             return self._fits(part, value, exact, known)
 
-        reference, kinds, options = schema.get("$ref"), schema.get("type"), _options(schema)
+        reference = schema.get("$ref")
+        kinds = schema.get("type")
+        options = _options(schema)
         if isinstance(reference, str) and reference not in known:
             known[reference] = False
             known[reference] = fits(self._resolve(reference))
-        every, choices = _list(schema.get("allOf")), [_list(schema.get(word)) for word in ("anyOf", "oneOf")]
+        every = _list(schema.get("allOf"))
+        choices = [_list(schema.get(word)) for word in ("anyOf", "oneOf")]
         return (
             (not isinstance(reference, str) or known[reference])
             and (kinds is None or any(_is(value, kind) for kind in _list(kinds) or [kinds]))
