@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from cyclopts import Parameter
 
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from forerun.drafters.kinds import HeadKind
+    from forerun.training.data.store import PreparedData
     from forerun.training.features.online import BoundaryCheck
-    from forerun.training.features.store import Capture
+    from forerun.training.features.store import Capture, FeatureManifest
 
 GIB = 2**30
 
@@ -74,7 +75,7 @@ def features(
             f"--shard-gib and --batch-tokens must be above 0, got {options.shard_gib} and {options.batch_tokens}"
         )
     with console.telling("looking at the data and the target"):
-        run = _FeatureRun(options)
+        run = _look_at(options)
     if not _ask_consent(run, yes=yes):
         return 0
     checks = _extract(run)
@@ -98,41 +99,48 @@ def features(
     return 0
 
 
-class _FeatureRun:
+class _FeatureRun(NamedTuple):
     """The request, and what is known before a weight is loaded."""
 
-    def __init__(self, options: FeatureOptions) -> None:
-        if not options.data.is_dir():
-            raise DataError(f"there is no directory {options.data}: expected what forerun data prepare wrote")
-        from forerun.cli.session import quiet_libraries
-        from forerun.drafters.kinds import kind_named
-        from forerun.model.load import LoadOptions, read_config
-        from forerun.model.names import load_tokenizer, resolve
-        from forerun.model.support import context_length
-        from forerun.training.data.store import PreparedData
-        from forerun.training.features import store
-        from forerun.training.features.online import distinct_boundaries
+    options: FeatureOptions
+    prepared: PreparedData
+    directory: Path  # Of the target
+    config: Any  # Of the target
+    manifest: FeatureManifest
 
-        prepared = PreparedData(options.data)
-        given = options.boundaries
-        prepared.check_written("a store of features")
-        quiet_libraries()
-        config = read_config(resolve(options.target), LoadOptions())
-        text = config.get_text_config(decoder=True)
-        layers: int = text.num_hidden_layers
-        kind = kind_named(options.kind)
-        named: Sequence[int] = () if given in (None, "none") else numbers(str(given), "--boundaries", int)
-        boundaries = distinct_boundaries(
-            _read_by(kind, text, str(resolve(options.target))) if given is None else named, layers
-        )
-        # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
-        longest = context_length(text) - (2 if options.source == "vllm" else 0)
-        store.check_lengths(prepared.lengths.tolist(), longest)
-        directory = store.checkpoint_directory(options.target)
-        tokenizer = load_tokenizer(directory, None)
-        kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": options.dtype, "source": options.source}
-        self.options, self.prepared, self.directory, self.config = options, prepared, directory, config
-        self.manifest = store.describe(directory, options.target, tokenizer, prepared, boundaries, **kinds)
+
+def _look_at(options: FeatureOptions) -> _FeatureRun:
+    """Look at the data and at the target's configuration; DataError where they cannot be used."""
+    if not options.data.is_dir():
+        raise DataError(f"there is no directory {options.data}: expected what forerun data prepare wrote")
+    from forerun.cli.session import quiet_libraries
+    from forerun.drafters.kinds import kind_named
+    from forerun.model.load import LoadOptions, read_config
+    from forerun.model.names import load_tokenizer, resolve
+    from forerun.model.support import context_length
+    from forerun.training.data.store import PreparedData
+    from forerun.training.features import store
+    from forerun.training.features.online import distinct_boundaries
+
+    prepared = PreparedData(options.data)
+    prepared.check_written("a store of features")
+    quiet_libraries()
+    config = read_config(resolve(options.target), LoadOptions())
+    text = config.get_text_config(decoder=True)
+    read: Sequence[Boundary] = ()
+    if options.boundaries is None:
+        read = _read_by(kind_named(options.kind), text, str(resolve(options.target)))
+    elif options.boundaries != "none":
+        read = numbers(options.boundaries, "--boundaries", int)
+    boundaries = distinct_boundaries(read, text.num_hidden_layers)
+    # vLLM generates one token behind the prompt and keeps a slot for a speculative one.
+    longest = context_length(text) - (2 if options.source == "vllm" else 0)
+    store.check_lengths(prepared.lengths.tolist(), longest)
+    directory = store.checkpoint_directory(options.target)
+    tokenizer = load_tokenizer(directory, None)
+    kinds: dict[str, Any] = {"hidden_size": text.hidden_size, "dtype": options.dtype, "source": options.source}
+    manifest = store.describe(directory, options.target, tokenizer, prepared, boundaries, **kinds)
+    return _FeatureRun(options, prepared, directory, config, manifest)
 
 
 def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:

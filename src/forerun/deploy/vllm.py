@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -139,7 +140,7 @@ def _find_runner() -> Any:
 
     Between it and us may stand a decorator or a tracer. LookupError: nobody there has one.
     """
-    frame = sys._getframe(2)  # The caller of `propose`
+    frame: FrameType | None = sys._getframe(2)  # The caller of `propose`
     while frame is not None:
         caller = frame.f_locals.get("self")
         if hasattr(caller, "input_batch"):
