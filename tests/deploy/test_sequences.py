@@ -442,7 +442,7 @@ def proposer(
 def proposed(
     made: vllm.ForerunProposer, texts: Sequence[Sequence[int]], sampled: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Drafts for requests that wish nothing."""
+    """Drafts for requests without hints."""
     return Runner(made, {str(row): (text, None) for row, text in enumerate(texts)}).ask(sampled)
 
 
@@ -543,7 +543,7 @@ class TestVllm:
             proposer(monkeypatch, async_scheduling=True)
 
 
-class TestWishesOfRequests:
+class TestHintsOfRequests:
     """What `extra_args` say in vLLM: predictions, and groups that learn from each other."""
 
     PREDICTED = '{"method": "prediction", "adaptive": false}'
@@ -560,7 +560,7 @@ class TestWishesOfRequests:
         moved = {name: asked[name] for name in ("c", "b", "a")}
         assert told(made, moved) == [[], [5, 6], [2, 3, 4]], "the rows hold the same text, and are other requests'"
         assert told(made, {"b": ((*self.TEXT, 1, 5), asked["b"][1])}) == [[6]]
-        assert list(made._wishes) == ["b"], "what the others wished went with them"
+        assert list(made._hints) == ["b"], "the hints of the others went with them"
 
     @pytest.mark.parametrize("adaptive", ["true", "false"])
     def test_groups_learn_from_their_own(self, monkeypatch: pytest.MonkeyPatch, adaptive: str) -> None:
@@ -594,7 +594,7 @@ class TestWishesOfRequests:
         repeats = np.array([[1, 2, 1, 2]], np.int32)
         for _ in range(2):
             assert made.propose([[1]], array([4]), repeats) == [[]]
-        monkeypatch.setattr(vllm.ForerunProposer, "_read_wish", lambda *_: {}["moved"])
+        monkeypatch.setattr(vllm.ForerunProposer, "_read_hints", lambda *_: {}["moved"])
         assert told(made, {"a": (TestVllm.REPEATS, {"group": "g"})}) == [[]]
         (warning,) = [record.message for record in caplog.records if "nothing is drafted" in record.message]
         assert "no caller has an input_batch" in warning

@@ -288,8 +288,10 @@ class EngineWriter(ABC):
     rules: ClassVar[Mapping[str, Any]] = {}  # Our verification rules that it has
     predictions: ClassVar[bool] = False  # Whether requests bring predictions to a plug-in
     combines: ClassVar[tuple[str, ...]] = ()  # Copying methods that it puts before a model
-    apart: ClassVar[int | None] = None  # Most by which a draft model's vocabulary may differ in size; None: not known
-    settled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
+    vocabulary_margin: ClassVar[int | None] = (
+        None  # Most by which a draft model's vocabulary may differ in size; None: not known
+    )
+    handled: ClassVar[tuple[str, ...]] = ()  # Words of findings that a deployment sees to
     variable: ClassVar[str] = ""  # Environment variable with the plug-in's options; empty: there is no plug-in
     routes: ClassVar[bool] = False  # True where the plug-in also chooses among drafters (`auto`)
 
@@ -474,7 +476,7 @@ class EngineWriter(ABC):
         findings = [
             each
             for each in findings
-            if each.engine == self.reads and not any(word in each.why for word in self.settled)
+            if each.engine == self.reads and not any(word in each.why for word in self.handled)
         ]
         wrong = [each for each in findings if each.severity in ("degrades", "fails")]
         if wrong and not self.request.force:
@@ -503,10 +505,18 @@ class EngineWriter(ABC):
                     f"{self.request.model} brings no MTP layers: its config.json has none of {', '.join(COUNTS)}. "
                     "Draft with another method; to go on nevertheless: --force"
                 )
-        elif draft.method in ("draft_model", "pard") and self.apart is not None and is_local(draft.model or ""):
+        elif (
+            draft.method in ("draft_model", "pard")
+            and self.vocabulary_margin is not None
+            and is_local(draft.model or "")
+        ):
             ours, theirs = (config.get("vocab_size") for config in (_read_config(str(draft.model)), target))
-            if ours and theirs and abs(ours - theirs) > self.apart:
-                allowed = f"at most {self.apart} tokens larger or smaller" if self.apart else "of the same size"
+            if ours and theirs and abs(ours - theirs) > self.vocabulary_margin:
+                allowed = (
+                    f"at most {self.vocabulary_margin} tokens larger or smaller"
+                    if self.vocabulary_margin
+                    else "of the same size"
+                )
                 raise CheckpointError(
                     f"the vocabulary of {draft.model} has {ours} tokens, the target's {theirs}; {self.title} wants one "
                     f"{allowed}: name a draft model of the target's family. To go on nevertheless: --force"
@@ -565,7 +575,7 @@ def find_engine(name: str) -> type[EngineWriter]:
 def choose_version(engine: type[EngineWriter], requested: str | None, *, force: bool = False) -> tuple[str, list[str]]:
     """Return the version to write for, and a note where it is not the requested one.
 
-    ArgumentError: nothing is known of `wanted`, and not `force`.
+    ArgumentError: nothing is known of `requested`, and not `force`.
     """
     known = engine.versions
     if requested is None or requested in known:

@@ -196,14 +196,14 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
     return lost, new
 
 
-class Wish(NamedTuple):
-    """The wishes of one request about its drafts."""
+class DraftHints(NamedTuple):
+    """The hints that a request brings for its drafts."""
 
     group: str | None = None  # What is learned of texts serves the requests of one group; None is one, too
     prediction: tuple[int, ...] = ()  # Token ids that the client expects as the completion
 
 
-NOTHING = Wish()
+NO_HINTS = DraftHints()
 Config = Mapping[str, Any] | str | SpeculativeConfig | None
 TOKENS = "num_speculative_tokens"
 _GREEDY = Sampler(SamplingParams(temperature=0.0), ())  # Copied tokens are deterministic, whatever the request samples
@@ -297,7 +297,7 @@ class Sequences:
             nodes: most drafted tokens of one.
             tokenizer: of the target, for drafters that were made of texts.
             chains: the engine scores no trees; of each the best path is drafted.
-            predictions: the engine tells what its requests wish, see `Wish`.
+            predictions: the engine hands on what requests bring, see `DraftHints`.
             clock: seconds.
 
         Raises:
@@ -320,52 +320,56 @@ class Sequences:
         self._slots, self._nodes, self._chains, self._clock = slots, nodes, chains, clock
         self._known = KnownRows(rows)
         self._rows: dict[int, Row] = {}  # By the place where they are known
-        self._wishes: dict[int, Wish] = {}  # The same, of requests that wish anything
+        self._hints: dict[int, DraftHints] = {}  # The same, of requests that bring any
         self._step: _DraftedStep | None = None
         inside = self.drafters[0].drafter if self._policy is None else None
         chained = isinstance(inside, LookupDrafter) and inside.kind(_GREEDY).chain
         self._lookup = cast("LookupDrafter[Any]", inside) if chained else None
 
-    def chains(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None = None) -> list[list[int]]:
+    def chains(
+        self, table: Ints, lengths: Ints, most: Longs, hints: Sequence[DraftHints] | None = None
+    ) -> list[list[int]]:
         """Draft at most ``most[i]`` tokens to go on with ``table[i, : lengths[i]]``, prompt and
         answer so far, for each row.
 
         Of a tree the best path is taken. `ngram` and `suffix` without a policy draft for all rows
-        in one go. A failure costs this step's drafts and is logged. `wishes` are those of the rows; None: there are
+        in one go. A failure costs this step's drafts and is logged. `hints` are those of the rows; None: there are
         none.
         """
         if self._lookup is None:
-            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most, wishes)]
+            return [list(tree.tokens[1:]) for tree in self.trees(table, lengths, most, hints)]
         try:
             recognised = self._recognise_rows(table, lengths)
             begun = {
-                int(recognised.work[ROW, index]): int(lengths[index]) for index in self._beginning(recognised, wishes)
+                int(recognised.work[ROW, index]): int(lengths[index]) for index in self._beginning(recognised, hints)
             }
             if recognised.gone:  # Also where a new text has the place: what was completed there is learned
                 self._lookup.truncate(recognised.gone, [0] * len(recognised.gone))
             for place, length in begun.items():
-                self._lookup.begin(place, _prompt(length), self._wishes.get(place, NOTHING).group)
+                self._lookup.begin(place, _prompt(length), self._hints.get(place, NO_HINTS).group)
             recognised.work[NODES] = recognised.work[DEPTH] = most
             return self._lookup.chains(self._known.tokens, recognised.work)
         except BaseException as error:
             self._lose(error)
             return [[] for _ in lengths]
 
-    def trees(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None = None) -> list[TokenTree]:
+    def trees(
+        self, table: Ints, lengths: Ints, most: Longs, hints: Sequence[DraftHints] | None = None
+    ) -> list[TokenTree]:
         """Draft a tree of at most ``most[i]`` nodes to go on with ``table[i, : lengths[i]]``, for
         each row.
 
         It is the root alone for 0 nodes, and where something fails, as in `chains`.
         """
         try:
-            return self._grow(table, lengths, most, wishes)
+            return self._grow(table, lengths, most, hints)
         except BaseException as error:
             self._lose(error)
             return [TokenTree(int(text[length - 1])) for text, length in zip(table, lengths, strict=False)]
 
-    def _grow(self, table: Ints, lengths: Ints, most: Longs, wishes: Sequence[Wish] | None) -> list[TokenTree]:
+    def _grow(self, table: Ints, lengths: Ints, most: Longs, hints: Sequence[DraftHints] | None) -> list[TokenTree]:
         began = self._clock()
-        rows, fresh = self._read_rows(table, lengths, wishes)
+        rows, fresh = self._read_rows(table, lengths, hints)
         if self._policy is not None and self._step is not None:
             self._learn(self._policy, self._step, began)
         if grown := [index for index, count in enumerate(fresh) if count]:
@@ -392,7 +396,7 @@ class Sequences:
         held = list(self._rows)
         self._known.clear()
         self._rows.clear()
-        self._wishes.clear()
+        self._hints.clear()
         self._step = None
         if self._lookup is not None:
             self._lookup.clear()
@@ -438,30 +442,30 @@ class Sequences:
         """Recognise the rows of a step."""
         return self._known.recognise(np.ascontiguousarray(table, np.int32), np.ascontiguousarray(lengths, np.int32))
 
-    def _beginning(self, recognised: RecognisedRows, wishes: Sequence[Wish] | None) -> list[int]:
+    def _beginning(self, recognised: RecognisedRows, hints: Sequence[DraftHints] | None) -> list[int]:
         """Return which rows begin now: the new ones, and those that turn out to be other requests' than those that
         their text was known of; these are read from their first token on.
         """
         for place in recognised.gone:
-            self._wishes.pop(place, None)
-        if wishes is None and not self._wishes:
+            self._hints.pop(place, None)
+        if hints is None and not self._hints:
             return recognised.new
         begun = set(recognised.new)
         for index, place in enumerate(recognised.work[ROW].tolist()):
-            wish = NOTHING if wishes is None else wishes[index]
-            if wish != self._wishes.pop(place, NOTHING) and index not in begun:
+            hint = NO_HINTS if hints is None else hints[index]
+            if hint != self._hints.pop(place, NO_HINTS) and index not in begun:
                 begun.add(index)
                 recognised.work[START, index] = place * self._known.width
-            if wish != NOTHING:
-                self._wishes[place] = wish
+            if hint != NO_HINTS:
+                self._hints[place] = hint
         return sorted(begun)
 
-    def _read_rows(self, table: Ints, lengths: Ints, wishes: Sequence[Wish] | None) -> tuple[list[Row], list[int]]:
+    def _read_rows(self, table: Ints, lengths: Ints, hints: Sequence[DraftHints] | None) -> tuple[list[Row], list[int]]:
         """Return each row and how many of its tokens are new; texts that no row holds any more are
         forgotten.
         """
         recognised = self._recognise_rows(table, lengths)
-        begun = [int(recognised.work[ROW, index]) for index in self._beginning(recognised, wishes)]
+        begun = [int(recognised.work[ROW, index]) for index in self._beginning(recognised, hints)]
         if forgotten := [
             *recognised.gone,
             *(place for place in begun if place in self._rows and place not in recognised.gone),
@@ -474,7 +478,7 @@ class Sequences:
         places = recognised.work[ROW]
         for text, length, place in zip(table, lengths.tolist(), places.tolist(), strict=False):
             if place not in self._rows:
-                self._rows[place] = _row(place, length, self._wishes.get(place, NOTHING))
+                self._rows[place] = _row(place, length, self._hints.get(place, NO_HINTS))
             row = self._rows[place]
             fresh.append(length - len(row.tokens))
             row.commit(text[len(row.tokens) : length].tolist())
@@ -506,10 +510,10 @@ def _make_emitted(tree: TokenTree, tokens: list[int], draft_ms: float, verify_ms
     return Emitted(tokens=tokens, sources=[], drafted=tree.size, depth=max(tree.depths), logprobs=None, trace=trace)
 
 
-def _row(place: int, tokens: int, wish: Wish) -> Row:
+def _row(place: int, tokens: int, hint: DraftHints) -> Row:
     return Row(
-        cache_salt=wish.group,
-        prediction=wish.prediction,
+        cache_salt=hint.group,
+        prediction=hint.prediction,
         cache_row=place,
         tokens=[],
         prompt_length=_prompt(tokens),

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from forerun.core.sampling import check_token_ids
 from forerun.deploy.engines.vllm import SCHEDULE, VARIABLE
-from forerun.deploy.sequences import NOTHING, TOKENS, Sequences, Wish, read_options
+from forerun.deploy.sequences import NO_HINTS, TOKENS, DraftHints, Sequences, read_options
 from forerun.drafters import AUTO
 from forerun.errors import ArgumentError
 from forerun.params import token_ids
@@ -58,7 +58,7 @@ class ForerunProposer:
             predictions=True,
         )
         self.most = min(room, int(options.get(TOKENS, room)))
-        self._wishes: dict[str, Wish] = {}  # Of the requests that ran at the last step, by their ids
+        self._hints: dict[str, DraftHints] = {}  # Of the requests that ran at the last step, by their ids
         self._warned_of_runner = False
         log.info("forerun drafts with %s, %d tokens at most", options["method"], self.most)
 
@@ -84,39 +84,39 @@ class ForerunProposer:
         if running < rows:
             most[[not sampled for sampled in sampled_token_ids]] = 0
         try:
-            wishes = self._wishes_of(_find_runner(), rows)
+            hints = self._hints_of(_find_runner(), rows)
         except (AttributeError, LookupError, TypeError) as error:
             if not self._warned_of_runner:
                 log.warning("nothing is drafted, for this vLLM keeps its requests elsewhere: %r", error)
             self._warned_of_runner = True
             return [[] for _ in range(rows)]
-        return self.sequences.chains(token_ids_cpu, lengths, most, wishes)
+        return self.sequences.chains(token_ids_cpu, lengths, most, hints)
 
-    def _wishes_of(self, runner: Any, rows: int) -> list[Wish] | None:
-        """Return what the requests in the first `rows` rows of the runner's batch wish, None where none does.
+    def _hints_of(self, runner: Any, rows: int) -> list[DraftHints] | None:
+        """Return the hints of the requests in the first `rows` rows of the runner's batch, None where none has any.
 
         An AttributeError, LookupError or TypeError says that the runner does not keep them where they are looked for.
         """
         ids = runner.input_batch.req_ids[:rows]
-        self._wishes = {name: self._wishes.get(name) or self._read_wish(runner.requests[name]) for name in ids}
-        if all(wish is NOTHING for wish in self._wishes.values()):
+        self._hints = {name: self._hints.get(name) or self._read_hints(runner.requests[name]) for name in ids}
+        if all(hint is NO_HINTS for hint in self._hints.values()):
             return None
-        return [self._wishes[name] for name in ids]
+        return [self._hints[name] for name in ids]
 
-    def _read_wish(self, request: Any) -> Wish:
-        """Return what a request wishes; what cannot be read is told in the log and left out, for an error would end
+    def _read_hints(self, request: Any) -> DraftHints:
+        """Return the hints of a request; what cannot be read is told in the log and left out, for an error would end
         all requests of the engine.
         """
         extra = getattr(request.sampling_params, "extra_args", None) or {}
         group, predicted = extra.get("group"), extra.get("prediction")
         if group is None and predicted is None:
-            return NOTHING
+            return NO_HINTS
         try:
             group = None if group is None else str(group)
-            return Wish(group=group, prediction=self._predicted_tokens(predicted))
+            return DraftHints(group=group, prediction=self._predicted_tokens(predicted))
         except (TypeError, ValueError) as error:
             log.warning("a prediction in extra_args is left out: %s", error)
-            return Wish(group=group)
+            return DraftHints(group=group)
 
     def _predicted_tokens(self, predicted: Any) -> tuple[int, ...]:
         if isinstance(predicted, str):

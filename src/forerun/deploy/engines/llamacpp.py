@@ -50,7 +50,7 @@ class LlamaCpp(EngineWriter):
     title: ClassVar[str] = "llama.cpp"
     versions: ClassVar[tuple[str, ...]] = ("2026-11", "0.5.0")
     reads: ClassVar[str] = "llama.cpp"
-    apart: ClassVar[int | None] = 128
+    vocabulary_margin: ClassVar[int | None] = 128
     combines: ClassVar[tuple[str, ...]] = ("ngram",)
     ways: ClassVar[dict[str, Counterpart]] = {
         "ngram": Counterpart(name="ngram-simple", options=_COPIES, model=False),

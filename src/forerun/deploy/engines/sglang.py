@@ -53,8 +53,8 @@ class SGLang(EngineWriter):
     title: ClassVar[str] = "SGLang"
     versions: ClassVar[tuple[str, ...]] = ("0.5.23",)
     reads: ClassVar[str] = "sglang"
-    settled: ClassVar[tuple[str, ...]] = ("its command line must have",)
-    apart: ClassVar[int | None] = 0
+    handled: ClassVar[tuple[str, ...]] = ("its command line must have",)
+    vocabulary_margin: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
     rules: ClassVar[dict[str, str]] = {
         "token_rejection": "--speculative-use-rejection-sampling",

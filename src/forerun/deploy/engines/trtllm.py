@@ -30,7 +30,7 @@ class TensorRtLlm(EngineWriter):
     title: ClassVar[str] = "TensorRT-LLM"
     versions: ClassVar[tuple[str, ...]] = ("1.4.0rc1",)
     reads: ClassVar[str] = "trtllm"
-    settled: ClassVar[tuple[str, ...]] = ("in its YAML", f"reads them from {TRTLLM}")
+    handled: ClassVar[tuple[str, ...]] = ("in its YAML", f"reads them from {TRTLLM}")
     rules: ClassVar[dict[str, bool]] = {"token_rejection": True}
     combines: ClassVar[tuple[str, ...]] = ("suffix", "ngram")
     ways: ClassVar[dict[str, Counterpart]] = {

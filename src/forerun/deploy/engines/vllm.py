@@ -57,7 +57,7 @@ class Vllm(EngineWriter):
     title: ClassVar[str] = "vLLM"
     versions: ClassVar[tuple[str, ...]] = ("0.31.0", "0.32.0", "0.33.0")
     reads: ClassVar[str] = "vllm"
-    apart: ClassVar[int | None] = 0
+    vocabulary_margin: ClassVar[int | None] = 0
     variable: ClassVar[str] = VARIABLE
     predictions: ClassVar[bool] = True
     routes: ClassVar[bool] = True
