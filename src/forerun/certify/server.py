@@ -14,6 +14,7 @@ import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from forerun.certify import CertifyPlan, Check, Report, Stage, run_stages
@@ -26,7 +27,6 @@ from forerun.certify.served import (
     ServedModel,
     ServedRequest,
     ServerExam,
-    Shows,
     Stated,
     left_out,
     with_smallest,
@@ -185,7 +185,9 @@ def _greedy_check(
         return Check(name=name, passed=False, summary=summary, figures=figures, shown_by=shown)
     whole = replace(request, copies=at_a_time)
     failed = Check(name=name, passed=False, summary=summary, figures=figures)
-    return with_smallest(exam, failed, [replace(whole, max_tokens=wrong.position + 1), whole], _greedy_fault(exam))
+    return with_smallest(
+        exam, failed, [replace(whole, max_tokens=wrong.position + 1), whole], partial(_greedy_fault, exam)
+    )
 
 
 def _parted(
@@ -203,19 +205,17 @@ def _parted(
         yield differences
 
 
-def _greedy_fault(exam: ServerExam) -> Shows:
-    def shows(request: ServedRequest) -> str | None:
-        [answers] = exam.served.ask([request])
-        for parted in _parted(exam, [request] * len(answers), answers):
-            wrong = next((difference for difference in parted if not difference.tie), None)
-            if wrong is not None:
-                return (
-                    f"token {wrong.position} of its answer is {wrong.speculative}; asked for that token alone the "
-                    f"server says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
-                )
-        return None
-
-    return shows
+def _greedy_fault(exam: ServerExam, request: ServedRequest) -> str | None:
+    """Return what is wrong with a greedy completion; None if nothing is."""
+    [answers] = exam.served.ask([request])
+    for parted in _parted(exam, [request] * len(answers), answers):
+        wrong = next((difference for difference in parted if not difference.tie), None)
+        if wrong is not None:
+            return (
+                f"token {wrong.position} of its answer is {wrong.speculative}; asked for that token alone the server "
+                f"says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
+            )
+    return None
 
 
 def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest], int]]) -> Iterator[Check]:

@@ -26,7 +26,6 @@ from forerun.certify.served import (
     ServedModel,
     ServedRequest,
     ServerExam,
-    Shows,
     left_out,
     with_smallest,
 )
@@ -143,7 +142,7 @@ def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
     if test.each == "tokens":
         summary = f"{check.summary}; of the places of tokens {_worst_cell(test.cells, drawn)}"
         return replace(check, summary=summary, shown_by=exam.served.commands(test.requests[0]))
-    return with_smallest(exam, check, test.requests, _sampled_fault(exam, test), FEW_TRIES)
+    return with_smallest(exam, check, test.requests, partial(_sampled_fault, exam, test), FEW_TRIES)
 
 
 def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
@@ -153,19 +152,15 @@ def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
     return f"{words} came {counts[worst]} times in {total}, where {total * cells[worst]:.1f} are expected"
 
 
-def _sampled_fault(exam: ServerExam, test: ServedTest) -> Shows:
-    def shows(request: ServedRequest) -> str | None:
-        cells = _cells(exam, request.prompt, request.max_tokens)
-        if len(cells) < 2:
-            return None
-        narrowed = replace(test, requests=[request], cells=cells)
-        drawn = count(cells, narrowed.drawn(exam, 3 * test.samples))
-        _, _, chance = fit(cells, drawn)
-        return (
-            None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
-        )
-
-    return shows
+def _sampled_fault(exam: ServerExam, test: ServedTest, request: ServedRequest) -> str | None:
+    """Return which completions of a request come too often or too seldom; None if none do, or if all are certain."""
+    cells = _cells(exam, request.prompt, request.max_tokens)
+    if len(cells) < 2:
+        return None
+    narrowed = replace(test, requests=[request], cells=cells)
+    drawn = count(cells, narrowed.drawn(exam, 3 * test.samples))
+    _, _, chance = fit(cells, drawn)
+    return None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
 
 
 def _seed_check(exam: ServerExam) -> Check:
@@ -194,7 +189,7 @@ def _seed_check(exam: ServerExam) -> Check:
         )
     figures = {"equal": len(asked) - len(parted), "prompts": len(asked), "tokens": compared}
     check = Check(name=name, passed=passed, summary=summary, figures=figures)
-    return check if passed else with_smallest(exam, check, parted[:1], _seed_fault(exam))
+    return check if passed else with_smallest(exam, check, parted[:1], partial(_seed_fault, exam))
 
 
 def first_parting(one: ServedAnswer, other: ServedAnswer) -> int | None:
@@ -204,12 +199,10 @@ def first_parting(one: ServedAnswer, other: ServedAnswer) -> int | None:
     return first_difference([ord(letter) for letter in one.text], [ord(letter) for letter in other.text])
 
 
-def _seed_fault(exam: ServerExam) -> Shows:
-    def shows(request: ServedRequest) -> str | None:
-        [[one]], [[other]] = exam.served.ask([request]), exam.served.ask([request])
-        return None if one.text == other.text else f"it is answered {one.text!r} and then {other.text!r}"
-
-    return shows
+def _seed_fault(exam: ServerExam, request: ServedRequest) -> str | None:
+    """Return how a seeded request is answered differently when it is sent twice; None if it is not."""
+    [[first]], [[again]] = exam.served.ask([request]), exam.served.ask([request])
+    return None if first.text == again.text else f"it is answered {first.text!r} and then {again.text!r}"
 
 
 def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
