@@ -120,10 +120,10 @@ async def measure(
         nonlocal done
         await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
         async with slots:
-            found = await converse(server, task, asking, began)
+            conversation = await converse(server, task, asking, began)
         done += 1
         tell(done)
-        return found
+        return conversation
 
     async with asyncio.TaskGroup() as group:
         users = [group.create_task(user(task, at)) for task, at in zip(tasks, arrivals, strict=True)]

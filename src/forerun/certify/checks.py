@@ -286,22 +286,22 @@ def _greedy_checks(run: Run) -> list[Check]:
 
 
 def _equality(
-    answers: Sequence[CompletionOutput], found: Sequence[Difference], total: SpeculationStats, whose: str
+    answers: Sequence[CompletionOutput], parted_answers: Sequence[Difference], total: SpeculationStats, whose: str
 ) -> Check:
     tokens = sum(len(answer.token_ids) for answer in answers)
-    bugs = [parted for parted in found if not parted.tie]
+    bugs = [parted for parted in parted_answers if not parted.tie]
     summary = "nothing was drafted, so nothing was tested; choose other prompts or another drafter"
     if total.num_spec_steps:
-        summary = f"{len(answers) - len(found)} of {len(answers)} answers are {whose} own, {tokens} tokens, "
+        summary = f"{len(answers) - len(parted_answers)} of {len(answers)} answers are {whose} own, {tokens} tokens, "
         summary += f"{total.tokens_per_pass:.2f} tokens per pass"
-        for parted in found:
+        for parted in parted_answers:
             summary += (
                 f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
                 f"gap {parted.gap:.3g} nats, {'a numeric tie' if parted.tie else 'NOT a tie'} "
                 f"(epsilon {parted.epsilon:g})"
             )
-    counts = {"prompts": len(answers), "tokens": tokens, "ties": len(found) - len(bugs), "bugs": len(bugs)}
-    differences = [asdict(parted) | {"tie": parted.tie} for parted in found]
+    counts = {"prompts": len(answers), "tokens": tokens, "ties": len(parted_answers) - len(bugs), "bugs": len(bugs)}
+    differences = [asdict(parted) | {"tie": parted.tie} for parted in parted_answers]
     length = {
         "tokens_per_pass": round(total.tokens_per_pass, 4),
         "mean_acceptance_length": round(total.mean_acceptance_length, 4),
@@ -326,7 +326,7 @@ def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
         return
     outputs = run.llm.generate([{"prompt_token_ids": prompt} for prompt in run.prompts], params, speculative=False)
     plain = [output.outputs[0] for output in outputs]
-    same = sum(one.token_ids == other.token_ids for one, other in zip(plain, speculative, strict=True))
+    same = sum(mine.token_ids == drafted.token_ids for mine, drafted in zip(plain, speculative, strict=True))
     fine = same == number or epsilon_of(run.llm) > 0
     share = f"{same} of {number} sampled answers equal plain decoding's for the same seed"
     yield Check(

@@ -294,10 +294,10 @@ class ServedModel:
             finish_reason=choice.get("finish_reason"),
         )
 
-    def _token(self, name: str, known: int | None) -> int:
+    def _token(self, name: str, number: int | None) -> int:
         """Return the id of a token, or a number below 0 for its text if the server gives no id."""
-        if known is not None:
-            return int(known)
+        if number is not None:
+            return int(number)
         if name.startswith("token_id:"):
             return int(name.removeprefix("token_id:"))
         return self._texts.setdefault(name, -1 - len(self._texts))

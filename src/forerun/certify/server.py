@@ -152,17 +152,19 @@ def _greedy_check(
     pairs = zip(asked, exam.served.ask(asked, at_a_time), strict=True)
     greedy = [(request, choices[0]) for request, choices in pairs if request.temperature == 0]
     answers += greedy
-    requests, found = [request for request, _ in greedy], [answer for _, answer in greedy]
+    requests = [request for request, _ in greedy]
+    completions = [answer for _, answer in greedy]
     differences = list[Difference]()
     bug: tuple[ServedRequest, Difference] | None = None
-    for request, parted in zip(requests, _parted(exam, requests, found), strict=True):
+    for request, parted in zip(requests, _parted(exam, requests, completions), strict=True):
         differences += parted
         wrong = next((difference for difference in parted if not difference.tie), None)
         if wrong is not None and bug is None:
             bug = request, wrong
     bugs = sum(not difference.tie for difference in differences)
-    tokens = sum(len(answer.tokens) for answer in found)
-    summary = f"{tokens - len(differences)} of {tokens} tokens of {len(found)} answers are the server's own next tokens"
+    tokens = sum(len(answer.tokens) for answer in completions)
+    right = tokens - len(differences)
+    summary = f"{right} of {tokens} tokens of {len(completions)} answers are the server's own next tokens"
     if differences:
         worst = max(differences, key=lambda difference: difference.gap)
         summary += f"; {len(differences) - bugs} numeric ties and {bugs} others, the worst by {worst.gap:.3g} nats"
@@ -171,7 +173,12 @@ def _greedy_check(
         cached = exam.served.cached_tokens
         unstated = "the server does not say what came from its cache"
         summary += f"; {unstated if cached is None else f'{cached - cached_before} tokens came from its cache'}"
-    figures: dict[str, Any] = {"answers": len(found), "tokens": tokens, "ties": len(differences) - bugs, "bugs": bugs}
+    figures: dict[str, Any] = {
+        "answers": len(completions),
+        "tokens": tokens,
+        "ties": len(differences) - bugs,
+        "bugs": bugs,
+    }
     figures["differences"] = [
         asdict(difference) | {"tie": difference.tie} for difference in differences if not difference.tie or bugs == 0
     ]
@@ -364,7 +371,7 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
     exam.progress(name)
     requests = [ServedRequest(prompt=prompt, max_tokens=exam.plan.max_tokens) for prompt in exam.prompts]
     here, there = exam.served.ask(requests), other.ask(requests)
-    found, words = list[Difference](), list[str]()
+    differences, words = list[Difference](), list[str]()
     for index, (request, [one], [two]) in enumerate(zip(requests, here, there, strict=True)):
         position = first_parting(one, two)
         if position is None:
@@ -374,18 +381,22 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
         there_gap = _gap(other.stated(request.prompt, two.tokens[:position]), theirs, mine)
         gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
         parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
-        found.append(parted)
+        differences.append(parted)
         words.append(
             f"prompt {index} parts at token {position}: {mine} here, {_nats(here_gap)} likelier, or {theirs} there, "
             f"{_nats(there_gap)} likelier, {'a numeric tie' if parted.tie else 'NOT a tie'}"
         )
-    bugs = [parted for parted in found if not parted.tie]
-    same = len(requests) - len(found)
+    bugs = [parted for parted in differences if not parted.tie]
+    same = len(requests) - len(differences)
     return Check(
         name=name,
         passed=not bugs,
         summary="; ".join([f"{same} of {len(requests)} answers are the same", *words]),
-        figures={"equal": same, "bugs": len(bugs), "differences": [asdict(one) | {"tie": one.tie} for one in found]},
+        figures={
+            "equal": same,
+            "bugs": len(bugs),
+            "differences": [asdict(one) | {"tie": one.tie} for one in differences],
+        },
         shown_by=_two_commands(exam, other, requests, bugs),
     )
 

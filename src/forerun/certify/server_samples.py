@@ -174,9 +174,9 @@ def _seed_check(exam: ServerExam) -> Check:
     ]
     first, again = exam.served.ask(asked), exam.served.ask(asked)
     parted, compared = list[ServedRequest](), 0
-    for request, [one], [other] in zip(asked, first, again, strict=True):
-        position = first_parting(one, other)
-        compared += len(one.tokens or one.text) if position is None else position + 1
+    for request, [first_answer], [second_answer] in zip(asked, first, again, strict=True):
+        position = first_parting(first_answer, second_answer)
+        compared += len(first_answer.tokens or first_answer.text) if position is None else position + 1
         parted += [] if position is None else [request]
     allowed = PARTED if exam.epsilon else 0.0
     passed = len(parted) <= allowed * compared

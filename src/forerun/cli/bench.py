@@ -146,7 +146,7 @@ def bench(
     repeated, warning = _find_repeated(drawn, most=(len(tasks) - load.warmup) // len(loads))
     record["repeated_prompts"] = repeated
     key = {"model": model, "api_key": api_key}
-    made = Bench(
+    benchmark = Bench(
         server=Server(server, metrics_url=metrics_url, **key),
         baseline=None if baseline_server is None else Server(baseline_server, **key),
         loads=list(zip(loads, drawn.loads, strict=True)),
@@ -157,7 +157,7 @@ def bench(
     if warning is not None:
         asyncio.run(_probe(Server(server, metrics_url=metrics_url, **key)))
         console.warn(warning)
-    asyncio.run(_measure(made, record, out))
+    asyncio.run(_measure(benchmark, record, out))
     if plot is not None:
         draw(record, plot)
     if report is not None:
@@ -188,19 +188,20 @@ def _describe(
     return found
 
 
-async def _measure(made: Bench, record: dict[str, Any], out: Path | None) -> None:
+async def _measure(benchmark: Bench, record: dict[str, Any], out: Path | None) -> None:
     """Measure the loads that the record lacks, and write it after each."""
 
     def save() -> None:
         if out is not None:
             write_file(out, console.pretty(record) + "\n")
 
-    load, tasks = made.loads[0]
+    load, tasks = benchmark.loads[0]
     with console.progress_bar(load.label, total=len(tasks)) as bar:
-        done = await made.run(record, save, lambda words, done: bar(description=words, completed=done))
-    if made.server.without_metrics:
+        done = await benchmark.run(record, save, lambda words, done: bar(description=words, completed=done))
+    server = benchmark.server
+    if server.without_metrics:
         console.warn(
-            f"{made.server.url} has no metrics at {made.server.metrics_url} ({made.server.without_metrics}): what "
+            f"{server.url} has no metrics at {server.metrics_url} ({server.without_metrics}): what "
             "drafts bring is known only as far as its responses say; if they are elsewhere, name it with --metrics-url"
         )
     if not done:
@@ -266,7 +267,7 @@ def _read(path: Path) -> dict[str, Any]:
     wrong = f"{path} is no result of forerun bench"
     if not isinstance(loads, list) or not all(isinstance(load, dict) and "load" in load for load in loads):
         raise DataError(f"{wrong}: it has no 'loads', or one of them has no 'load'")
-    for figure in (load.get(one.key) for load in loads for one in FIGURES):
+    for figure in (load.get(figure_kind.key) for load in loads for figure_kind in FIGURES):
         if not isinstance(figure, int | float | None):
             raise DataError(f"{wrong}: {figure!r} stands where a figure should")
     if not isinstance(record.get("about", {}), dict):
@@ -335,8 +336,8 @@ def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) 
             screen.print(
                 f"{load['load']}: {load['identical_answers']} of {load['completed']} completions equal the baseline's"
             )
-        for said, count in load["failures"].items():
-            console.warn(f"{load['load']}: {count} failed: {said}")
+        for reason, count in load["failures"].items():
+            console.warn(f"{load['load']}: {count} failed: {reason}")
         if not load["tokens_counted_by_server"]:
             console.warn(f"{load['load']}: the server does not count tokens in a stream; chunks are counted")
     if source := describe_source(record):
@@ -356,19 +357,19 @@ def _table(title: str, first: str, rows: Sequence[tuple[str, Mapping[str, Any]]]
     """Print a table of figures. `of_parts`: of parts of a load, whose few requests have no 99th percentile."""
     failed = any(row.get("failed") for _, row in rows)
     columns = [
-        one
-        for one in select_figures([row for _, row in rows])
-        if one.column and (one.of_parts or not of_parts) and (failed or one.key != "failed")
+        column
+        for column in select_figures([row for _, row in rows])
+        if column.column and (column.of_parts or not of_parts) and (failed or column.key != "failed")
     ]
     out = console.out()
     spare = list(LEAST_WANTED)
     while True:
-        table = console.table(first, *(one.column for one in columns), title=title, numbers_from=1)
+        table = console.table(first, *(column.column for column in columns), title=title, numbers_from=1)
         for name, row in rows:
-            table.add_row(name, *(format_figure(row.get(one.key)) for one in columns))
+            table.add_row(name, *(format_figure(row.get(column.key)) for column in columns))
         width = out.measure(table, options=out.options.update(max_width=1000)).maximum
         if not spare or width <= out.width:
             break
         left_out = spare.pop(0)
-        columns = [one for one in columns if one.key != left_out]
+        columns = [column for column in columns if column.key != left_out]
     out.print(table)

@@ -43,11 +43,11 @@ def table(*titles: str, title: str | None = None, numbers_from: int | None = Non
     """Return an empty table, without a headline where there are no `titles`; columns `numbers_from`
     on hold numbers.
     """
-    found = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_header=bool(titles))
+    empty = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left", show_header=bool(titles))
     for index, name in enumerate(titles):
         number = numbers_from is not None and index >= numbers_from
-        found.add_column(name, justify="right" if number else "left", no_wrap=index == 0 or number)
-    return found
+        empty.add_column(name, justify="right" if number else "left", no_wrap=index == 0 or number)
+    return empty
 
 
 def write_json(value: Any) -> None:

@@ -248,7 +248,7 @@ def table(plain: BoardLine, board: list[BoardLine], width: int) -> Table:
         columns += [Column(f"{first}\n\nnodes", **right)] if roomy else []
         columns += [Column(f"{'' if roomy else first}\ntokens/\npass", **right), Column("\nspeed-\nup", **right)]
     board_table = Table(*columns, box=None, pad_edge=False, padding=(0, 2 if roomy else 1, 0, 0))
-    for entry in sorted(board, key=lambda one: -sum(one.speed(t) / plain.speed(t) for t in TEMPERATURES)):
+    for entry in sorted(board, key=lambda line: -sum(line.speed(t) / plain.speed(t) for t in TEMPERATURES)):
         cells = [
             entry.name,
             f"{entry.parameters / 1e6:.1f} M" if entry.parameters else "-",

@@ -367,7 +367,7 @@ def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Show
         if not able:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
             raise ArgumentError(f"none of the candidates can draft for this target: {reasons}")
-        ranking = [(one, make_plan(one.load(cost, rows=options.batch)).best) for one in able]
+        ranking = [(drafter, make_plan(drafter.load(cost, rows=options.batch)).best) for drafter in able]
         ranking.sort(key=lambda pair: -pair[1].speedup)
         drafter = ranking[0][0]
     else:
@@ -422,8 +422,8 @@ class Shown:
         self.costed = len(uncosted) < 2  # Else a speed-up would mean nothing
         self.batches = "verifying" not in uncosted  # True where the cost of a batch is known
         self.requested_k = options.k
-        wanted = ranks if self.costed else None
-        self.tree = None if wanted is None else plan_tree(load, wanted, nodes=options.tree_nodes, depth=depth)
+        tree_ranks = ranks if self.costed else None
+        self.tree = None if tree_ranks is None else plan_tree(load, tree_ranks, nodes=options.tree_nodes, depth=depth)
         self.notes = [*notes, *self.verdict.notes]
 
     @property

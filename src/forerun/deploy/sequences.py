@@ -145,10 +145,10 @@ def _place_rows(known: _Known, running: int, table: Ints, lengths: Ints, places:
     for row in range(len(lengths)):
         if places[row] != NONE:
             continue
-        for place in order[:running]:
-            longest = free[place] and (places[row] == NONE or sizes[place] > sizes[places[row]])
-            if longest and _begins(held[place], sizes[place], table[row], lengths[row]):
-                places[row] = place
+        for slot in order[:running]:
+            longest = free[slot] and (places[row] == NONE or sizes[slot] > sizes[places[row]])
+            if longest and _begins(held[slot], sizes[slot], table[row], lengths[row]):
+                places[row] = slot
         if places[row] != NONE:
             free[places[row]] = False
     return free
@@ -172,26 +172,26 @@ def _recognise(all_known: Any, running: int, table: Ints, lengths: Ints, work: L
     free = _place_rows(known, running, table, lengths, places)
     lost = 0
     new = 0
-    for place in order[:running]:
-        if free[place]:
-            known.changes[0, lost] = place
+    for slot in order[:running]:
+        if free[slot]:
+            known.changes[0, lost] = slot
             lost += 1
-            sizes[place] = 0
+            sizes[slot] = 0
     for row in range(len(lengths)):
         if places[row] == NONE:
             places[row] = np.argmax(free)
             known.changes[1, new] = row
             new += 1
             free[places[row]] = False
-        place, length = places[row], lengths[row]
-        size, first = sizes[place], place * held.shape[1]
+        slot, length = places[row], lengths[row]
+        size, first = sizes[slot], slot * held.shape[1]
         work[START, row], work[END, row] = first + size, first + length
-        held[place, size:length] = table[row, size:length]
-        sizes[place], order[row] = length, place
+        held[slot, size:length] = table[row, size:length]
+        sizes[slot], order[row] = length, slot
     at = len(lengths)
-    for place in range(len(order)):
-        if free[place]:
-            order[at] = place
+    for slot in range(len(order)):
+        if free[slot]:
+            order[at] = slot
             at += 1
     return lost, new
 

@@ -136,7 +136,7 @@ class PlanVerdict:
 
 
 def decide(
-    found: Plan, load: PlanLoad, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()
+    plan: Plan, load: PlanLoad, *, drafter: str | None, text: str | None, uncosted: Sequence[str] = ()
 ) -> PlanVerdict:
     """Return the verdict for the measured `drafter`, or for the one that published figures favour
     for a kind of `text`.
@@ -144,16 +144,16 @@ def decide(
     `uncosted` names drafting, verifying or both, where nothing says what they cost. The gain is
     then an upper bound, which can rule speculation out but not promise a gain.
     """
-    best = found.best
+    best = plan.best
     gain = f"{best.speedup:.2f} x plain decoding with K = {best.k}"
     free = "the longest draft considered, because a longer one costs nothing more here"
-    gain += f", {free}" if found.unbounded else f" at batch {load.rows}"
-    if found.requested.k != best.k:
-        gain += f" (K = {found.requested.k}: {found.requested.speedup:.2f} x)"
+    gain += f", {free}" if plan.unbounded else f" at batch {load.rows}"
+    if plan.requested.k != best.k:
+        gain += f" (K = {plan.requested.k}: {plan.requested.speedup:.2f} x)"
     if best.k == 0:
-        gain = f"no draft of up to {found.lines[-1].k} tokens is faster than plain decoding at batch {load.rows}"
+        gain = f"no draft of up to {plan.lines[-1].k} tokens is faster than plain decoding at batch {load.rows}"
     if best.speedup < A_LITTLE:
-        return PlanVerdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(found, load))
+        return PlanVerdict(worth_it=False, method=None, words=f"not worth it: {gain}", notes=_why_not(plan, load))
     method, notes = (drafter, list[str]()) if drafter is not None else _method(text, load.rows)
     if uncosted:
         words = f"no verdict: nothing says what {' and '.join(uncosted)} cost"
@@ -164,8 +164,8 @@ def decide(
     return PlanVerdict(worth_it=True, method=method, words=f"{how}: {gain}", notes=notes)
 
 
-def _why_not(found: Plan, load: PlanLoad) -> list[str]:
-    line = found.lines[1]
+def _why_not(plan: Plan, load: PlanLoad) -> list[str]:
+    line = plan.lines[1]
     plain = load.cost.pass_ms(1, load.rows, load.context)
     level = load.draft(load.rows).ms(1) / plain
     accepted = line.tokens_per_pass - 1
@@ -218,7 +218,7 @@ def draw_cost(cost: CostModel, path: Path, title: str) -> None:
     save(figure, path)
 
 
-def draw_plan(found: Plan, path: Path, title: str, *, costed: bool = True, batches: bool = True) -> None:
+def draw_plan(plan: Plan, path: Path, title: str, *, costed: bool = True, batches: bool = True) -> None:
     """Draw the speed-up by draft length, and that of the best length by batch.
 
     Unless it is known what drafting and verifying cost (`costed`) tokens per pass are drawn
@@ -227,18 +227,18 @@ def draw_plan(found: Plan, path: Path, title: str, *, costed: bool = True, batch
     batches = batches and costed
     figure, panels = pyplot().subplots(1, 1 + batches, figsize=(4.5 * (1 + batches), 3.6), squeeze=False)
     left = panels[0][0]
-    heights = [line.speedup if costed else line.tokens_per_pass for line in found.lines]
-    left.plot([line.k for line in found.lines], heights, "o-", color=COLOURS[0])
+    heights = [line.speedup if costed else line.tokens_per_pass for line in plan.lines]
+    left.plot([line.k for line in plan.lines], heights, "o-", color=COLOURS[0])
     left.set(xlabel="K, drafted tokens per pass", ylabel=SPEEDUP if costed else "tokens per pass; costs are not known")
-    left.set_xticks(range(0, found.lines[-1].k + 1, 2))
+    left.set_xticks(range(0, plan.lines[-1].k + 1, 2))
     if costed:
-        left.plot([found.best.k], [found.best.speedup], "o", color=COLOURS[1], label=f"best: K = {found.best.k}")
+        left.plot([plan.best.k], [plan.best.speedup], "o", color=COLOURS[1], label=f"best: K = {plan.best.k}")
         left.legend(frameon=False)
     if batches:
         right = panels[0][1]
-        right.plot([rows for rows, _ in found.batches], [gain for _, gain in found.batches], "o-", color=COLOURS[0])
+        right.plot([rows for rows, _ in plan.batches], [gain for _, gain in plan.batches], "o-", color=COLOURS[0])
         right.set_xscale("log", base=2)
-        right.set_xticks([rows for rows, _ in found.batches], [str(rows) for rows, _ in found.batches])
+        right.set_xticks([rows for rows, _ in plan.batches], [str(rows) for rows, _ in plan.batches])
         right.set(xlabel="batch, each with its best K", ylabel=SPEEDUP)
     for axes in panels[0]:
         axes.axhline(1.0, color=COLOURS[2], linestyle="--", linewidth=1)

@@ -450,10 +450,10 @@ class MessageWriter:
 
     def message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         """Return the whole message."""
-        found = self.delta(pieces)
-        calls = [{key: value for key, value in call.items() if key != "index"} for call in found.pop("tool_calls", [])]
-        content = found.pop("content", None if calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **found}
+        delta = self.delta(pieces)
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in delta.pop("tool_calls", [])]
+        content = delta.pop("content", None if calls else "")
+        message = {"role": "assistant", "content": content, "refusal": None, **delta}
         return message | ({"tool_calls": calls} if calls else {})
 
 

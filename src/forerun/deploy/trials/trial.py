@@ -194,8 +194,8 @@ def run_trial(engine: InstalledEngine, *, prompts: Sequence[UserPrompt], tokens:
     kind, k = drafting.kind, drafting.k
     chain = {"shape": [1] * k} if kind in DRAFTS_TREES else {}
     llm = LLM(drafting.target, dtype=dtype, max_num_seqs=ROWS)
-    found = EncodedPrompts.of(llm, prompts, temperature=0.0, max_tokens=tokens, limit=len(prompts))
-    encoded = [list(prompt) for prompt in found.prompts]
+    asked = EncodedPrompts.of(llm, prompts, temperature=0.0, max_tokens=tokens, limit=len(prompts))
+    encoded = [list(prompt) for prompt in asked.prompts]
     plain = answer_prompts(llm, encoded, tokens, False)
     ours = answer_prompts(
         llm, encoded, tokens, {**drafting.config.drafter_options, **chain, "method": kind, "adaptive": False}
