@@ -211,7 +211,7 @@ class ServedModel:
             [(request.prompt, answer.tokens[:position]) for position in range(len(answer.tokens))]
             for request, answer in answered
         ]
-        self._request_next([self._continued(*beginning) for along in beginnings for beginning in along])
+        self._request_next([self.continued(*beginning) for along in beginnings for beginning in along])
         return [[self.stated(*beginning) for beginning in along] for along in beginnings]
 
     def stated(self, prompt: Prompt, beginning: Sequence[int]) -> Stated:
@@ -220,7 +220,7 @@ class ServedModel:
         The server states them with a completion of one token. That token comes from the prefill pass, without a draft,
         and its salt excludes what other requests left in the prefix cache.
         """
-        text = self._continued(prompt, beginning)
+        text = self.continued(prompt, beginning)
         self._request_next([text])
         return {} if text is None else self._stated[text]
 
@@ -230,7 +230,7 @@ class ServedModel:
         for text, [answer] in zip(unknown, self.ask(asked, TOGETHER), strict=True):
             self._stated[text] = answer.likeliest[0] if answer.likeliest else {}
 
-    def _continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
+    def continued(self, prompt: Prompt, tokens: Sequence[int]) -> tuple[int, ...] | None:
         """Return a prompt extended by the first tokens of a completion; None if an id is not known."""
         ids = [self._id_of(token) for token in tokens]
         known = [token for token in ids if token is not None]
