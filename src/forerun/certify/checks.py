@@ -89,7 +89,7 @@ def certify(
     checks = examined(run)
     target = llm.target
     return Report(
-        model=target.name_or_path,
+        model=llm.name,
         drafter=llm.speculative.method,
         dtype=target.dtype_name,
         device=str(target.device),

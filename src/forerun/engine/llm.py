@@ -161,7 +161,7 @@ class LLM:
             kv_cache_tokens=kv_cache_tokens,
         )
         pool = DrafterPool(setup, nodes=REPRODUCIBLE_NODES - 1 if reproducible else MAX_SPECULATIVE_TOKENS)
-        self._name = target.name_or_path
+        self.name = str(getattr(model, "name_or_path", model))  # As the caller gave it
         self._engine: Engine | None = Engine(target, pool, scheduling, check=check)  # None once it is closed
         self._drafter = self.engine.drafting.ensure(self.speculative)
         self._asleep = set[str]()  # Of `SLEEPING_PARTS`
@@ -178,9 +178,9 @@ class LLM:
 
     def __repr__(self) -> str:
         if self._engine is None:
-            return f"LLM({self._name!r}, closed)"
+            return f"LLM({self.name!r}, closed)"
         drafter = None if self.speculative is None else self.speculative.method
-        return f"LLM({self._name!r}, drafter={drafter!r}: {self.target.runs_as})"
+        return f"LLM({self.name!r}, drafter={drafter!r}: {self.target.runs_as})"
 
     @property
     def engine(self) -> Engine:
