@@ -261,18 +261,23 @@ def test_examples_and_advice_can_be_followed(opened: Page) -> None:
     ],
 )
 def test_the_next_step_fits_what_was_seen(opened: Page, found: dict[str, Any], offered: str) -> None:
-    labels = opened.page.evaluate(
+    own, example = opened.page.evaluate(
         """({ faster, drafted, memory = "cold", earlier = 0 }) => {
           const step = { step: 1, drafter: "suffix" };
+          at("prompt").value = "An own prompt";
           const answer = (ms, nodes) => ({ moments: Array.from({ length: 20 }, (_, index) => (
             { tokens: [{ id: 1, source: "target" }], nodes, step, ms })) });
           const nodes = Array(drafted / 20).fill({ accepted: false, parent: 0 });
           const found = { plain: answer(10 * faster, []), fast: answer(10, nodes), drafter: "suffix", count: null };
-          return advice({ ...found, memory, earlier, temperature: 0 }, ["suffix", "auto"]).map((one) => one[1]);
+          const run = { ...found, memory, earlier, temperature: 0 }, offered = ["suffix", "auto"];
+          const own = advice(run, offered).map((one) => one[1]);
+          useExample(EXAMPLES[0]);
+          return [own, advice(run, offered).map((one) => one[1])];
         }""",
         found,
     )
-    assert offered in labels
+    assert offered in own
+    assert not any(label.startswith("Run “") for label in example), "it is the example that would be offered"
 
 
 def test_a_sampled_run_shows_every_kind_in_its_own_shape(opened: Page) -> None:
