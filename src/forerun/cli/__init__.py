@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -147,7 +146,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
-        if (elsewhere := _of_vllm(str(error))) is not None:
+        if (elsewhere := _of_vllm(error)) is not None:
             return _fail(error, elsewhere)
         return _fail(error, f"{_describe(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
@@ -180,14 +179,17 @@ _INSTEAD_OF_ARGUMENTS = {
 }
 
 
-def _of_vllm(message: str) -> str | None:
-    """Return what takes the place of an unknown option that vLLM has, or None."""
+def _of_vllm(error: CycloptsError) -> str | None:
+    """Return what takes the place of an unknown option that vLLM has, or None for any other error."""
+    from cyclopts import UnknownOptionError
+
     from forerun.engine.arguments import INSTEAD
 
-    unknown = re.match(r'Unknown option: "?--([a-z-]+)', message)
-    if unknown is None or (name := unknown[1].replace("-", "_")) not in INSTEAD:
+    if not isinstance(error, UnknownOptionError):
         return None
-    return f"--{unknown[1]} is not an option of forerun: {INSTEAD[name]}"
+    option = error.token.keyword or error.token.value
+    name = option.lstrip("-").replace("-", "_")
+    return f"{option} is not an option of forerun: {INSTEAD[name]}" if name in INSTEAD else None
 
 
 def _worth_showing(default: object) -> str | None:

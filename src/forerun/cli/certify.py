@@ -124,7 +124,9 @@ def certify(
         file = file_for_llama_cpp(model, backend=loading.backend, dtype=loading.dtype, device=loading.device)
         if loading.dtype == "auto" and file is None:
             loading = replace(loading, dtype="float32")  # Rounding moves the border of what top-k and others cut
-            console.warn("certifying in float32, which excuses no difference; --dtype bfloat16 runs what serves you")
+            console.warn(
+                "certifying in float32, where no difference is excused; --dtype bfloat16 certifies what serve runs"
+            )
         llm = session.load(model, loading, config, longest=plan.longest, max_num_seqs=_ROWS)
         from forerun.certify.checks import certify as examine
 

@@ -304,11 +304,12 @@ class StepCosts:
         price that was measured in a bad moment must not keep itself from being measured again.
         """
 
+        nominal = Nominal()
+
         def predict(size: int) -> float:
             return self._predicted(size, rows, context)
 
         def predict_in_trial(size: int) -> float:
-            nominal = Nominal()
             share = nominal.pass_ms(1 + self.shape.nodes(size, rows), rows) / nominal.pass_ms(1, rows)
             return min(predict(size), share * predict(0))
 

@@ -677,7 +677,7 @@ class TransformersTarget(Target):
     def _flat(self, nodes: Nodes, *, padded: bool) -> Flat | None:
         """Return which tokens of a pass run, or None for all, padding included."""
         whole = (padded and self.buckets.nodes) or not self._folds or self.states is not None
-        if whole or min(nodes.counts) == nodes.ids.shape[1]:
+        if whole or min(nodes.counts) == nodes.ids.shape[1]:  # Known without a look at a tensor, as in most steps
             return None
         return Flat.of(nodes.real[:, nodes.start :])
 
