@@ -4,7 +4,8 @@ What it sees of a trained model: `tests/real/test_planted_faults.py`.
 """
 
 import os
-from functools import partial
+from functools import cache, partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from forerun.model.masks import MaskStyle
 from forerun.model.support import named_sizes
 from model.families import FAMILIES, WINDOW, make, plain, random_tokens
 from model.tiny import build
-from selection import in_turn, slow
+from selection import in_turn, one_in, slow
 
 
 @pytest.fixture
@@ -301,6 +302,35 @@ def test_a_planted_fault_is_seen_in_16_bits(kind: str, fault: Fault, dtype: torc
 def seen(model: Any, fault: Fault) -> None:
     with planted(fault, model), pytest.raises(UnsupportedModelError, match="failed the self-check"):
         TransformersTarget.load(model, rows=2, slots=64)
+
+
+@cache
+def near_ties() -> Any:
+    """A model with two experts in its last layer whose scores differ by rounding alone: which of them is chosen last
+    depends on the order of sums.
+    """
+    model = build("qwen3_moe")
+    rows = model.model.layers[-1].mlp.gate.weight.data
+    rows[2] = rows[1] * (1 + 2**-23 * torch.randn_like(rows[1]))
+    return model
+
+
+def test_a_choice_at_a_near_tie_is_no_fault() -> None:
+    model = near_ties()
+    target = TransformersTarget.load(model, rows=2, slots=64)
+    with self_check.short_windows(model.config):
+        near = self_check.expect(model, random_tokens(96, 0), sizes=False).near
+    assert max(self_check.errors(target, near).values()) > near.limit
+    least = self_check.sensitivity(model, near)
+    assert max(self_check.errors(target, near, least).values()) <= near.limit
+    assert least.max() > near.limit > least.median()
+
+
+@pytest.mark.parametrize("fault", one_in(3, [fault for fault in FAULTS if not fault.in_model]), ids=attrgetter("name"))
+def test_a_planted_fault_is_seen_beside_near_ties(fault: Fault) -> None:
+    if not fault.suits(near_ties()):
+        pytest.skip("this model has none of what it changes")
+    seen(near_ties(), fault)
 
 
 @pytest.mark.parametrize(("kind", "fault"), cases(in_model=True))

@@ -162,12 +162,12 @@ def last_place(values: Tensor) -> Tensor:
     return torch.exp2(exponent) * limits.eps
 
 
-def nudge(states: Tensor) -> Tensor:
-    """Return the states with every entry moved up or down by one unit in its last place, the same
-    way at each call.
+def nudge(states: Tensor, places: int = 1, seed: int = 0) -> Tensor:
+    """Return the states with every entry moved up or down by so many units in its last place, the
+    same way at each call with this seed.
     """
-    draw = torch.rand(states.shape, generator=torch.Generator().manual_seed(0)).to(states.device)
-    step = torch.where(draw < 0.5, -1.0, 1.0) * last_place(states)
+    draw = torch.rand(states.shape, generator=torch.Generator().manual_seed(seed)).to(states.device)
+    step = torch.where(draw < 0.5, -places, places) * last_place(states)
     return (states.double() + step).to(states.dtype)
 
 
