@@ -165,12 +165,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "prediction": {"chain": {**CHAIN, "text": [1, 5, 7, 2, 1, 5, 3, 9, 4, 8, 8]}},
     "first_of": {
         "copy-or-model": {"drafters": [_member(**CHAIN), DRAWN], "min_tokens": 0.6},
-        "sampled": {"drafters": [_member(prompt_lookup_min=2), DRAWN], "min_tokens": 0, "reproducible": False},
+        "sampled": {"drafters": [_member(prompt_lookup_min=2), DRAWN], "min_tokens": 0, "greedy_with_seed": False},
     },
     "merge": {
         "given": {"drafters": [_member(), _member("draft_model", shape=TREE)], "nodes": 6},
-        "beside-a-chain": {"drafters": [_member(max_branches=3), _member("draft_model")], "reproducible": False},
-        "beside-a-tree": {"drafters": [_member("draft_model", shape=TREE), _member()], "reproducible": False},
+        "beside-a-chain": {"drafters": [_member(max_branches=3), _member("draft_model")], "greedy_with_seed": False},
+        "beside-a-tree": {"drafters": [_member("draft_model", shape=TREE), _member()], "greedy_with_seed": False},
     },
     "cascade": {
         "tail": {"model": relative(), **CHAIN, "inner": _member(max_branches=2), "tail": 3},

@@ -32,7 +32,7 @@ PLACES: dict[str, Callable[[str], dict[str, Any]]] = {
     "alone": _wrong,
     "first_of-first": lambda how: {"method": "first_of", "drafters": [_wrong(how), NGRAM]},
     "first_of-last": lambda how: {"method": "first_of", "drafters": [SELDOM, _wrong(how)], "min_tokens": 2},
-    "merge": lambda how: {"method": "merge", "drafters": [NGRAM, _wrong(how), MODEL], "reproducible": False},
+    "merge": lambda how: {"method": "merge", "drafters": [NGRAM, _wrong(how), MODEL], "greedy_with_seed": False},
     "cascade-tail": lambda how: {**CASCADE, "inner": _wrong(how), "tail": 2},
     "three-deep": lambda how: {
         "method": "first_of",

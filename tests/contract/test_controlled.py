@@ -102,8 +102,8 @@ VARIED = [
     adaptive("draft_model", "given-tree"),
     adaptive("draft_model", "greedy-k-tree"),
     adaptive("eagle3", "dynamic"),
-    Variant("auto", "model", {"model": relative(), "reproducible": False}),
-    Variant("auto", "several", {"drafters": SEVERAL, "reproducible": False}),
+    Variant("auto", "model", {"model": relative(), "greedy_with_seed": False}),
+    Variant("auto", "several", {"drafters": SEVERAL, "greedy_with_seed": False}),
 ]
 
 

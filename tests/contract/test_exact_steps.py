@@ -153,7 +153,7 @@ DEEP = [replace(tree((2, 1, 1)), label="deep-tree") for tree in (_dspark, _peagl
 SMALL_TREE = _member("draft_model", shape=(2, 1, 1))
 CONTROLLED = [
     *(variant for variant in SAMPLING if variant.method not in ("tli", "quantized_self", "skip_layers")),
-    Variant("auto", "several", {"drafters": [SMALL_TREE, COPIES, FEW], "reproducible": False}),
+    Variant("auto", "several", {"drafters": [SMALL_TREE, COPIES, FEW], "greedy_with_seed": False}),
 ]
 OTHER_RULES = [
     *((SAMPLING[0], rule) for rule in ("sample_walk", "token_rejection", "recursive_rejection")),

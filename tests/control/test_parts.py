@@ -547,7 +547,7 @@ def test_what_auto_is_made_of(tmp_path: Path) -> None:
         {"drafters": [3]},
         {"drafters": None},
         {"drafters": 5},
-        {"reproducible": "yes"},
+        {"greedy_with_seed": "yes"},
         {"drafters": [{"method": "ngram", "enabled": False}]},
     ],
 )

@@ -132,9 +132,9 @@ def test_a_member_that_raises_loses_its_own_drafts_only() -> None:
 
 def test_with_a_seed_members_draft_deterministically_unless_told_otherwise() -> None:
     seeded = replace(SAMPLED, seed=3)
-    for params, reproducible, greedy in ((seeded, True, True), (seeded, False, False), (SAMPLED, True, False)):
+    for params, greedy_with_seed, greedy in ((seeded, True, True), (seeded, False, False), (SAMPLED, True, False)):
         for method in ("first_of", "merge"):
-            made = composed(method, stub(), stub(), reproducible=reproducible)
+            made = composed(method, stub(), stub(), greedy_with_seed=greedy_with_seed)
             made.propose(contexts([[1]], params=params), roomy(1))
             assert made.members[0].drafter.greedy == [greedy]
 
@@ -152,7 +152,9 @@ def test_equal_paths_become_one_and_the_likeliest_nodes_are_kept() -> None:
 
 
 def test_given_nodes_stand_below_the_sampled_node_that_holds_their_token() -> None:
-    made = composed("merge", stub(paths={1: [[4, 5], [9]]}), stub(paths={1: [[4]]}, sampled=True), reproducible=False)
+    made = composed(
+        "merge", stub(paths={1: [[4, 5], [9]]}), stub(paths={1: [[4]]}, sampled=True), greedy_with_seed=False
+    )
     (tree,) = made.propose(contexts([[1]], params=SAMPLED), roomy(1))
     assert tree.tokens == [1, 4, 5, 9]
     assert tree.parents == [-1, 0, 1, 0]

@@ -177,7 +177,7 @@ def _plain(value: Any) -> Any:
 
 # --- the drafters that `auto` chooses among ---------------------------------------------------------------------------
 
-_AUTO_OPTIONS = ("drafters", "model", "reproducible")
+_AUTO_OPTIONS = ("drafters", "model", "greedy_with_seed")
 _COVERED = frozenset({"ngram"})
 """Drafters that `auto` queries only if the configuration names them: `suffix` finds what `ngram` finds. Querying both
 took 1.01 times the passes' time on 24 questions of Spec-Bench (SmolLM2-135M-Instruct, T = 0), and 0.4 ms more host time
@@ -208,15 +208,15 @@ def arms_of(config: SpeculativeConfig, *, every: bool = False) -> list[Speculati
     return [*free, *named]
 
 
-def repeats(config: SpeculativeConfig) -> bool:
-    """Return option ``reproducible``: whether drafters under the policy draft deterministically for sampled requests
+def greedy_with_seed(config: SpeculativeConfig) -> bool:
+    """Return the option of that name: whether drafters under the policy draft deterministically for sampled requests
     with a seed. Their text then repeats, although how much is drafted, and by which drafter, depends on other requests
     and on the clock. Raises ArgumentError if the option is neither true nor false.
     """
-    reproducible = config.options.get("reproducible", True)
-    if config.method == AUTO and not isinstance(reproducible, bool):
-        raise ArgumentError(f"{AUTO}: reproducible is true or false, got {reproducible!r}")
-    return bool(reproducible)
+    given = config.options.get("greedy_with_seed", True)
+    if config.method == AUTO and not isinstance(given, bool):
+        raise ArgumentError(f"{AUTO}: greedy_with_seed is true or false, got {given!r}")
+    return bool(given)
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:

@@ -533,7 +533,7 @@ def policy_for(
     setup: DrafterSetup,
     *,
     nodes: int,
-    reproducible: bool = True,
+    greedy_with_seed: bool = True,
     costs: PassCost | None = None,
     measure: bool = False,
     chains: bool = False,
@@ -545,14 +545,14 @@ def policy_for(
         configs: of one drafter, or of those to choose among (`arms_of`).
         setup: what drafters are built from.
         nodes: most drafted nodes of a row.
-        reproducible: draft deterministically for requests with a seed (`repeats`).
+        greedy_with_seed: draft deterministically for requests with a seed (`control.config.greedy_with_seed`).
         costs: known costs, with those of drafters in ``drafts``, if there are any. None: the target's costs from disk,
             else nominal ones; steps correct these.
         measure: let steps correct `costs`, too.
         chains, clock: as `Policy` takes them.
     """
     setup = dataclasses.replace(setup, pass_ms=None)  # The policy itself chooses how much is drafted
-    arms = [_arm(config, setup, reproducible=reproducible) for config in configs]
+    arms = [_arm(config, setup, greedy_with_seed=greedy_with_seed) for config in configs]
     passes = costs if costs is not None else known_or_nominal(setup.target)
     guesses = dict.fromkeys([arm.key for arm in arms], FREE)
     for arm in (arm for arm in arms if not arm.is_lookup):
@@ -564,8 +564,8 @@ def policy_for(
     return Policy(arms, step_costs, nodes=nodes, measure=measure or costs is None, chains=chains, clock=clock)
 
 
-def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, reproducible: bool) -> Arm:
-    drafter = Deferred.build(config.method, config.drafter_options, setup, reproducible=reproducible)
+def _arm(config: SpeculativeConfig, setup: DrafterSetup, *, greedy_with_seed: bool) -> Arm:
+    drafter = Deferred.build(config.method, config.drafter_options, setup, greedy_with_seed=greedy_with_seed)
     built = getattr(drafter.drafter, "config", None)
     shape = getattr(built, "shape", None)
     configured = len(shape) if shape else getattr(built, "num_speculative_tokens", None)

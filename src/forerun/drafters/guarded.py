@@ -241,18 +241,18 @@ class Deferred(Guarded):
 
     name = "deferred"
 
-    def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, reproducible: bool = False) -> None:
-        """Guard a drafter. With `reproducible` it drafts deterministically for sampled requests with a seed, see
+    def __init__(self, drafter: Drafter, method: str, setup: DrafterSetup, *, greedy_with_seed: bool = False) -> None:
+        """Guard a drafter. With `greedy_with_seed` it drafts deterministically for sampled requests with a seed, see
         `make_repeatable`.
         """
         super().__init__(drafter, method, setup)
-        self._reproducible, self._most_rows = reproducible, setup.rows
+        self._greedy_with_seed, self._most_rows = greedy_with_seed, setup.rows
         self.idle = False  # It is not queried at present, and `watches` is False
         self._waiting: DraftContext | None = None  # Context after the last proposals, not passed on yet
         self._rows: dict[int, _DeferredRow] = {}
 
     def kind(self, sampler: Sampler) -> DraftKind:
-        return super().kind(make_repeatable(sampler) if self._reproducible else sampler)
+        return super().kind(make_repeatable(sampler) if self._greedy_with_seed else sampler)
 
     def grow(self, rows: int, slots: int) -> None:
         super().grow(rows, slots)
@@ -295,7 +295,7 @@ class Deferred(Guarded):
         self.catch_up(context, queried)
         for index in queried:
             self._rows[context.rows[index]].proposed = True
-        return super().propose(context.repeatable() if self._reproducible else context, budget)
+        return super().propose(context.repeatable() if self._greedy_with_seed else context, budget)
 
     def catch_up(self, context: DraftContext, wanted: Sequence[int]) -> None:
         """Pass on the deferred tokens of these rows of the context."""

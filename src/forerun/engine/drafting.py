@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forerun.control.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, repeats
+from forerun.control.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, greedy_with_seed
 from forerun.control.costs import PassCost
 from forerun.control.measuring import keep_steps
 from forerun.control.policy import Policy, policy_for
@@ -112,7 +112,7 @@ class DrafterPool:
                 arms_of(config),
                 self._setup,
                 nodes=self._nodes,
-                reproducible=repeats(config),
+                greedy_with_seed=greedy_with_seed(config),
                 costs=self._costs,
                 chains=self._setup.target.chains_only,
             )

@@ -54,7 +54,7 @@ class ComposedConfig:
     """Options that combined drafters share."""
 
     drafters: Sequence[Spec] = ("suffix", "recycling")  # The members, each a name or ``{"method": name, ...}``
-    reproducible: bool = True
+    greedy_with_seed: bool = True
     """Let members draft deterministically for sampled requests with a seed, so that their text is that of plain
     decoding. False lets members sample: more tokens are accepted, but the text depends on what was learned from other
     requests.
@@ -70,7 +70,7 @@ class Composed(Drafter):
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Return the kind that covers the trees of all members, because each step decides anew which members draft."""
-        seen = make_repeatable(sampler) if self.config.reproducible else sampler
+        seen = make_repeatable(sampler) if self.config.greedy_with_seed else sampler
         return DraftKind(sampled=any(member.kind(seen).sampled for member in self.members))
 
     @property
@@ -106,7 +106,7 @@ class Composed(Drafter):
 
     def for_members(self, context: DraftContext) -> DraftContext:
         """Return the context that members get."""
-        return context.repeatable() if self.config.reproducible else context
+        return context.repeatable() if self.config.greedy_with_seed else context
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
