@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from contract.harness import PROMPT, Variant, as_prompts, each_family, llm, model, oracle, plain_greedy, word_tokenizer
 from forerun import LLM, SamplingParams
-from forerun.engine.core import BLOCK
+from forerun.engine.prefix_cache import BLOCK
 from forerun.types import CompletionOutput
 
 LENGTH = 16

@@ -164,7 +164,7 @@ class World:
         self.rows = [self.row(index) for index in range(rows)]
         self.steps = Steps()
         self.count = 0
-        self.awaited = False
+        self.others_wait = False
         """Whether others wait for their first token."""
         self._show(self.rows)
 
@@ -201,7 +201,9 @@ class World:
             drafter.step = self.count
         members = list(range(len(self.rows)))
         asked = -self._lookup_ms()
-        groups = self.policy.plan(self.rows, members, [MAX_SPECULATIVE_TOKENS] * len(members), awaited=self.awaited)
+        groups = self.policy.plan(
+            self.rows, members, [MAX_SPECULATIVE_TOKENS] * len(members), others_wait=self.others_wait
+        )
         asked += self._lookup_ms()
         trees, spent = [TokenTree(row.tokens[-1]) for row in self.rows], asked - self._reading()
         for group in groups:

@@ -211,9 +211,9 @@ def test_texts_are_read_again_now_and_then_where_that_did_not_pay() -> None:
 
 def test_a_text_is_not_read_at_once_while_others_wait_for_their_first_token() -> None:
     world = World(Spec(name="m", alpha=0.9, cost=level(0.1), reading_ms=0.002), measure=True)
-    for awaited, plain in ((False, 0), (True, 8)):
+    for others_wait, plain in ((False, 0), (True, 8)):
         for _ in range(4):
-            world.awaited = awaited
+            world.others_wait = others_wait
             world.renew(0, prompt=300, room=200)
             begun = world.count
             world.run(20)

@@ -11,7 +11,7 @@ from engine.loads import DRAFTERS, TEXT, alike, drafter, engine, greedy, run, sa
 from engine.test_hidden_states import LISTENER, Heard
 from forerun import LLM
 from forerun.core.tree import TokenTree
-from forerun.engine.core import BLOCK, PrefixCache
+from forerun.engine.prefix_cache import BLOCK, PrefixCache
 from forerun.types import LAST_HIDDEN, RequestOutput
 
 

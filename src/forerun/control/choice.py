@@ -68,6 +68,17 @@ class Arm:
     nodes_by_depth: dict[int, float] = field(default_factory=dict)
     """Recent number of nodes per row of its proposals, by their depth."""
 
+    def renewed(self) -> Arm:
+        """Return the same drafter without figures."""
+        return Arm(
+            name=self.name,
+            key=self.key,
+            drafter=self.drafter,
+            is_lookup=self.is_lookup,
+            max_depth=self.max_depth,
+            needs_prediction=self.needs_prediction,
+        )
+
     @property
     def catches_up(self) -> bool:
         """True if it can be shown later what it was not shown in a step: a lookup drafter that reads text only."""
@@ -149,9 +160,9 @@ class Admission(NamedTuple):
     """The decisions of one step after drafting."""
 
     times: Times
-    counts: Sequence[int]  # Nodes that the target scores, by row of the step
-    ranked: Mapping[int, Ranking]  # Proposed trees that may be pruned, by row
-    pruned: Container[int]  # Rows that lost drafted nodes
+    counts: Sequence[int] = ()  # Nodes that the target scores, by row of the step
+    ranked: Mapping[int, Ranking] = {}  # Proposed trees that may be pruned, by row
+    pruned: Container[int] = ()  # Rows that lost drafted nodes
 
 
 NO_LOOKUPS = LookupDrafts((), {}, {}, {})

@@ -100,8 +100,7 @@ class Policy:
 
     def with_free_drafts(self) -> Policy:
         """Return a policy over the same drafters that has learned nothing yet and for which drafting costs nothing."""
-        same = ("name", "key", "drafter", "is_lookup", "max_depth", "needs_prediction")
-        arms = [Arm(**{name: getattr(arm, name) for name in same}) for arm in self.arms]
+        arms = [arm.renewed() for arm in self.arms]
         free = StepCosts(Nominal(slope=0.0), dict.fromkeys([arm.key for arm in arms], FREE), self.costs.shape)
         return Policy(arms, free, nodes=self._nodes, measure=False, chains=self._chains, clock=self._clock)
 
@@ -112,7 +111,7 @@ class Policy:
     # --- before drafting ----------------------------------------------------------------------------------------------
 
     def plan(
-        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, awaited: bool = False
+        self, rows: Sequence[Row], members: Sequence[int], depths: Sequence[int], *, others_wait: bool = False
     ) -> list[Group]:
         """Return which drafter drafts for which rows in the coming step: one group for each drafter that drafts or is
         shown the text. Rows that it does not draft for are listeners.
@@ -121,7 +120,7 @@ class Policy:
             rows: all rows of the step.
             members: indices of the rows that this policy decides for.
             depths: by member, most tokens on a path.
-            awaited: other requests wait for their first token: reading a text for a drafter can wait a little.
+            others_wait: other requests wait for their first token: reading a text for a drafter can wait a little.
         """
         self.steps += 1
         own_rows = {index: rows[index] for index in members}
@@ -136,7 +135,7 @@ class Policy:
             },
             batch=batch,
             context=context,
-            others_wait=awaited,
+            others_wait=others_wait,
             pass_trial=pass_trial,
             times=self.costs.times(batch, context, self._nodes, trial=pass_trial),
             rate=self.goodput(),
@@ -152,7 +151,7 @@ class Policy:
             if lookups.bids or offers:
                 assigned = choose(lookups.bids, offers, self.costs.shape, times=step.times, goodput=step.goodput)
         plan = self._plan = StepPlan(step, lookups, offers, assigned)
-        self._admission = Admission(times=step.times, counts=(), ranked={}, pruned=())
+        self._admission = Admission(step.times)
         # A drafter that can catch up later is shown the text only in steps in which it was queried.
         queried = {proposal.arm for proposal in lookups.proposals}
         shown = [index for index, arm in enumerate(self.arms) if index in queried or not arm.catches_up]
@@ -179,7 +178,7 @@ class Policy:
         assert plan is not None, "admit() comes after plan()"
         step, counts = plan.step, [tree.size for tree in trees]
         if not any(counts):
-            self._admission = Admission(times=step.times, counts=counts, ranked={}, pruned=())
+            self._admission = Admission(step.times, counts)
             self._most_scored *= SETTINGS.quick_memory
             return trees
         ranked, times = self._rank(plan, trees), step.times
@@ -191,7 +190,7 @@ class Policy:
         best = allocate(worths, self.costs.shape, times=times, goodput=goodput, fixed=fixed)
         pruned = {row: n for row, n in zip(ranked, best, strict=True) if n < counts[row]}
         scored = [pruned.get(row, count) for row, count in enumerate(counts)]
-        self._admission = Admission(times=times, counts=scored, ranked=ranked, pruned=pruned)
+        self._admission = Admission(times, scored, ranked, pruned)
         self._most_scored = max(SETTINGS.quick_memory * self._most_scored, *(scored[row] for row in step.rows))
         return prune(trees, {row: ranked[row].order[:n] for row, n in pruned.items()}) if pruned else trees
 
@@ -235,7 +234,7 @@ class Policy:
         due = dict[int, list[int]]()
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.is_lookup and not arm.lookup_trials.due(self.steps)
-            if arm.is_lookup and not arm.drafter.idle and (rows := self._rows_for_lookup(step, arm)):
+            if arm.is_lookup and not arm.drafter.idle and (rows := _rows_for_lookup(step, arm)):
                 due[index] = rows
         if not due:
             return NO_LOOKUPS
@@ -256,14 +255,6 @@ class Policy:
         if self.measure:
             self._record_lookups(step, drafts)
         return drafts
-
-    def _rows_for_lookup(self, step: StepState, arm: Arm) -> list[int]:
-        """Return the rows that a lookup drafter may draft for."""
-        return [
-            row
-            for row, depth in step.max_depths.items()
-            if depth > 0 and (step.rows[row].prediction or not arm.needs_prediction)
-        ]
 
     def _lookup_nodes(self, times: Times) -> int:
         """Return the most nodes that a lookup drafter may propose for a row: as many as a pass holds that is not too
@@ -523,6 +514,15 @@ class Policy:
             costs.saw_draft(key, accepted[0].depth, batch, draft_ms, unread=unread)
             host -= min(host, costs.reading_ms(key, unread))
         return host + trace.verify_ms
+
+
+def _rows_for_lookup(step: StepState, arm: Arm) -> list[int]:
+    """Return the rows that a lookup drafter may draft for."""
+    return [
+        row
+        for row, depth in step.max_depths.items()
+        if depth > 0 and (step.rows[row].prediction or not arm.needs_prediction)
+    ]
 
 
 # --- from a configuration ---------------------------------------------------------------------------------------------

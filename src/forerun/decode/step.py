@@ -269,8 +269,8 @@ def _gather_states(
         width = round_tokens(width, len(verdicts))
     nodes = [[0, *verdict.path] + [0] * (width - 1 - len(verdict.path)) for verdict in verdicts]
     places = [torch.tensor(list(members)).unsqueeze(1), torch.tensor(nodes)]
-    there = {device: send(places, device) for device in {states.device for states in hidden_states.values()}}
-    return {boundary: states[tuple(there[states.device])] for boundary, states in hidden_states.items()}
+    by_device = {device: send(places, device) for device in {states.device for states in hidden_states.values()}}
+    return {boundary: states[tuple(by_device[states.device])] for boundary, states in hidden_states.items()}
 
 
 def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[float], drafter: str | None) -> Emitted:
@@ -320,8 +320,8 @@ def _score_roots_again(
     indices = list(lost)
     for index in indices:
         row_trees[index], rows[index].error = TokenTree(rows[index].tokens[-1]), None
-    alone = [row_trees[index] for index in indices]
-    again = target.score([rows[index].cache_row for index in indices], alone, boundaries=scored.hidden_states.keys())
+    roots = [row_trees[index] for index in indices]
+    again = target.score([rows[index].cache_row for index in indices], roots, boundaries=scored.hidden_states.keys())
     if scored.flat is None:
         scored.logits[indices, 0] = again.logits[:, 0]
     else:

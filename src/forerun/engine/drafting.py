@@ -141,14 +141,19 @@ class DrafterPool:
         return frozenset[Boundary]().union(*(drafter.requires for _, drafter in drafters))
 
     def groups(
-        self, rows: Sequence[Row], keys: Sequence[str | None], depths: Sequence[int | None], *, awaited: bool = False
+        self,
+        rows: Sequence[Row],
+        keys: Sequence[str | None],
+        depths: Sequence[int | None],
+        *,
+        others_wait: bool = False,
     ) -> list[Group]:
         """Return the groups of a step of `rows`, one per drafter.
 
         Args:
             keys: of each row's drafter.
             depths: of each row, most tokens on a path; None: the drafter's own limit.
-            awaited: other requests wait for their first token.
+            others_wait: other requests wait for their first token.
         """
         groups = list[Group]()
         self._planned = []
@@ -157,7 +162,7 @@ class DrafterPool:
             members = [index for index, other in enumerate(keys) if other == key]
             limits = [self.depth(key, depths[index]) for index in members]
             if active.policy is not None:
-                groups += active.policy.plan(rows, members, limits, awaited=awaited)
+                groups += active.policy.plan(rows, members, limits, others_wait=others_wait)
                 self._planned.append(active.policy)
                 continue
             name, drafter = active.config.method, active.drafter
