@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from bench.scripted import Script, scripted
 from cli.conftest import Forerun, Ran
+from engine.conftest import byte_llama, tiny_tokenizer
 from forerun.cli import console
 from forerun.cli.features import _read_by
 from forerun.drafters.kinds import KINDS, kind_named
@@ -74,6 +75,19 @@ def test_regenerate_here_then_prepare(forerun: Forerun, checkpoint: Path, tmp_pa
     assert ran.code == 0 and (second["written"], second["resumed"], second["total"]) == (1, 1, 2)
     done = forerun("data", "prepare", output, "--target", checkpoint, "--output", tmp_path / "data", "--json")
     assert done.code == 0 and 0 < json.loads(done.out)["counted_tokens"] < json.loads(done.out)["tokens"]
+    other = tmp_path / "other" / checkpoint.name  # another model of the same name
+    byte_llama(1, tiny_tokenizer()).save_pretrained(other)
+    tiny_tokenizer().save_pretrained(other)
+    refused = forerun(*(other if word is checkpoint else word for word in arguments))
+    assert refused.code == 2 and "under other settings: weights was" in refused.err
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line in lines:
+        del line["asked"]["weights"]  # as earlier versions wrote them
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    older = forerun(*arguments)
+    assert (
+        json.loads(older.out)["resumed"] == 2 and "2 completions in" in older.err and "count as this one's" in older.err
+    )
 
 
 def answering(body: dict[str, Any]) -> tuple[int, str]:

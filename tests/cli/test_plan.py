@@ -10,12 +10,16 @@ from transformers import AutoModelForCausalLM
 
 from cli.conftest import Forerun, Ran
 from engine.conftest import byte_llama, tiny_tokenizer
+from forerun import LLM
 from forerun.control import measuring
+from forerun.control.config import SpeculativeConfig
 from forerun.control.costs import DraftCost
 from forerun.drafters.kinds import kind_named
 from forerun.drafters.self_drafting.tuning import Probe
+from forerun.errors import ArgumentError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.plan import measured as trial
+from forerun.plan.measured import EncodedPrompts
 from selection import slow
 
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
@@ -113,6 +117,32 @@ def test_a_measured_drafter(forerun: Forerun, measured_on: Any, draft_checkpoint
     again = record(forerun(*measured_on(16), "--drafter", "ngram"))
     assert len(instant) == count > 0, "passes are measured once"
     assert again["measured"]["drafter"] == "ngram" and again["tree"] is None
+
+
+def test_every_command_asks_a_prompt_in_the_same_way(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
+    """As a user's message where there is a chat template, unless --raw; what a message costs shows in the context."""
+    (tmp_path / "a.jsonl").write_text('{"prompt": "the cat sat on the mat"}\n')
+    (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat sat on the mat"}]}\n')
+    llm = LLM(checkpoint)
+    how: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "limit": 1}
+    [[text], [chat]] = (trial.read_prompts(tmp_path / name) for name in ("a.jsonl", "b.jsonl"))
+    message, raw = (trial.EncodedPrompts.of(llm, [text], raw=raw, **how) for raw in (False, True))
+    assert message.prompts == trial.EncodedPrompts.of(llm, [chat], **how).prompts
+    assert message.prompts == [llm.chat_prompt(chat)["prompt_token_ids"]]
+    assert raw.prompts == [llm.encode(text)] and (message.asked, raw.asked) == (
+        "the prompt is a user's message in the chat template (--raw: as it stands)",
+        "the prompt is continued as it stands",
+    )
+    common = ("plan", checkpoint, "--prompts", tmp_path / "a.jsonl", "-t", 0, "--json", "--drafter", "ngram")
+    assert message.asked in record(forerun(*common, "--max-tokens", 8))["assumptions"]
+    assert raw.asked in record(forerun(*common, "--max-tokens", 8, "--raw"))["assumptions"]
+    ended = EncodedPrompts(
+        prompts=raw.prompts, params=raw.params, stop_ids=frozenset(range(llm.target.vocab_size)), asked=raw.asked
+    )
+    config = SpeculativeConfig.parse("ngram")
+    assert config is not None
+    with pytest.raises(ArgumentError, match=f"as they are asked .{raw.asked}"):
+        trial.measure_drafter(llm, config, ended, lambda _: None)
 
 
 def test_the_best_tree_for_a_drafter_as_measured(

@@ -131,6 +131,7 @@ class TestPrompts:
             ("a.txt", "\n \n", "holds no prompts"),
             ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
             ("a.jsonl", '{"prompt": "x"}\n{"text": 3}', "a.jsonl:2 needs 'prompt'"),
+            ("a.jsonl", '{"prompt": " "}', "a.jsonl:1 needs 'prompt' .a string that is not blank"),
         ],
     )
     def test_bad_files(self, tmp_path: Path, name: str, text: str, message: str) -> None:

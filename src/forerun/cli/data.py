@@ -300,6 +300,7 @@ def regenerate(
         "params": SamplingParams(**sampling),
         "variables": _variables(options.chat_template_kwargs),
         "by": Path(options.model or str(options.target)).resolve().name,
+        "weights": _weights(str(options.target), loading.adapter) if options.endpoint is None else "",
     }
     director = Director(tokenizer=tokenizer, prompt_tokens=options.prompt_tokens, **how)
     began = time.monotonic()
@@ -312,6 +313,11 @@ def regenerate(
 
         todo = AnswerRun(file, options.output, director, limit=options.limit, skip_bad=options.skip_bad, tell=tell)
         tell(todo)
+        if todo.unidentified:
+            console.warn(
+                f"{todo.unidentified:,} completions in {options.output} do not say of which weights and chat template "
+                f"they are; those of a target named {director.by!r} count as this one's"
+            )
         try:
             if options.endpoint is not None:
                 server = Endpoint(url=options.endpoint, model=str(options.model))
@@ -326,6 +332,18 @@ def regenerate(
             raise
     _report(todo, as_json=json)
     return 1 if todo.failed else 0
+
+
+def _weights(target: str, adapter: str | None) -> str:
+    """Return a digest of what answers here: the target's weights, and those of its adapter."""
+    from forerun.training.features.store import checkpoint_directory, target_hash
+    from forerun.writing import hash_file, hash_json
+
+    digest = target_hash(checkpoint_directory(target))[:16]
+    if adapter is None:
+        return digest
+    files = sorted(Path(adapter).expanduser().glob("adapter_*"))
+    return f"{digest}+{hash_json([hash_file(path) for path in files] or adapter)[:16]}"
 
 
 def _report(run: AnswerRun, *, as_json: bool) -> None:

@@ -207,7 +207,7 @@ def _try_head(name: str, drafting: HeadDrafting, options: TrialOptions) -> Engin
     prompts = (
         read_prompts(options.prompts)
         if options.prompts is not None
-        else [prompt.text[:800] for prompt in demo.prompts()[:6]]
+        else [{"prompt": prompt.text[:800]} for prompt in demo.prompts()[:6]]  # Code, to be continued
     )
     with console.telling(f"drafting here, then in {engine.title}"):
         return run_trial(engine, prompts=prompts, tokens=options.max_tokens, dtype=options.dtype)

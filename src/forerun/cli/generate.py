@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,15 +61,16 @@ def generate(
 
     config = config or ({"method": "prediction"} if expected else None)
     llm = session.load(model, loading, config, announce=not json, max_num_seqs=1)
-    templated = llm.has_chat_template and not raw
-    request = llm.chat_prompt([{"role": "user", "content": text}]) if templated else {"prompt": text}
+    from forerun.plan.measured import make_request
+
+    request: Any = make_request(llm, text, raw=raw)
     if json:
         output = llm.generate([{**request, **expected}], params)[0]
         console.write_json(session.answer_record(output, with_tokens=show_draft))
         return 0
     log = console.log()
     chunks = llm.stream({**request, **expected}, params)
-    log.print(session.describe_asking(llm, params, templated=templated))
+    log.print(session.describe_asking(llm, params, raw=raw))
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
         log.print(session.legend(log))
@@ -90,19 +90,12 @@ def _answer_many(
     with_tokens: bool,
 ) -> int:
     """Complete every prompt of a file, and print a line of JSON for each, in the file's order."""
-    from forerun.plan.measured import read_prompts
+    from forerun.plan.measured import make_request, read_prompts
 
     prompts = read_prompts(prompt_file)
     params = sampling.params()
     llm = session.load(model, loading, speculation.config(), max_num_seqs=min(len(prompts), _TOGETHER))
-    requests: list[Any] = []
-    for prompt in prompts:
-        if isinstance(prompt, Mapping) or (isinstance(prompt, str) and (raw or not llm.has_chat_template)):
-            requests.append(prompt)
-        else:
-            requests.append(
-                llm.chat_prompt([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-            )
+    requests = [make_request(llm, prompt, raw=raw) for prompt in prompts]
     for output in llm.generate(requests, params):
         console.write_json(session.answer_record(output, with_tokens=with_tokens))
     return 0

@@ -19,6 +19,7 @@ from forerun.cli.options import (
     LOADING,
     SPECULATION,
     AnswerLength,
+    Flag,
     Json,
     Many,
     SpeculationOptions,
@@ -92,6 +93,8 @@ class PlanOptions(ForecastOptions):
     """Sequences that are decoded together."""
     prompts: Path | None = None
     """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
+    raw: Flag = False
+    """The model continues the prompts as they stand. Else they are messages of a user where it has a chat template."""
     choose_draft: Annotated[tuple[str, ...], Many] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
     max_tokens: Annotated[int, AnswerLength] = 96
@@ -186,6 +189,7 @@ class PlanOptions(ForecastOptions):
         if self.measuring:
             _refuse(self, ("draft_cost", "context"), "is measured on the prompts: leave it out")
             return
+        _refuse(self, ("raw",), "is of prompts that are completed: give --prompts and no other acceptance")
         _refuse(self.speculation, _DRAFTER, "is of acceptance that is measured: give --prompts and no other acceptance")
         if self.rank_acceptance is None:
             _refuse(self, ("tree_nodes",), "is of a tree: give --rank-acceptance, or measure it (--prompts)")
@@ -352,7 +356,7 @@ def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Show
     from forerun.plan import measured
 
     assert options.prompts is not None
-    how: dict[str, Any] = {"temperature": options.temperature, "max_tokens": options.max_tokens, "limit": options.limit}
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "max_tokens", "limit", "raw")}
     answers = measured.EncodedPrompts.of(llm, measured.read_prompts(options.prompts), **how)
     ranking: list[tuple[MeasuredDrafter, PlanLine]] = []
     refused: dict[str, str] = {}
@@ -375,7 +379,7 @@ def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Show
         assert config is not None
         drafter = measured.measure_drafter(llm, config, answers, tell)
         measured.save_draft_cost(llm, cost, config, drafter.draft)
-    notes = [f"passes were measured here, {llm.target.runs_as}"]
+    notes = [f"passes were measured here, {llm.target.runs_as}", answers.asked]
     notes += [f"{name} cannot draft here: {reason}" for name, reason in refused.items()] + _batch_note(options)
     if drafter.trial.coverage < 1:
         notes.append(f"something was drafted in {drafter.trial.coverage:.0%} of the steps")

@@ -85,15 +85,13 @@ def statistics_line(output: RequestOutput) -> Text:
     return line.append(f" · LOSSY rule {', '.join(lossy)}", "bold red") if lossy else line
 
 
-def describe_asking(llm: LLM, params: SamplingParams, *, templated: bool) -> Text:
+def describe_asking(llm: LLM, params: SamplingParams, *, raw: bool) -> Text:
     """Say in a line how the model is prompted: with its chat template or without, and with which
     sampling, by whose wish.
     """
-    if templated:
-        how = "the prompt is a user's message in the chat template (--raw: as it stands)"
-    else:
-        how = "the prompt is continued as it stands" + ("" if llm.has_chat_template else ": it has no chat template")
-    return Text(f"{how}; {describe_sampling(llm, params)}", "dim")
+    from forerun.plan.measured import describe_request
+
+    return Text(f"{describe_request(llm, raw=raw)}; {describe_sampling(llm, params)}", "dim")
 
 
 def describe_sampling(llm: LLM, params: SamplingParams) -> str:

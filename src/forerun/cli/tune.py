@@ -119,6 +119,8 @@ def _tokens(llm: LLM, questions: list[Record], options: SearchOptions) -> list[l
         from forerun.demo import contexts
 
         return contexts(llm.tokenizer, count=options.limit, length=options.prompt_tokens)
+    from forerun.plan.measured import make_request
+
     prompts = []
     for record in questions:
         ids = (
@@ -126,7 +128,9 @@ def _tokens(llm: LLM, questions: list[Record], options: SearchOptions) -> list[l
         )
         turns = [index for index, message in enumerate(record.messages) if message["role"] in ("user", "tool")]
         if turns:
-            ids = llm.chat_prompt(record.messages[: turns[-1] + 1])["prompt_token_ids"]
+            asked: Any = record.messages[: turns[-1] + 1]
+            asked = make_request(llm, asked if len(asked) > 1 else str(asked[0]["content"]))
+            ids = llm.reader.tokens(asked)[1]
         if not ids:
             raise DataError(f"{record.where}: there is nothing to complete")
         prompts.append(ids)

@@ -28,7 +28,7 @@ from forerun.decode.row import Row
 from forerun.decode.step import Group, context_for, first_tokens, step
 from forerun.drafters import build, default_length
 from forerun.engine.llm import LLM
-from forerun.engine.prompts import PromptReader
+from forerun.engine.prompts import Prompt, PromptReader
 from forerun.errors import ArgumentError, DataError, ForerunError, first_line
 from forerun.model import Target
 from forerun.plan.planner import PlanLoad
@@ -335,13 +335,21 @@ class EncodedPrompts:
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     stop_ids: frozenset[int]
+    asked: str  # How the model is prompted, in words (`describe_request`)
 
     @classmethod
     def of(
-        cls, llm: LLM, prompts: Sequence[UserPrompt], *, temperature: float | None, max_tokens: int, limit: int
+        cls,
+        llm: LLM,
+        prompts: Sequence[UserPrompt],
+        *,
+        temperature: float | None,
+        max_tokens: int,
+        limit: int,
+        raw: bool = False,
     ) -> EncodedPrompts:
         """Return token ids and resolved parameters; ArgumentError if there is no prompt, or one
-        leaves no room for a completion.
+        leaves no room for a completion. `raw` as in `make_request`.
         """
         if not prompts or max_tokens < 2 or limit < 1:
             raise ArgumentError("acceptance is measured on at least one prompt and over at least two tokens")
@@ -352,12 +360,33 @@ class EncodedPrompts:
             context=llm.max_model_len - max_tokens,
             default_seed=0,
         )
-        texts = [prompt if isinstance(prompt, str | Mapping) else llm.chat_prompt(prompt) for prompt in prompts[:limit]]
         return cls(
-            prompts=[reader.tokens(text)[1] for text in texts],
+            prompts=[reader.tokens(make_request(llm, prompt, raw=raw))[1] for prompt in prompts[:limit]],
             params=reader.resolve(SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=0)),
             stop_ids=reader.end_ids(),
+            asked=describe_request(llm, raw=raw),
         )
+
+
+def make_request(llm: LLM, prompt: UserPrompt, *, raw: bool = False) -> Prompt:
+    """Return a user's prompt as the engine takes it: every command asks it in this way.
+
+    A text is a user's message where the model has a chat template, unless it is `raw`, and is continued as it stands
+    elsewhere. A conversation needs the template (ArgumentError), and a mapping is the engine's own already.
+    """
+    if isinstance(prompt, Mapping):
+        return prompt
+    if isinstance(prompt, str):
+        templated = llm.has_chat_template and not raw
+        return llm.chat_prompt([{"role": "user", "content": prompt}]) if templated else {"prompt": prompt}
+    return llm.chat_prompt(prompt)
+
+
+def describe_request(llm: LLM, *, raw: bool) -> str:
+    """Say in words how `make_request` asks a text."""
+    if llm.has_chat_template and not raw:
+        return "the prompt is a user's message in the chat template (--raw: as it stands)"
+    return "the prompt is continued as it stands" + ("" if llm.has_chat_template else ": it has no chat template")
 
 
 def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts, tell: Tell) -> MeasuredDrafter:
@@ -375,7 +404,10 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts
         target, drafter, prompts, answers.params, depths=(depth,), name=config.method, stop_ids=stops, rule=config.rule
     )
     if not trial.steps:
-        raise ArgumentError("every completion ended with its first token; nothing could be measured")
+        raise ArgumentError(
+            "every completion ended with its first token, so nothing could be measured: the model has nothing to say "
+            f"to these prompts as they are asked ({answers.asked}). Ask them in the other way, or give other prompts"
+        )
     tell(f"what {config.method} costs")
     draft = measure_draft(target, drafter, prompts[0], depth=max(1, round(trial.depth) or depth))
     return MeasuredDrafter(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
@@ -436,9 +468,9 @@ def _from_json(line: str, where: str) -> UserPrompt:
         raise DataError(f"{where} is not JSON: {error}") from error
     fields = record if isinstance(record, dict) else {}
     text, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(text, str):
+    if isinstance(text, str) and text.strip():
         return text
     if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
         # The last message of an assistant is left out: the target writes it itself.
         return messages[:-1] if messages[-1].get("role") == "assistant" else messages
-    raise DataError(f"{where} needs 'prompt' (a string) or 'messages' (a list), got {line[:60]!r}")
+    raise DataError(f"{where} needs 'prompt' (a string that is not blank) or 'messages' (a list), got {line[:60]!r}")

@@ -23,6 +23,7 @@ from forerun.training.data.prepare import prepare
 from forerun.training.data.records import BadRecords, Record, read_records
 from forerun.training.data.regenerate import AnswerRun, Director, with_engine
 from forerun.training.data.store import runs_in_circles
+from forerun.training.features.store import find_loaded, target_hash
 from forerun.types import SamplingParams
 from forerun.writing import write_file
 
@@ -227,8 +228,8 @@ def answer_prompts(
 
 def _ask(llm: LLM, questions: Path, output: Path, request: SpeedupRequest, temperature: float) -> AnswerRun:
     params = SamplingParams(max_tokens=request.max_tokens, temperature=temperature, seed=1)
-    name = Path(request.model).name
-    director = Director(tokenizer=llm.tokenizer, prompt_tokens=PROMPT_TOKENS, params=params, by=name)
+    name, weights = Path(request.model).name, target_hash(find_loaded(request.model))[:16]
+    director = Director(tokenizer=llm.tokenizer, prompt_tokens=PROMPT_TOKENS, params=params, by=name, weights=weights)
     return AnswerRun(questions, output, director, skip_bad=True)
 
 

@@ -69,8 +69,9 @@ def assistant(text: str) -> dict[str, str]:
 def todo(folder: Path, records: list[Any], **more: Any) -> AnswerRun:
     source = write_lines(folder / "in.jsonl", records)
     params = SamplingParams(**{"max_tokens": 1024, **more.pop("sampling", {})})
-    variables = more.pop("variables", {})
-    director = Director(tokenizer=byte_tokenizer(), prompt_tokens=4, params=params, variables=variables)
+    variables, weights, tokenizer = more.pop("variables", {}), more.pop("weights", ""), byte_tokenizer()
+    tokenizer.chat_template = more.pop("template", tokenizer.chat_template)
+    director = Director(tokenizer=tokenizer, prompt_tokens=4, params=params, variables=variables, weights=weights)
     return AnswerRun(source, folder / "out.jsonl", director, **more)
 
 
@@ -225,6 +226,22 @@ def test_what_was_answered_under_other_settings_is_refused(tmp_path: Path, chang
         todo(tmp_path, records, **change)
     ask(todo(tmp_path, [{"prompt": "s"}], **change), Server())  # another prompt need not be asked for alike
     assert len(lines(tmp_path)) == 2
+
+
+def test_another_model_of_the_same_name_has_not_answered(tmp_path: Path) -> None:
+    """Weights and chat template are compared; lines that say nothing of them count, and are counted."""
+    records = [{"prompt": "q"}]
+    ask(todo(tmp_path, records), Server())
+    assert (todo(tmp_path, records).unidentified, todo(tmp_path, records).resumed) == (0, 1)
+    known = todo(tmp_path, records, weights="a1")
+    assert (known.unidentified, known.resumed) == (1, 1)
+    (tmp_path / "out.jsonl").unlink()
+    ask(todo(tmp_path, records, weights="a1"), Server())
+    assert (todo(tmp_path, records, weights="a1").unidentified, todo(tmp_path, records).unidentified) == (0, 1)
+    with pytest.raises(ArgumentError, match=r"weights was 'a1', is 'b2'\. Give the former"):
+        todo(tmp_path, records, weights="b2")
+    with pytest.raises(ArgumentError, match="settings: chat_template was "):
+        todo(tmp_path, records, weights="a1", template="{{ messages[0].content }}")
 
 
 def test_a_cut_off_answer_ends_the_conversation_and_is_marked(tmp_path: Path) -> None:

@@ -151,6 +151,12 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
         ("a.jsonl", '{"messages": ["hi"]}', "message 1 must be an object"),
         ("a.jsonl", '{"text": 3}', "'text'"),
         ("a.jsonl", '{"text": "a", "prompt_tokens": -1}', "'prompt_tokens'"),
+        ("a.jsonl", '{"text": " \\n"}', "'text' must be a string that is not blank"),
+        ("a.jsonl", '{"prompt": 5}', "'prompt' must be a string, or a list of messages, got '5'"),
+        ("a.jsonl", '{"prompt": ""}', "line 1: a prompt, a message of the user, is blank"),
+        ("a.jsonl", '{"question": " ", "answer": "yes"}', "is blank"),
+        ("a.jsonl", '{"messages": [{"role": "user", "content": [{"type": "text", "text": "\\n"}]}]}', "is blank"),
+        ("a.jsonl", '{"turns": ["hi", " "]}', "is blank"),
     ],
 )
 def test_every_other_defect_has_its_own_words(tmp_path: Path, name: str, content: str, message: str) -> None:

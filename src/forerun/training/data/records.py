@@ -194,6 +194,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
         if system and messages[0]["role"] != "system":
             messages = (_message({"role": "system", "content": system}, 0), *messages)
             pair = None
+        if any(message["role"] == "user" and not message["content"].strip() for message in messages):
+            raise DataError("a prompt, a message of the user, is blank; expected something to answer")
         return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
     if "token_ids" in entry:
         return Record(**common, **_read_recorded(entry))
@@ -204,8 +206,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
             "'response', 'prompt' with 'completion' or 'response', 'text'"
         )
     text, count = entry["text"], entry.get("prompt_tokens", 0)
-    if not isinstance(text, str) or not text:
-        raise DataError(f"'text' must be a string that is not empty, got {type(text).__name__}")
+    if not isinstance(text, str) or not text.strip():
+        raise DataError(f"'text' must be a string that is not blank, got {str(text)[:80]!r}")
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise DataError(f"'prompt_tokens' must be a whole number of tokens, at least 0, got {count!r}")
     return Record(**common, text=text, prompt_tokens=count)
@@ -356,6 +358,8 @@ def _from_pair(entry: Mapping[str, Any]) -> tuple[tuple[Message, ...], tuple[str
     """
     prompt, completion = entry["prompt"], entry.get("completion", entry.get("response"))
     plain, answered = isinstance(prompt, str), isinstance(completion, str)
+    if not plain and not isinstance(prompt, list):
+        raise DataError(f"'prompt' must be a string, or a list of messages, got {str(prompt)[:80]!r}")
     messages: tuple[Message, ...] = ({"role": "user", "content": prompt},) if plain else _messages(prompt, "prompt")
     if answered:
         messages += ({"role": "assistant", "content": completion},)

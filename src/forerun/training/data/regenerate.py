@@ -24,6 +24,7 @@ from forerun.engine.prompts import check_variables
 from forerun.errors import ArgumentError, DataError, ForerunError, refuse
 from forerun.training.data.records import EXAMPLES_KEPT, BadRecords, Message, Record, read_records
 from forerun.types import SamplingParams, StreamChunk
+from forerun.writing import hash_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 TIMEOUT_S = 600.0  # Longest time for an endpoint's response
 MOST_FAILURES = 20  # Records in a row that an unreachable endpoint may cost before the run gives up
 SAMPLING = SamplingParams(max_tokens=1024)
+IDENTITIES = ("weights", "chat_template")
+"""Keys of `Director.asked` with digests of what answered, beside its name."""
 _BEGINNING = b'{"id": '  # Every line of an output begins like this
 Write = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
@@ -73,6 +76,7 @@ class AnswerRun:
             records.append(record if count == 1 else replace(record, id=f"{record.id}#{count}"))
         finished = _read_finished(output)
         self.director, self.output, self.tell = director, output, tell
+        self.unidentified = 0  # Answered, but it is not known by which weights or template, at least on one side
         # Each with an id of its own in this input.
         self.records = [record for record in records if not self._is_answered(record, finished.get(record.id, ()))]
         self.total = len(records)  # Those of earlier runs included
@@ -101,8 +105,17 @@ class AnswerRun:
         same_prompt = [asked for asked in lines if asked.get("prompt") == now["prompt"]]
         if not same_prompt or now in same_prompt:
             return bool(same_prompt)
-        former = same_prompt[0]
-        changed = [name for name in {**former, **now} if former.get(name) != now.get(name)]
+
+        def differing(former: Mapping[str, Any]) -> list[str]:
+            # Earlier versions wrote no identities, and what answers at an endpoint has none.
+            names = [name for name in {**former, **now} if name not in IDENTITIES or (name in former and name in now)]
+            return [name for name in names if former.get(name) != now.get(name)]
+
+        former = min(same_prompt, key=lambda asked: len(differing(asked)))
+        changed = differing(former)
+        if not changed:
+            self.unidentified += 1
+            return True
         shown = "; ".join(f"{name} was {former.get(name)!r}, is {now.get(name)!r}" for name in changed)
         raise ArgumentError(
             f"{self.output} has an answer to {record.where} under other settings: {shown}. Give the former values, or "
@@ -371,6 +384,7 @@ class Director:
     params: SamplingParams = SAMPLING  # Its seed is mixed with a record's id and turn: a resumed run asks the same
     variables: Mapping[str, Any] = field(default_factory=dict)  # Variables of the chat template
     by: str = ""  # The name of the target, for `asked`
+    weights: str = ""  # A digest of the target's weights, where it answers here; then the template counts, too
 
     def __post_init__(self) -> None:
         if self.prompt_tokens < 1 or not self.params.max_tokens:
@@ -389,10 +403,13 @@ class Director:
         settings: dict[str, Any] = {
             "prompt": hashlib.sha256(text.encode()).hexdigest()[:16],
             "by": self.by,
+            "weights": self.weights,
             **{name: getattr(self.params, name) for name in ("max_tokens", "temperature", "top_p", "seed")},
         }
         if record.messages:
             settings["chat_template_kwargs"] = dict(self.variables)
+            template: Any = self.tokenizer.chat_template if self.weights and self.tokenizer is not None else None
+            settings["chat_template"] = hash_json(template)[:16] if template else None
         else:
             settings["prompt_tokens"] = self.prompt_tokens
         return {name: value for name, value in settings.items() if value not in (None, "", {})}
