@@ -158,6 +158,12 @@ REFUSED_AT_ONCE = {
     "a draft of nobody": ("generate demo -p x -k 3", "--drafter"),
     "a configuration that is no JSON": ("generate demo -p x --speculative-config '{method: ngram}'", "not JSON"),
     "a configuration that is a list": ("generate demo -p x --speculative-config '[1]'", "JSON object"),
+    "two drafters": (
+        """generate demo -p x --drafter ngram --speculative-config '{"method": "suffix"}'""",
+        "'suffix' (--speculative-config) and 'ngram' (--drafter): name one",
+    ),
+    "a list that took the model": ("serve --api-key KEY /nowhere/model", "MODEL is missing: name it first"),
+    "a list without a value": ("generate demo -p x --stop", "--stop needs a value"),
     "an option without a value": ("generate demo -p x --drafter ngram --drafter-option size", "key=value"),
     "no folder": ("generate /nowhere/model -p x", "no directory /nowhere/model"),
     "no GGUF file": ("generate /nowhere/model.gguf -p x", "no file /nowhere/model.gguf"),

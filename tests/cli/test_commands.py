@@ -9,14 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin
 
 import pytest
+from cyclopts import App
 from transformers import AutoModelForCausalLM
 
 from cli.conftest import Forerun
 from forerun import LLM, SamplingParams, SpeculativeConfig
-from forerun.cli import console, serve, session
+from forerun.cli import build_app, console, serve, session
 from forerun.drafters import methods
 from forerun.errors import ArgumentError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
@@ -24,6 +25,35 @@ from forerun.heads.medusa import MedusaConfig, MedusaHead
 from forerun.serve.session import Session
 
 PROMPT = "the cat sat on the mat and the cat sat on the"
+
+
+VALUES = {str: ("ngram", "auto"), Path: (Path("a"), Path("b")), int: (5, 7), float: (5.0, 7.0)}
+
+
+def verbs(app: App, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], App]]:
+    """All verbs of an application that do something, those within others, too."""
+    for name in [one for one in app if not one.startswith("-")]:
+        if app[name].default_command is not None:
+            yield (*names, name), app[name]
+        yield from verbs(app[name], (*names, name))
+
+
+def test_every_list_option_of_every_verb_takes_a_list() -> None:
+    """As in vLLM: ``--api-key k1 k2``."""
+    app, tried = build_app(), set[str]()
+    for names, verb in verbs(app):
+        arguments = verb.assemble_argument_collection()
+        required = [one for one in arguments if one.required or one.name == "--target"]  # Of several, one is needed
+        needed = [one.name for one in required if one.index is None and one.name != "*"]
+        model = ["x" for one in arguments if one.index == 0 or (one.index is not None and one.required)]
+        for option in arguments:
+            if option.index is None and get_origin(option.hint) is tuple:
+                values = VALUES[get_args(option.hint)[0]]
+                given = [word for name in needed if name != option.name for word in (name, "x")]
+                _, bound, _ = app.parse_args([*names, *model, *given, option.name, *map(str, values)])
+                assert repr(values) in repr(bound), (names, option.name)
+                tried.add(option.name)
+    assert {"--api-key", "--served-model-name", "--stop", "--drafter-option", "--rows", "--engine"} <= tried
 
 
 @pytest.fixture(scope="module")

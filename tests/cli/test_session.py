@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,28 @@ def test_short_form_wins_over_json_and_options_are_typed() -> None:
     )
     own = {"prompt_lookup_max": 4, "shape": [2, 1], "draw": "iid"}
     assert options.config() == {"method": "ngram", "num_speculative_tokens": 7, "rule": "sample_walk", **own}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"drafter": "ngram", "speculative_config": '{"method": "suffix"}'},
+            "'suffix' (--speculative-config) and 'ngram'",
+        ),
+        ({"drafter": "ngram", "speculative_config": '{"drafter": "suffix"}'}, "and 'ngram' (--drafter)"),
+        ({"drafter": "ngram", "drafter_option": ("method=suffix",)}, "'suffix' (--drafter-option) and 'ngram'"),
+        ({"drafter_model": "A", "speculative_config": '{"model": "B"}'}, "'B' (--speculative-config) and 'A'"),
+    ],
+)
+def test_two_drafters_are_refused_by_name(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        SpeculationOptions(**options).config()
+
+
+def test_one_drafter_may_be_named_twice() -> None:
+    options = SpeculationOptions(drafter="ngram", speculative_config='{"method": "ngram", "prompt_lookup_max": 3}')
+    assert options.config() == {"method": "ngram", "prompt_lookup_max": 3}
 
 
 def test_key_value_keeps_what_is_not_json() -> None:

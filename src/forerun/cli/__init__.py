@@ -44,6 +44,23 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
 
 
+def keep_model_out_of_lists(_app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse a list of words (``serve --api-key KEY MODEL``) that may have taken MODEL, which then is missing. A verb
+    with a default would start with that model and one more key; this is cyclopts' ``App.config``, too.
+    """
+    named = [one for one in arguments if one.index == 0 or (one.index is not None and one.required)]
+    missing = next((one.name.lstrip("-").upper() for one in named if not one.tokens), None)
+    if missing is None:
+        return
+    for option in arguments:
+        words = option.index is None and option.hint in (tuple[str, ...], tuple[Path, ...])
+        if words and any(token.index for token in option.tokens if token.source == "cli"):
+            raise ArgumentError(
+                f"{option.name} takes all words that follow it, and {missing} is missing: name it first, "
+                f"forerun {' '.join(commands)} {missing} {option.name} ..."
+            )
+
+
 def _read(path: str) -> dict[str, Any]:
     import tomllib
 
@@ -108,8 +125,9 @@ def build_app() -> App:
         print_error=False,
         help_on_error=False,
         help_format="plaintext",
-        default_parameter=Parameter(show_default=_worth_showing),
-        config=from_file,
+        # A list option takes all values that follow it, as in vLLM: --rows 1 4 16.
+        default_parameter=Parameter(show_default=_worth_showing, consume_multiple=(1, None), negative_iterable=()),
+        config=(keep_model_out_of_lists, from_file),
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
         app.command(f"forerun.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order)
@@ -160,7 +178,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _describe(error: CycloptsError) -> str:
     """Say what was wrong with a command line, in our words where cyclopts has a list of tokens or says little."""
-    option = error.argument if type(error).__name__ == "MissingArgumentError" else None
+    from cyclopts import MissingArgumentError
+
+    option = error.argument if isinstance(error, MissingArgumentError) else None
     if option is not None:
         example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""
         if names := [name for name in option.names if name in (error.root_input_tokens or ())]:

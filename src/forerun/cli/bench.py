@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from cyclopts import Parameter
 from rich.text import Text
@@ -27,7 +27,7 @@ from forerun.bench.load import (
     write_page,
 )
 from forerun.cli import CHECK_FAILED, OK, console
-from forerun.cli.options import SAMPLING, Json, Many, SamplingOptions, json_object
+from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
 from forerun.plots import check_plot
 from forerun.writing import read_object, write_file
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class WorkloadOptions:
     """The options that say which prompts are sent."""
 
-    workload: Annotated[tuple[str, ...], Many] = ("demo",)
+    workload: tuple[str, ...] = ("demo",)
     """Files (MT-Bench, Spec-Bench, SPEED-Bench, HumanEval, GSM8K, ShareGPT, messages, prompts, text), hub data sets
     (org/name), or demo: the edits that ship."""
     subset: str | None = None
@@ -63,9 +63,9 @@ class WorkloadOptions:
 class ArrivalOptions:
     """The options that say when requests are sent; several numbers are measured one after the other."""
 
-    concurrency: Annotated[tuple[int, ...], Many] = ()
+    concurrency: tuple[int, ...] = ()
     """Users at a time; 1 where neither this nor a rate is given."""
-    request_rate: Annotated[tuple[float, ...], Many] = ()
+    request_rate: tuple[float, ...] = ()
     """Users who arrive per second."""
     burstiness: float = 1.0
     """Evenness of the arrivals: 1 is Poisson, less comes in bursts, more is evener."""
@@ -93,7 +93,7 @@ def bench(
     workload: WorkloadOptions = WORKLOAD,
     load: ArrivalOptions = LOAD,
     sampling: SamplingOptions = SAMPLING,
-    goodput: Annotated[tuple[str, ...], Many] = (),
+    goodput: tuple[str, ...] = (),
     out: Path | None = None,
     plot: Path | None = None,
     report: Path | None = None,

@@ -7,12 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, Many, Model, SpeculationOptions, TargetOptions
+from forerun.cli.options import LOADING, SPECULATION, Flag, Json, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.plan.planner import draw_cost
 from forerun.plots import check_plot
@@ -29,9 +29,9 @@ def calibrate(
     model: Model,
     /,
     *,
-    rows: Annotated[tuple[int, ...], Many] = (1,),
-    nodes: Annotated[tuple[int, ...], Many] = (),
-    contexts: Annotated[tuple[int, ...], Many] = (),
+    rows: tuple[int, ...] = (1,),
+    nodes: tuple[int, ...] = (),
+    contexts: tuple[int, ...] = (),
     seconds: float = 10.0,
     force: Flag = False,
     plot: Path | None = None,

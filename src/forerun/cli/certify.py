@@ -48,7 +48,7 @@ def certify(
     /,
     *,
     prompt_file: Path | None = None,
-    temperature: Annotated[tuple[float, ...], Parameter(negative="")] = (),
+    temperature: tuple[float, ...] = (),
     prompts: int = 6,
     max_tokens: int = 96,
     detect: float = 0.2,
@@ -74,8 +74,7 @@ def certify(
     prompt_file
         File with one prompt per line; by default held-out source files that ship with forerun.
     temperature
-        0 for the greedy checks, any other for a chi-square test at that temperature; may be repeated. By default 0 and
-        0.7.
+        0 for the greedy checks, any other for a chi-square test at that temperature. By default 0 and 0.7.
     prompts
         Prompts of the greedy checks.
     max_tokens

@@ -16,7 +16,6 @@ from forerun.cli.options import (
     AnswerLength,
     Flag,
     Json,
-    Many,
     SkipBad,
     SpeculationOptions,
     TargetOptions,
@@ -178,7 +177,7 @@ class DrawOptions:
     """JSONL to append to; prompts that are in it already count."""
     count: int = 1000
     """Prompts that the file is to have."""
-    avoid: Annotated[tuple[Path, ...], Many] = ()
+    avoid: tuple[Path, ...] = ()
     """Files of prompts that are held out: none is drawn that shares ten words in a row with one of them."""
     temperature: Annotated[float, Parameter(alias="-t")] = 1.0
     """1 is what the model learned; less makes prompts alike."""

@@ -67,7 +67,7 @@ def doctor(
     /,
     *,
     target: str | None = None,
-    engine: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    engine: tuple[str, ...] = (),
     run: Flag = False,
     trial: TrialOptions = TRIAL,
     json: Json = False,
@@ -83,7 +83,7 @@ def doctor(
     target
         Directory or hub id of the model that the head drafts for.
     engine
-        Only this engine (vllm, sglang, trtllm, llama.cpp, lmdeploy, modelopt); may be repeated.
+        Only these engines (vllm, sglang, trtllm, llama.cpp, lmdeploy, modelopt).
     run
         Load the head in the engine (vllm, the default, or llama.cpp), and compare what is accepted with forerun's own
         drafting.

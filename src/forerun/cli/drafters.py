@@ -4,9 +4,7 @@ one's own. Imports no torch.
 
 from __future__ import annotations
 
-from typing import Annotated
-
-from cyclopts import App, Parameter
+from cyclopts import App
 from rich.text import Text
 
 from forerun.cli import CHECK_FAILED, OK, console
@@ -36,7 +34,7 @@ def check(
     drafter: str,
     /,
     *,
-    drafter_option: Annotated[tuple[str, ...], Parameter(negative="")] = (),
+    drafter_option: tuple[str, ...] = (),
     json: Json = False,
 ) -> int:
     """Check that a drafter keeps its contract, on a tiny random model. Exit code 1 if it does not.
@@ -46,7 +44,7 @@ def check(
     drafter
         module:Class of your own, found in the folder that this runs in or in PYTHONPATH; or a name of forerun's.
     drafter_option
-        key=value, an option of the drafter; may be repeated.
+        key=value, options of the drafter.
     """
     from forerun.certify.contract import check_drafter
     from forerun.cli.certify import show_checks

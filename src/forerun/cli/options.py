@@ -23,8 +23,6 @@ Flag = Annotated[bool, Parameter(negative="")]
 """A `Flag` is a switch without a ``--no-...`` form."""
 AnswerLength = Parameter(alias="-n", validator=validators.Number(gte=1))
 """An option with `AnswerLength` says how many tokens a completion may have."""
-Many = Parameter(consume_multiple=True, negative="")
-"""An option with `Many` takes one or more values: ``--rows 1 4 16``."""
 Json = Annotated[bool, Parameter(negative="", help="JSON on stdout instead of words and tables.")]
 SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records out instead of stopping at the first.")]
 Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, a GGUF file, or ollama:NAME.")]
@@ -43,23 +41,37 @@ class SpeculationOptions:
     """Tokens to draft per step."""
     speculative_config: Annotated[str | None, Parameter(allow_leading_hyphen=True)] = None
     """vLLM's JSON as it stands: '{"method": ..., "model": ..., "num_speculative_tokens": ...}'."""
-    drafter_option: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """key=value, an option of the drafter; may be repeated."""
+    drafter_option: tuple[str, ...] = ()
+    """key=value, options of the drafter."""
     rule: str | None = None
     """Verification rule instead of the one that suits the draft."""
     adaptive: bool | None = None
     """Let measured costs decide how much to draft, or nothing, as is the default. `--no-adaptive`: always the same."""
 
     def config(self) -> dict[str, Any] | None:
-        """Return the `speculative_config` of the Python API, None where nothing was requested."""
+        """Return the `speculative_config` of the Python API, None where nothing was requested.
+
+        A flag wins over the same key of the JSON, but for what drafts: that is named once.
+        """
         config = json_object(self.speculative_config, "--speculative-config") if self.speculative_config else {}
+        options = dict(key_value(pair) for pair in self.drafter_option)
+        for key, flag, given in (
+            ("method", "--drafter", self.drafter),
+            ("model", "--drafter-model", self.drafter_model),
+        ):
+            named = [("--speculative-config", config.get(key)), ("--drafter-option", options.get(key)), (flag, given)]
+            if key == "method":
+                named.insert(0, ("--speculative-config", config.get("drafter")))
+            different = {repr(value): option for option, value in named if value is not None}
+            if len(different) > 1:
+                two = " and ".join(f"{value} ({option})" for value, option in different.items())
+                raise ArgumentError(f"two different values of {key!r} are given, {two}: name one")
         short: dict[str, Any] = {
             "method": self.drafter,
             "model": self.drafter_model,
             **{name: getattr(self, name) for name in ("num_speculative_tokens", "rule", "adaptive")},
         }
-        config.update({key: value for key, value in short.items() if value is not None})
-        config.update(key_value(pair) for pair in self.drafter_option)
+        config.update({key: value for key, value in short.items() if value is not None} | options)
         if config and not (config.get("method") or config.get("model")):
             raise ArgumentError("speculation options without a drafter; add --drafter NAME (see: forerun drafters)")
         return config or None
@@ -82,8 +94,8 @@ class SamplingOptions:
     """Most tokens of the completion."""
     seed: int | None = None
     """Same seed, same text."""
-    stop: Annotated[tuple[str, ...], Parameter(negative="", allow_leading_hyphen=True)] = ()
-    """String that ends the completion; may be repeated."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the completion; one that begins with a hyphen is written `--stop=---`."""
 
     def params(self) -> SamplingParams:
         """Return the options as `SamplingParams`."""

@@ -21,7 +21,6 @@ from forerun.cli.options import (
     AnswerLength,
     Flag,
     Json,
-    Many,
     SpeculationOptions,
     TargetOptions,
     numbers,
@@ -95,7 +94,7 @@ class PlanOptions(ForecastOptions):
     """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
     raw: Flag = False
     """The model continues the prompts as they stand. Else they are messages of a user where it has a chat template."""
-    choose_draft: Annotated[tuple[str, ...], Many] = ()
+    choose_draft: tuple[str, ...] = ()
     """Candidate draft models, ranked by measured acceptance and cost."""
     max_tokens: Annotated[int, AnswerLength] = 96
     """Tokens of each measured completion."""

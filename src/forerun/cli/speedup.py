@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from rich.text import Text
 
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, AnswerLength, Flag, Json, Many, Model, TargetOptions, traffic_files
+from forerun.cli.options import LOADING, AnswerLength, Flag, Json, Model, TargetOptions, traffic_files
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def speedup(
     *,
     budget: str = "30m",
     output: Path | None = None,
-    prompts: Annotated[tuple[Path, ...], Many] = (),
+    prompts: tuple[Path, ...] = (),
     from_traffic: Path | None = None,
     kind: str | None = None,
     max_tokens: Annotated[int, AnswerLength] = 256,

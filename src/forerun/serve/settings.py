@@ -23,12 +23,12 @@ from forerun.serve.tools.formats import check_parser
 class ServeSettings:
     """The settings of one server."""
 
-    model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name", negative="")] = ()
-    """Name that clients call the model; may be repeated, and responses have the first. It is always
+    model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name")] = ()
+    """Names that clients call the model; responses have the first. It is always
     called by its path or hub id as given, and by the name of its directory or GGUF file, too.
     """
-    api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", negative="", env_var="FORERUN_API_KEY")] = ()
-    """Key that clients must send, any of several; may be repeated. None: open to everybody who reaches the port."""
+    api_keys: Annotated[tuple[str, ...], Parameter(name="--api-key", env_var="FORERUN_API_KEY")] = ()
+    """Keys, one of which clients must send. None: open to everybody who reaches the port."""
     share_unnamed: Annotated[bool, Parameter(negative="")] = False
     """Treat all requests without a key as one user's: they share cached prefixes and what drafters have learned, and
     can find out each other's text by that. Without it each of them is on its own."""
@@ -46,10 +46,10 @@ class ServeSettings:
     """Let requests use ``return_speculation_trace``, as the playground's do: what was drafted and rejected."""
     enable_prompt_tokens_details: Annotated[bool, Parameter(negative="")] = False
     """Report in ``usage`` how many prompt tokens were cached."""
-    allowed_origins: Annotated[tuple[str, ...], Parameter(negative="")] = ()
-    """Origins of web pages that may call the API from a browser (CORS); may be repeated; ``*`` allows all."""
-    client_drafters: Annotated[tuple[str, ...], Parameter(negative="")] = ("auto", "ngram")
-    """Drafters that a request may choose besides the server's own; may be repeated; such as need no files."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of web pages that may call the API from a browser (CORS); ``*`` allows all."""
+    client_drafters: tuple[str, ...] = ("auto", "ngram")
+    """Drafters that a request may choose besides the server's own; such as need no files."""
     tool_call_parser: str = "auto"
     """How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, llama3_json, auto or none."""
     reasoning_parser: str = "auto"
