@@ -22,7 +22,7 @@ from forerun.model import TransformersTarget, updating
 from forerun.model.inputs import Nodes, TreePaths
 from forerun.model.kernels import accelerate
 from forerun.model.kernels.module_forwards import AttentionForward, GatedForward, NormForward
-from forerun.model.kernels.native import HeadNorm, Heads
+from forerun.model.kernels.native import Heads
 from model_kernels.conftest import COMMON
 
 INTERPRETED = not CUDA and os.environ.get("TRITON_INTERPRET") == "1"
@@ -75,7 +75,7 @@ def test_place(dtype: torch.dtype, queries: int, keys: int, depth: int, norms: b
     own = [LlamaRMSNorm(depth, eps=epsilon).to(DEVICE, dtype) for epsilon in (1e-6, 1e-2)]
     for norm in own:
         norm.weight.copy_(torch.rand(depth))
-    query_norm, key_norm = (HeadNorm(n.weight, n.variance_epsilon) if norms else None for n in own)
+    query_norm, key_norm = (NormForward(n) if norms else None for n in own)
     stores = torch.full((2, rows, slots, keys, depth), 7.0).to(states)
     places = torch.randperm(rows * slots)[: batch * count].to(DEVICE)
     heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query_norm, key_norm=key_norm)

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, S
 
 import forerun
 from contract.harness import p_value
+from forerun import errors
 from forerun.errors import ArgumentError
 from forerun.model import TransformersTarget
+from forerun.model.layers import cache_argument
 from selection import slow
 
 
@@ -225,6 +227,46 @@ def test_a_prompt_that_is_more_than_token_ids_is_refused(model: Any, batch: Any)
         model.generate(**batch, position_ids=shifted, max_new_tokens=4, custom_generate=loop)
     same = model.generate(**batch, position_ids=own.clamp(min=0), max_new_tokens=4, custom_generate=loop)
     assert same.tolist() == model.generate(**batch, max_new_tokens=4, do_sample=False).tolist()
+
+
+def test_a_cache_that_holds_tokens_and_guidance_are_refused_by_their_names(model: Any, batch: Any) -> None:
+    loop = forerun.hf("ngram")
+    filled = model(input_ids=batch["input_ids"], use_cache=True)[1]
+    with pytest.raises(ArgumentError, match=r"a (cache|past_key_values) that holds tokens"):
+        model.generate(**batch, **{cache_argument(model.model): filled}, max_new_tokens=4, custom_generate=loop)
+    with pytest.raises(ArgumentError, match="does not support guidance_scale"):
+        model.generate(**batch, guidance_scale=2.0, max_new_tokens=4, custom_generate=loop)
+
+
+def test_what_ends_rows_early_or_changes_them_is_said_once(
+    model: Any, batch: Any, checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(errors, "_WARNED", set())
+    loop, greedy = forerun.hf(None), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    context = model.config.max_position_embeddings
+    model.generate(**batch, **greedy, max_new_tokens=4, custom_generate=loop)
+    assert not caplog.messages
+    ragged = {name: torch.cat([value[:1], value[1:].roll(-6, 1)]) for name, value in batch.items()}
+    for size in (4, context, context):
+        found = model.generate(**ragged, **greedy, max_new_tokens=size, custom_generate=loop)
+    assert found.shape == (2, 8 + context - 2), "behind the shorter prompt"
+    padding, limits = [message for message in caplog.messages if "right-padding was detected" not in message]
+    assert padding.startswith("prompts are padded on the right")
+    assert f"a prompt of 8 tokens and max_new_tokens {context} are more than the context of {context}" in limits
+
+
+def test_options_are_checked_when_the_loop_is_made(model: Any, batch: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"'num_speculative_token'\. Did you mean 'num_speculative_tokens'"):
+        forerun.hf("ngram", num_speculative_token=3)
+    with pytest.raises(ArgumentError, match=r"call it: forerun\.hf\(\.\.\.\)"):
+        model.generate(**batch, max_new_tokens=4, custom_generate=forerun.hf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes(checkpoint: Path, batch: Any, dtype: torch.dtype) -> None:
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    found = model.generate(**batch, max_new_tokens=8, do_sample=False, custom_generate=forerun.hf("ngram"))
+    assert found.tolist() == model.generate(**batch, max_new_tokens=8, do_sample=False).tolist()
 
 
 def test_threads_may_share_a_loop(model: Any, batch: Any) -> None:

@@ -1,19 +1,22 @@
 """``forerun.hf`` where a model is trained between the calls: one engine, weights as they stand, modes put back."""
 
 import copy
+import io
 import types
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import peft
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import GenerationConfig
 
 import forerun
 from forerun import LLM
-from forerun.errors import ArgumentError, RequestError
+from forerun.errors import ArgumentError, RequestError, UnsupportedModelError
 from forerun.model import prepare
 from forerun.model.kernels import attention
 from forerun.types import SpeculationStats
@@ -35,7 +38,8 @@ def loop() -> Any:
 
 
 def answers(model: Any, custom: Any = None, **more: Any) -> list[list[int]]:
-    found: list[list[int]] = model.generate(PROMPT, custom_generate=custom, **{**GREEDY, **more}).tolist()
+    given = {"input_ids": PROMPT, **GREEDY, **more}
+    found: list[list[int]] = model.generate(custom_generate=custom, **given).tolist()
     return found
 
 
@@ -205,6 +209,82 @@ def test_adapters_trained_disabled_merged_and_swapped(model: Any) -> None:
     assert len(own._engines) == 1
     merged = wrapped.merge_and_unload()
     assert answers(merged, own) == seen[-1]
+
+
+@pytest.mark.parametrize("config", [peft.PromptTuningConfig, peft.PromptEncoderConfig, peft.PrefixTuningConfig])
+def test_virtual_tokens_are_refused_and_not_left_out(model: Any, config: Any) -> None:
+    own, base = loop(), answers(model)
+    wrapped = peft.get_peft_model(model, config(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(UnsupportedModelError, match=r"the adapter \([A-Z_]+\) adds virtual tokens"):
+        answers(wrapped, own)
+    with wrapped.disable_adapter():
+        assert answers(wrapped, own) == base
+    assert answers(wrapped.get_base_model(), own) == base
+
+
+@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_update_model_kwargs_for_generation"])
+def test_a_method_that_prepares_passes_may_not_be_replaced(model: Any, name: str) -> None:
+    setattr(model, name, partial(getattr(model, name)))
+    with pytest.raises(ArgumentError, match=f"does not call {name}, which was replaced on this LlamaForCausalLM"):
+        answers(model, loop())
+
+
+def test_adapters_by_row_or_position_are_refused(model: Any) -> None:
+    targets: dict[str, Any] = {"target_modules": ["q_proj"], "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(**targets)).eval()
+    with pytest.raises(ArgumentError, match="PEFT's adapter_names"):
+        answers(wrapped, loop(), adapter_names=["default", "__base__"])
+    late = peft.LoraConfig(alora_invocation_tokens=PROMPT[0, 2:4].tolist(), **targets)
+    wrapped = peft.get_peft_model(make("llama"), late).eval()
+    with pytest.raises(ArgumentError, match="PEFT's alora_offsets"):
+        answers(wrapped, loop())
+    with pytest.raises(UnsupportedModelError, match="aLoRA"):
+        LLM(wrapped, tokenizer=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hooks_and_patches_between_calls_count(dtype: torch.dtype) -> None:
+    """On every part of a layer, and of modules that kernels took over in the call before."""
+    model, own = make("qwen3", dtype=dtype, num_hidden_layers=2), forerun.hf(None)
+    names = {name for name, _ in model.named_modules() if name.startswith("model.")} - {"model.layers"}
+    plain, seen = answers(model, own), list[str]()
+
+    def note(module: Any, *_: Any) -> None:
+        seen.extend(name for name, each in model.named_modules() if each is module)
+
+    with register_module_forward_hook(note):
+        assert answers(model, own) == plain
+        assert names <= set(seen), "a hook on all modules sees each of them, as itself"
+    for name in ("mlp.act_fn", "mlp.gate_proj", "self_attn.q_norm"):
+        module = model.model.layers[1].get_submodule(name)
+        with module.register_forward_hook(lambda *given: given[-1] * -2):
+            hooked = answers(model, own)
+        real = module.forward
+        module.forward = lambda states, real=real: real(states) * -2
+        patched = answers(model, own)
+        if dtype == torch.float32:
+            assert hooked == answers(model)
+        assert hooked == patched != plain, name
+        del module.forward
+    assert answers(model, own) == plain
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    assert answers(model, own) != plain
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: torch.load(_saved(model), weights_only=False)])
+def test_a_model_with_the_loop_may_be_copied_and_saved(model: Any, copied: Any) -> None:
+    model.generate = partial(model.generate, custom_generate=forerun.hf("suffix", num_speculative_tokens=4))
+    expected = model.generate(PROMPT, **GREEDY).tolist()
+    twin = copied(model)
+    assert twin.generate(PROMPT, **GREEDY).tolist() == expected
+    assert list(twin.generate.keywords["custom_generate"]._engines) == [twin]
+
+
+def _saved(model: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return file
 
 
 def test_an_output_head_that_is_replaced_and_another_dtype_are_seen(model: Any) -> None:

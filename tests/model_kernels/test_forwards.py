@@ -2,6 +2,8 @@
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun.core.tree import TokenTree
@@ -231,16 +234,118 @@ def test_layers_of_unequal_width_have_the_bits_of_their_parts() -> None:
     assert_the_bits_of_the_parts(model, layers=3)
 
 
-@pytest.mark.parametrize("inside", ["self_attn", "mlp.act_fn", "input_layernorm", "mlp.down_proj", "self_attn.o_proj"])
-def test_what_stands_inside_a_layer_can_be_watched(inside: str) -> None:
-    model, seen = small("llama"), list[nn.Module]()
-    accelerate(model)
-    target = TransformersTarget(model, rows=2, slots=64)
-    target.prefill([0], [[3, 4, 5]])
-    model.model.layers[1].get_submodule(inside).register_forward_hook(lambda module, *_: seen.append(module))
-    target.prefill([1], [[3, 4, 5]])  # From the next prompt on
-    assert target.score([0], [TokenTree(6)]).logits.isfinite().all()
-    assert len(seen) == 2 * (inside != "mlp.act_fn")  # which a faster MLP computes by itself
+def changed(values: Any) -> Any:
+    """Other values of the same shape: of a tensor, or of the first tensor in a tuple or dict."""
+    if isinstance(values, torch.Tensor):
+        return values * 1.5 + 0.25 if values.is_floating_point() else values // 2
+    if isinstance(values, dict):
+        name = next(name for name, value in values.items() if isinstance(value, torch.Tensor))
+        return {**values, name: changed(values[name])}
+    return (changed(values[0]), *values[1:])
+
+
+class Changed(nn.Module):
+    """Takes the place of a module and changes what it returns."""
+
+    def __init__(self, real: nn.Module) -> None:
+        super().__init__()
+        self.real = real
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return changed(self.real(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name in ("real", "training") else getattr(self.real, name)
+
+
+def change_its_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    return (changed(args), kwargs) if args else (args, changed(kwargs))
+
+
+@contextmanager
+def hook(model: nn.Module, name: str) -> Iterator[None]:
+    with model.get_submodule(name).register_forward_hook(lambda *given: changed(given[-1])):
+        yield
+
+
+@contextmanager
+def pre_hook(model: nn.Module, name: str) -> Iterator[None]:
+    with model.get_submodule(name).register_forward_pre_hook(change_its_inputs, with_kwargs=True):
+        yield
+
+
+@contextmanager
+def global_hook(model: nn.Module, name: str) -> Iterator[None]:
+    own = model.get_submodule(name)
+    with register_module_forward_hook(lambda module, _, found: changed(found) if module is own else None):
+        yield
+
+
+@contextmanager
+def global_pre_hook(model: nn.Module, name: str) -> Iterator[None]:
+    own = model.get_submodule(name)
+    with register_module_forward_pre_hook(lambda module, args: changed(args) if module is own and args else None):
+        yield
+
+
+@contextmanager
+def patch(model: nn.Module, name: str) -> Iterator[None]:
+    module = model.get_submodule(name)
+    real, before = module.forward, module.__dict__.get("forward")
+    module.forward = lambda *args, **kwargs: changed(real(*args, **kwargs))
+    yield
+    del module.forward
+    if before is not None:
+        module.forward = before
+
+
+@contextmanager
+def exchange(model: nn.Module, name: str) -> Iterator[None]:
+    owner, _, last = name.rpartition(".")
+    children, real = model.get_submodule(owner)._modules, model.get_submodule(name)
+    children[last] = Changed(real)
+    yield
+    children[last] = real
+
+
+CHANGES = [hook, pre_hook, global_hook, global_pre_hook, patch, exchange]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_nothing_inside_is_bypassed(dtype: torch.dtype, change: Any) -> None:
+    """Each module in turn is changed between two prompts of one target, in whole layers and in their parts alone."""
+    plain = small("qwen3").to(dtype)
+    whole = copy.deepcopy(plain)
+    accelerate(whole)
+    assert kinds(whole) == {NormForward, GatedForward, AttentionForward, LayerForward, ModelForward}
+    parts = copy.deepcopy(whole)
+    for module in (parts.model, *parts.model.layers):
+        del module.forward
+    models = [plain, whole, parts]
+    targets = [TransformersTarget(model, rows=2, slots=32) for model in models]
+    names = [name for name, module in plain.named_modules() if name.startswith("model.") and "layers.0" not in name]
+    names.remove("model.layers")  # A list, which is never called
+
+    def answers() -> list[torch.Tensor]:
+        for target in targets:
+            target.truncate([0], [0])
+            target.prefill([0], [IDS[0, :8].tolist()])
+        return [target.score([0], [TokenTree(7)]).logits for target in targets]
+
+    before = answers()[0]
+    assert len(names) == 18
+    for name in names:
+        with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(change(model, name))
+            expected, *found = answers()
+        unread = {pre_hook: ("rotary_emb",), global_pre_hook: ("rotary_emb", "self_attn")}  # By keywords, or not at all
+        if not name.endswith(unread.get(change, ("-",))):
+            assert not torch.allclose(expected, before, rtol=0.05, atol=0.02), f"{name}: the change shows"
+        for each in found:
+            torch.testing.assert_close(each, expected, rtol=0.05, atol=0.1 * before.std().item(), msg=name)
+    torch.testing.assert_close(answers()[0], before)
 
 
 def test_states_at_a_boundary_are_kept() -> None:

@@ -1,5 +1,7 @@
 """The kernels between a layer's products compute what transformers' modules compute, and a token's bits are its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from forerun.errors import ArgumentError
 from forerun.model.kernels import native
-from forerun.model.kernels.native import HeadNorm, Heads
+from forerun.model.kernels.native import Heads
 
 pytestmark = pytest.mark.usefixtures("in_c")
 
@@ -91,7 +93,9 @@ def test_place(queries: int, keys: int, depth: int, norms: bool) -> None:
     states = torch.randn(batch, count, (queries + 2 * keys) * depth).bfloat16()
     turns = (50 * torch.rand(batch, count, depth // 2)).repeat(1, 1, 2)
     angles = turns.cos().bfloat16(), turns.sin().bfloat16()
-    query_norm, key_norm = (HeadNorm(torch.rand(depth).bfloat16(), eps) if norms else None for eps in (1e-6, 1e-2))
+    query_norm, key_norm = (
+        SimpleNamespace(weight=torch.rand(depth).bfloat16(), epsilon=eps) if norms else None for eps in (1e-6, 1e-2)
+    )
     stores = torch.full((2, rows, slots, keys, depth), 7.0).bfloat16()
     places = torch.randperm(rows * slots)[: batch * count]
     heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query_norm, key_norm=key_norm)
@@ -163,7 +167,7 @@ def test_shapes_that_do_not_belong_together_are_refused() -> None:
         "places": torch.arange(7),
     }
     native.rope_and_write(**fitting)
-    norm = HeadNorm(torch.ones(16).bfloat16(), 1e-5)
+    norm = SimpleNamespace(weight=torch.ones(16).bfloat16(), epsilon=1e-5)
     wrong = [
         {"places": torch.arange(6)},
         {"places": torch.arange(7, dtype=torch.int32)},

@@ -10,9 +10,11 @@ training mode is restored.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,16 +24,21 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from forerun.control.config import SpeculativeConfig
+from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.core.rules import rule_named
+from forerun.drafters import check_options
 from forerun.engine.llm import LLM
-from forerun.errors import ArgumentError
+from forerun.errors import ArgumentError, warn_once
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.accelerate import COMPARED
-from forerun.model.layers import base_of, device_of, evaluating, pass_lock
+from forerun.model.kernels.acceptance import GLOBAL_HOOKS
+from forerun.model.layers import CACHE_ARGUMENTS, base_of, device_of, evaluating, pass_lock
+from forerun.model.load import without_wrapper
 from forerun.model.sample import draw_tokens
 from forerun.params import NEUTRAL
 from forerun.types import LogitsProcessor, OutputToken, SamplingParams, SpeculationStats
+
+_log = logging.getLogger(__name__)
 
 _SLOT_STEP = 512
 _REPACKS_FROM = 16
@@ -51,10 +58,29 @@ _BY_ROW = (
     "EncoderNoRepeatNGramLogitsProcessor",
 )
 """transformers' processors that treat the rows of a batch differently."""
-_STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
-"""Processors that count their calls; a tree makes more calls than there are tokens."""
+_STATEFUL = {
+    "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
+}
+"""Processors that count their calls, of which a tree makes more than there are tokens, and their options."""
+_OF_ROWS = {"adapter_names", "alora_offsets", "task_ids"}  # Arguments that PEFT hands to its layers by hooks
+_PREPARES = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
+"""Methods by which transformers' loop prepares its passes; this one has its own way, so that a change would be lost."""
 
 
+def _made(make: Callable[..., HuggingFaceGenerate]) -> Callable[..., HuggingFaceGenerate]:
+    """Let `hf` say so where transformers is given the function itself as a loop and calls it with a model."""
+
+    @wraps(make)
+    def checked(*given: Any, **options: Any) -> HuggingFaceGenerate:
+        if given and isinstance(given[0], torch.nn.Module):
+            raise ArgumentError("forerun.hf makes a decoding loop and is none itself; call it: forerun.hf(...)")
+        return make(*given, **options)
+
+    return checked
+
+
+@_made
 def hf(
     drafter: str | None = "ngram",
     *,
@@ -114,6 +140,8 @@ class HuggingFaceGenerate:
         self._logprobs_mode = SamplingParams(logprobs_mode=logprobs_mode).logprobs_mode
         self._allow_biased = allow_biased
         parsed = SpeculativeConfig.parse(speculative_config)
+        for arm in () if parsed is None else arms_of(parsed):
+            check_options(arm.method, arm.drafter_options)
         rule = None if parsed is None else parsed.rule
         if rule is not None and not (allow_biased or rule_named(rule).lossless):
             raise ArgumentError(
@@ -124,20 +152,26 @@ class HuggingFaceGenerate:
         self.speculation = SpeculationStats()
         """Counts of the last call, all rows together, without the rows that a custom stopping criterion ended."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the settings: engines belong to the model objects that they run."""
+        make = partial(type(self), allow_biased=self._allow_biased, repack=self._repack)
+        return make, (self._config, self._streamer, self._logprobs_mode)
+
     def __call__(self, model: Any, input_ids: Tensor, *, generation_config: Any, **keywords: Any) -> Any:
         """Return token ids (B, S + new), right-padded; or a `GenerateOutput` if ``return_dict_in_generate`` is set.
         Raises ArgumentError for beams, attentions and hidden states, which a speculative loop does not compute, for
         weights that are sharded over processes, and for prompts with more than token ids and a mask: embeddings,
-        images, custom positions.
+        images, custom positions, a cache that holds tokens. Raises UnsupportedModelError for virtual tokens (PEFT's
+        prompt tuning).
         """
         mask = keywords.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
         _refuse(generation_config, keywords, mask)
+        _refuse_changed(model)
         _refuse_sharded(model)
         repacks = self._repack and generation_config.max_length - input_ids.shape[1] >= _REPACKS_FROM
-        repacks = repacks and not torch.is_autocast_enabled(
-            "cpu"
-        )  # Autocast gives states another dtype than the weights have
+        # Autocast gives states another dtype than the weights have, and a hook on all modules is to see those modules.
+        repacks = repacks and not torch.is_autocast_enabled("cpu") and not any(GLOBAL_HOOKS)
         with self._turn, pass_lock(base_of(model)), evaluating(model):
             weights = _WeightWatch(model)
             with packing.packed_for_now(model, model.get_output_embeddings()) if repacks else nullcontext():
@@ -165,6 +199,7 @@ class HuggingFaceGenerate:
             rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
         served = self._engine(model, len(rows), generation_config.max_length)
         llm = served.llm
+        _warn_of_ends(mask, generation_config.max_length - input_ids.shape[1], llm.max_model_len)
         params = self._params(generation_config, generation_config.max_length - input_ids.shape[1], warpers)
         # Rows with the same prompt become one request with several completions, unless a processor treats rows
         # differently.
@@ -300,6 +335,7 @@ class _Served:
     ends: tuple[Any, ...]  # Embeddings and output head, the modules that it refers to, and the model's dtype and device
     folds: bool  # Whether attention may read the keys of grouped heads without copies of them
     kernels: list[str] | None = None  # Names of modules that forerun's kernels replace; None: not compared yet
+    code: list[Any] = field(default_factory=list)  # The forwards of all modules' classes when they were compared
 
 
 def _tokens_for(model: Any) -> Tensor:
@@ -321,12 +357,15 @@ def _folding(model: Any, folds: bool) -> Iterator[None]:
 
 @contextmanager
 def _in_kernels(model: Any, served: _Served) -> Iterator[None]:
-    """Run norms, MLPs and layers of packed weights in forerun's kernels within the context. The first time, the kernels
-    are compared with the modules that they replace.
+    """Run norms, MLPs and layers of packed weights in forerun's kernels within the context. The first time, and where
+    modules are of other classes than then, the kernels are compared with the modules that they replace.
     """
     if not packing.packed_bytes(model):
         yield
         return
+    code = [type(module).forward for module in model.modules()]
+    if code != served.code:
+        served.kernels, served.code = None, code
     try:
         forwards.install(model, _tokens_for(model) if served.kernels is None else None, served.kernels)
         served.kernels = forwards.list_installed(model)
@@ -361,9 +400,58 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
     if config.return_dict_in_generate:
         unsupported += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
     names = [type(processor).__name__ for processor in keywords.get("logits_processor") or ()]
-    unsupported += [name for name in names if name in _STATEFUL]
+    unsupported += [_STATEFUL[name] for name in names if name in _STATEFUL]
+    caches = {name: keywords.get(name) for name in CACHE_ARGUMENTS}
+    unsupported += [f"a {name} that holds tokens" for name, cache in caches.items() if _holds_tokens(cache)]
     if unsupported:
         raise ArgumentError(f"forerun.hf does not support {', '.join(unsupported)} in generate(); leave it out")
+
+
+def _holds_tokens(cache: Any) -> bool:
+    count = getattr(cache, "get_seq_length", None)
+    return bool(cache) if count is None else bool(count())
+
+
+def _refuse_changed(model: Any) -> None:
+    """Raise a ForerunError if the passes of transformers' own loop would be changed in a way that this one's are not:
+    by a method on the model object, as PEFT's virtual tokens are, or by hooks of PEFT for this call's rows.
+    """
+    for name in _PREPARES:
+        method = vars(model).get(name)
+        if method not in (None, getattr(type(model), name).__get__(model)):  # PEFT leaves the model's own there
+            without_wrapper(getattr(method, "__self__", None))
+            raise ArgumentError(
+                f"forerun.hf does not call {name}, which was replaced on this {type(model).__name__}: what it adds "
+                "would be lost; delete it from the model object, or leave custom_generate out"
+            )
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            code = getattr(hook, "func", hook)
+            names = {*getattr(hook, "keywords", ()), *getattr(getattr(code, "__code__", None), "co_freevars", ())}
+            if str(code.__module__).startswith("peft.") and (found := sorted(names & _OF_ROWS)):
+                raise ArgumentError(
+                    f"forerun.hf does not support PEFT's {found[0]}, which changes weights by row or position: choose "
+                    "one adapter for the whole batch (set_adapter), or leave custom_generate out"
+                )
+
+
+def _warn_of_ends(mask: Tensor, room: int, context: int) -> None:
+    """Warn once of rows that the context will end, and of padding on the right, of which transformers makes a part of
+    the text.
+    """
+    longest = int(mask.sum(1).max())
+    if longest + room > context:
+        text = (
+            "a prompt of %d tokens and max_new_tokens %d are more than the context of %d: rows end there, short of it"
+        )
+        warn_once(_log, f"hf context {context}", text, longest, room, context)
+    if bool((mask[:, -1] == 0).any()):
+        warn_once(
+            _log,
+            "hf right padding",
+            "prompts are padded on the right: forerun.hf leaves padding out and continues the prompts, transformers "
+            "continues the padding and gives another text; set padding_side='left' in the tokenizer",
+        )
 
 
 def _refuse_sharded(model: Any) -> None:

@@ -423,13 +423,18 @@ def attach_adapter(model: Any, options: LoadOptions) -> Any:
 
 def without_wrapper(model: Any) -> Any:
     """Return the causal LM inside a PEFT wrapper. Raises UnsupportedModelError if the adapter adds
-    virtual tokens.
+    virtual tokens, or changes weights only from some token on.
     """
     if not hasattr(model, "active_peft_config"):
         return model
-    if model.active_peft_config.is_prompt_learning:
+    config = model.active_peft_config
+    if config.is_prompt_learning:
         raise UnsupportedModelError(
-            f"the adapter ({model.active_peft_config.peft_type}) adds virtual tokens; take one that changes weights"
+            f"the adapter ({config.peft_type.value}) adds virtual tokens; take one that changes weights"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise UnsupportedModelError(
+            "the adapter (aLoRA) changes weights from its invocation tokens on; take one that changes them throughout"
         )
     return model.get_base_model()
 

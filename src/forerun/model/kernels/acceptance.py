@@ -14,11 +14,14 @@ import logging
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 
+from forerun.model.inputs import Pass, current, running
 from forerun.model.kernels import fused, streamed
 
 log = logging.getLogger(__name__)
@@ -37,11 +40,54 @@ forgets its 1 + has 3 in bf16.
 """
 
 
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    torch_modules._global_forward_hooks,
+    torch_modules._global_forward_pre_hooks,
+)
+"""The hooks on all modules of the process (``register_module_forward_hook``)."""
+
+
+class Inside:
+    """The modules inside one whose work a kernel does, which bypasses them. Where one of them is exchanged, hooked or
+    patched, the module's own forward must run. They are looked at in the first pass of each prompt, see `Pass.prompt`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        found = [
+            (owner._modules, name, part)
+            for owner in module.modules()
+            for name, part in owner._modules.items()
+            if part is not None
+        ]
+        self.places = [children for children, _, _ in found], [name for _, name, _ in found]
+        self.held: list[nn.Module] = [part for _, _, part in found]
+        self.hooks = [hooks for part in self.held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        self.prompt: object | None = None  # The `Pass.prompt` at which they were intact
+
+    def intact(self) -> bool:
+        """Return whether none was exchanged since this was made, and none is hooked or has a forward of its own but
+        for those of this package.
+        """
+        prompt = current().prompt
+        if prompt is not None and prompt is self.prompt:
+            return True
+        forwards = map(dict.get, map(vars, self.held), repeat("forward"))
+        found = (
+            not any(self.hooks)
+            and not any(GLOBAL_HOOKS)
+            and [*map(dict.get, *self.places)] == self.held
+            and all(forward is None or isinstance(forward, ModuleForward) for forward in forwards)
+        )
+        self.prompt = prompt if found else None
+        return found
+
+
 class ModuleForward:
     """A forward that may take the place of a module's own."""
 
     def __init__(self, module: nn.Module, weight: Any) -> None:
         self.module = module
+        self.inside = Inside(module)
         self.plain = module.forward
         self.device, self.dtype = weight.device, weight.dtype
         self.width = 0  # Width of the states, if the forward can be tried on states alone
@@ -77,6 +123,9 @@ def accept(model: nn.Module, forwards: Sequence[ModuleForward], ids: Tensor) -> 
     """Run a plain pass over `ids` (B, N) and try each forward on the states that reach its module. Returns those that
     answer as the module does, whenever it is called, and logs the others at debug level; the model is left as it was.
     """
+    this = Pass(prompt=object())  # What is inside is looked at here, before it is hooked to see its states
+    with running(this):
+        forwards = [forward for forward in forwards if forward.inside.intact()]
     names = {module: name for name, module in model.named_modules()}
     alike = dict[ModuleForward, bool]()
 
@@ -90,7 +139,8 @@ def accept(model: nn.Module, forwards: Sequence[ModuleForward], ids: Tensor) -> 
         for forward in forwards
     ]
     try:
-        model(input_ids=ids, use_cache=False)
+        with running(this):
+            model(input_ids=ids, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()

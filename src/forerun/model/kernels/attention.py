@@ -145,12 +145,8 @@ def refusal(model: Any, ids: Tensor) -> str | None:
             wrong.append(f"in layer {module.layer_idx}, where an index chooses the keys")
         count = query.shape[2]
         lowest = torch.finfo(query.dtype).min
-        seen = (
-            torch.full((count, count), lowest, device=query.device)
-            .triu(1)
-            .to(query.dtype)
-            .expand(len(query), 1, -1, -1)
-        )
+        seen = torch.full((count, count), lowest, dtype=query.dtype, device=query.device).triu(1)
+        seen = seen.expand(len(query), 1, -1, -1)
         if attention_mask is not None and attention_mask.dtype != torch.bool:
             seen = attention_mask
         elif attention_mask is not None:

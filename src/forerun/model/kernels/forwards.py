@@ -11,9 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
 from functools import partial
-from itertools import repeat
 from typing import Any, ClassVar
 
 import torch
@@ -76,48 +74,11 @@ class _Rooms:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Inside:
-    """The submodules and hooks found inside layers, to tell later whether anything was exchanged."""
-
-    places: tuple[list[dict[str, Any]], list[str]]  # The children of an owner, and a name among them
-    held: list[Any]
-    replaced: list[dict[str, Any]]  # Attributes of those that have a faster forward
-    by: list[Any]
-    hooks: list[dict[int, Any]]
-
-    @classmethod
-    def at(cls, places: Sequence[tuple[nn.Module, str]]) -> _Inside:
-        """Record what is there now."""
-        found = [owner._modules for owner, _ in places], [name for _, name in places]
-        held: list[Any] = [*map(dict.get, *found)]
-        replaced = [part.__dict__ for part in held if "forward" in part.__dict__]
-        hooks = [hooks for part in held for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        return cls(found, held, replaced, [attributes["forward"] for attributes in replaced], hooks)
-
-    @classmethod
-    def of(cls, layers: Sequence[LayerForward]) -> _Inside:
-        """Join the records of several layers."""
-        every = [layer.inside for layer in layers]
-        places = [one for each in every for one in each.places[0]], [one for each in every for one in each.places[1]]
-        others = ([one for each in every for one in getattr(each, field.name)] for field in fields(cls)[1:])
-        return cls(places, *others)
-
-    def intact(self) -> bool:
-        """Return whether nothing has been exchanged and nothing is hooked."""
-        return (
-            not any(self.hooks)
-            and [*map(dict.get, *self.places)] == self.held
-            and [*map(dict.get, self.replaced, repeat("forward"))] == self.by
-        )
-
-
 class _Run:
     """Consecutive whole layers that run together."""
 
     def __init__(self, layers: Sequence[LayerForward]) -> None:
         self.layers, self.first = layers, layers[0]
-        self.inside = _Inside.of(layers)
         self.prompt: object | None = None  # The `Pass.prompt` at which nothing inside had changed
         self.parts: list[Any] = [layer.parts() for layer in layers]
         self.numbers = tuple(layer.attention.module.layer_idx for layer in layers)
@@ -126,7 +87,7 @@ class _Run:
         """Return whether the kernels can run this pass."""
         prompt = current().prompt
         if prompt is None or prompt is not self.prompt:
-            if not self.inside.intact():
+            if not all(layer.inside.intact() for layer in self.layers):
                 return False
             self.read_weights()
             self.prompt = prompt
@@ -288,10 +249,6 @@ class LayerForward(ModuleForward):
         )
         last = [getattr(owner, name) for owner, name in _projections(module)]
         self.last = [getattr(each, "packed_weight", each) for each in last]
-        inside = [(module, name) for name in self.PARTS] + _projections(module)
-        self.inside = _Inside.at(
-            inside + [(each.module, name) for each in (self.attention, self.mlp) for name in each.PARTS]
-        )
         self.runs = _LayerRuns()  # Runs of this layer alone
         self.key = (self.device, self.parts().sizes, module.self_attn.scaling)  # Layers with one key can be one run
 

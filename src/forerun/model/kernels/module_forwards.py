@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from forerun.model.cache import SlotCache
 from forerun.model.kernels import attention, fused, streamed
 from forerun.model.kernels.acceptance import ModuleForward
-from forerun.model.kernels.native import HeadNorm, Heads
+from forerun.model.kernels.native import Heads
 from forerun.model.kernels.packing import PackedLinear, PackedWeight
 from forerun.model.layers import cache_argument
 
@@ -66,7 +66,6 @@ class _JointForward(ModuleForward):
         joint = self.joint_of(module)
         assert joint is not None, "suits() is asked first"
         super().__init__(module, joint)
-        self.parts = [(name, module._modules[name]) for name in self.PARTS]
         self.joint = joint
 
     @classmethod
@@ -80,13 +79,6 @@ class _JointForward(ModuleForward):
         if weight is None or parts != [(weight, index) for index in range(len(children))]:
             return None
         return weight if len(weight.sizes) == len(children) else None
-
-    def intact(self) -> bool:
-        """Return whether the parts are still those of the joint product: adapters and quantisation
-        replace them.
-        """
-        children = self.module._modules
-        return all(children[name] is part for name, part in self.parts)
 
 
 class GatedForward(_JointForward):
@@ -110,7 +102,7 @@ class GatedForward(_JointForward):
         )
 
     def __call__(self, states: Tensor) -> Tensor:
-        if not self.ops.takes_states(states) or not self.intact():
+        if not self.ops.takes_states(states) or not self.inside.intact():
             mixed: Tensor = self.plain(states)
         else:
             down: Any = self.module._modules["down_proj"]
@@ -129,7 +121,7 @@ class AttentionForward(_JointForward):
         depth = module.head_dim
         queries, keys = self.joint.sizes[0] // depth, self.joint.sizes[1] // depth
         norms = [module._modules.get(name) for name in ("q_norm", "k_norm")]
-        query, key = (None if norm is None else HeadNorm(norm.weight, _epsilon(norm)) for norm in norms)
+        query, key = (None if norm is None else NormForward(norm) for norm in norms)
         self.heads = Heads(queries=queries, keys=keys, depth=depth, query_norm=query, key_norm=key)
 
     @classmethod
@@ -188,7 +180,7 @@ class AttentionForward(_JointForward):
             and angles is not None
             and mask is not None
             and self.ops.takes_states(states)
-            and self.intact()
+            and self.inside.intact()
             and attention.is_installed(self.module)
             and all(part.shape == angle and part.dtype == states.dtype and part.is_contiguous() for part in angles)
         )
@@ -268,7 +260,7 @@ def run_on_a_cache(
     cache = SlotCache(batch, count)
     module = forward_of.module
     cache.begin(range(batch), torch.arange(count, device=states.device).expand(batch, -1), count)
-    mask = torch.full((count, count), torch.finfo(states.dtype).min).triu(1).to(states)
+    mask = states.new_full((count, count), torch.finfo(states.dtype).min).triu(1)
     angles = [part.expand(batch, -1, -1).contiguous() for part in kwargs["position_embeddings"]]
     result = forward(
         hidden_states=states.contiguous(),

@@ -328,12 +328,18 @@ def largest(logits: Tensor) -> list[list[int]]:
     return best.reshape(logits.shape[:-1]).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """A root-mean-square norm applied to every head."""
+class Norm(Protocol):
+    """A root-mean-square norm."""
 
-    weight: Tensor  # (D,)
-    epsilon: float
+    @property
+    def weight(self) -> Tensor:
+        """The weight (width,)."""
+        ...
+
+    @property
+    def epsilon(self) -> float:
+        """The number added to the mean square."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,8 +349,8 @@ class Heads:
     queries: int
     keys: int  # Heads of keys, as many as of values
     depth: int  # D, even to 32
-    query_norm: HeadNorm | None = None
-    key_norm: HeadNorm | None = None
+    query_norm: Norm | None = None  # Of every head
+    key_norm: Norm | None = None
 
 
 def rope_and_write(
@@ -409,20 +415,6 @@ class Matrix(Protocol):
     bias: Tensor | None  # (outputs,)
     in_features: int
     in_blocks: bool  # As in ``blocks.h``
-
-
-class Norm(Protocol):
-    """A root-mean-square norm."""
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight (width,)."""
-        ...
-
-    @property
-    def epsilon(self) -> float:
-        """The number added to the mean square."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -242,7 +242,7 @@ def packable(layer: nn.Module) -> bool:
     """Return whether a module is a plain `nn.Linear` on a CPU that `packs` its dtype."""
     if type(layer) is not nn.Linear or layer.weight.device.type != "cpu":
         return False
-    return not _hooked(layer) and packs(layer.weight.dtype)
+    return not _changed(layer) and packs(layer.weight.dtype)
 
 
 def joinable(layer: nn.Module) -> bool:
@@ -252,11 +252,13 @@ def joinable(layer: nn.Module) -> bool:
     if type(layer) is not nn.Linear or layer.weight.device.type != "cuda":
         return False
     plain = type(layer.weight.data) is Tensor and layer.weight.dtype in (torch.bfloat16, torch.float16)
-    return plain and not _hooked(layer)
+    return plain and not _changed(layer)
 
 
-def _hooked(layer: nn.Module) -> bool:
-    return bool(layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook"))
+def _changed(layer: nn.Module) -> bool:
+    """Return whether a layer is hooked or has a forward of its own, which a packed one in its place would lack."""
+    hooked = layer._forward_hooks or layer._forward_pre_hooks or hasattr(layer, "_hf_hook")
+    return bool(hooked or "forward" in layer.__dict__)
 
 
 @torch.no_grad()
@@ -294,11 +296,7 @@ def packed_for_now(model: nn.Module, head: Any = None) -> Iterator[None]:
     Args:
         head: a layer that others refer to, too: it stays in its place and multiplies by a packed copy.
     """
-    places = [
-        place
-        for place in _packable(model)
-        if all(packable(layer) and "forward" not in layer.__dict__ for layer in _linears(*place))
-    ]
+    places = [place for place in _packable(model) if all(map(packable, _linears(*place)))]
     replaced = list[tuple[nn.Module, str, nn.Linear]]()
     try:
         with torch.no_grad():
