@@ -25,7 +25,19 @@ from sources import FILES, ROOT, tree_of
 SOURCE = ROOT / "src"
 USERS = ("benchmarks", "deploy", "docs", "examples", "recipes")
 """Folders beside `src` whose scripts count as users of a module; tests do not."""
-GROUND = ("types", "params", "errors", "devices", "writing", "moved", "nesting", "plots", "shipped", "endpoints")
+GROUND = (
+    "types",
+    "params",
+    "errors",
+    "devices",
+    "writing",
+    "moved",
+    "nesting",
+    "plots",
+    "shipped",
+    "endpoints",
+    "option_groups",
+)
 ORDER = (
     GROUND,
     ("core",),

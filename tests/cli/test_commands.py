@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,22 @@ def test_every_list_option_of_every_verb_takes_a_list() -> None:
                 assert repr(values) in repr(bound), (names, option.name)
                 tried.add(option.name)
     assert {"--api-key", "--served-model-name", "--stop", "--drafter-option", "--rows", "--engine"} <= tried
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_help_breaks_no_name_and_has_groups(forerun: Forerun, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    groups = ["Parameters", "Model", "Drafting", "Sampling", "Capacity", "API", "Access", "Network", "Logs"]
+    app = build_app()
+    for names, verb in verbs(app):
+        ran = forerun(*names, "--help")
+        words = set(ran.out.split())
+        arguments = verb.assemble_argument_collection(default_parameter=app.default_parameter)
+        options = [name for one in arguments for name in one.names if name.startswith("--")]
+        assert ran.code == 0 and [name for name in options if name not in words] == []
+        shown = [title for title in re.findall(r"╭─ (\w+) ─", ran.out) if title not in ("Arguments", "Commands")]
+        assert shown == [title for title in groups if title in shown], names
+        assert names != ("serve",) or shown == [title for title in groups if title != "Sampling"]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,9 @@ from forerun.errors import ArgumentError, ForerunError, nearest
 
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection, CycloptsError
+    from cyclopts.help import HelpEntry
+    from cyclopts.help.specs import ColumnSpec
+    from rich.console import Console, ConsoleOptions
 
 
 def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
@@ -114,6 +117,7 @@ OK, CHECK_FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 def build_app() -> App:
     """Build the application, with every verb registered by its import path."""
     from cyclopts import App, Parameter
+    from cyclopts.help import DefaultFormatter
 
     app = App(
         name="forerun",
@@ -125,6 +129,7 @@ def build_app() -> App:
         print_error=False,
         help_on_error=False,
         help_format="plaintext",
+        help_formatter=DefaultFormatter(column_specs=_help_columns),
         # A list option takes all values that follow it, as in vLLM: --rows 1 4 16.
         default_parameter=Parameter(show_default=_worth_showing, consume_multiple=(1, None), negative_iterable=()),
         config=(keep_model_out_of_lists, from_file),
@@ -210,6 +215,12 @@ def _of_vllm(error: CycloptsError) -> str | None:
     option = error.token.keyword or error.token.value
     name = option.lstrip("-").replace("-", "_")
     return f"{option} is not an option of forerun: {INSTEAD[name]}" if name in INSTEAD else None
+
+
+def _help_columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
+    from forerun.cli.console import help_columns
+
+    return help_columns(console, options, entries)
 
 
 def _worth_showing(default: object) -> str | None:

@@ -5,16 +5,22 @@ JSON and progress.
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from cyclopts.help import HelpEntry
+    from cyclopts.help.specs import ColumnSpec
+    from rich.console import ConsoleOptions
 
 LINE_EVERY_S = 60.0  # Least time between lines of progress, where stderr is no terminal
 
@@ -48,6 +54,25 @@ def table(*titles: str, title: str | None = None, numbers_from: int | None = Non
         number = numbers_from is not None and index >= numbers_from
         empty.add_column(name, justify="right" if number else "left", no_wrap=index == 0 or number)
     return empty
+
+
+def help_columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
+    """Return the columns of ``--help``, in which no option's name is broken, and descriptions are running text."""
+    from cyclopts.help.specs import AsteriskColumn, DescriptionColumn, DescriptionRenderer, NameColumn, NameRenderer
+
+    labels = [" ".join(entry.display_labels_with_metavar).split() for entry in entries]
+    words = [len(word) + (2 if place else 0) for label in labels for place, word in enumerate(label)]
+    width = max(math.ceil(0.35 * console.width), *words)
+
+    def describe(entry: HelpEntry) -> Any:
+        said = " ".join(str(entry.description.primary_renderable).replace("``", "`").split())
+        return DescriptionRenderer()(entry.copy(description=said))
+
+    columns = (
+        NameColumn.copy(renderer=NameRenderer(max_width=width), max_width=width),
+        DescriptionColumn.copy(renderer=describe),
+    )
+    return (AsteriskColumn, *columns) if any(entry.required for entry in entries) else columns
 
 
 def write_json(value: Any) -> None:

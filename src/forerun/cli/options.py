@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter, validators
 
+from forerun import option_groups
 from forerun.errors import ArgumentError, DataError, refuse_constant
 from forerun.types import SamplingParams
 
@@ -28,7 +29,7 @@ SkipBad = Annotated[bool, Parameter(negative="", help="Leave unusable records ou
 Model = Annotated[str, Parameter(help="Directory or hub id of a Hugging Face causal LM, a GGUF file, or ollama:NAME.")]
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=option_groups.DRAFTING.group)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeculationOptions:
     """The options that say what drafts, how much, and which rule verifies it."""
@@ -77,7 +78,7 @@ class SpeculationOptions:
         return config or None
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=option_groups.SAMPLING.group)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions:
     """The options that say how to choose tokens; the others come from the checkpoint's generation_config.json."""
@@ -103,7 +104,7 @@ class SamplingOptions:
         return SamplingParams(**{**asdict(self), "stop": self.stop or None})
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=option_groups.MODEL.group)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetOptions:
     """The options that say how to load the target."""

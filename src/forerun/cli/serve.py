@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, validators
 
 from forerun.cli import session
 from forerun.cli.options import LOADING, SPECULATION, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
+from forerun.option_groups import CAPACITY, NETWORK
 from forerun.serve.settings import ServeSettings
 from forerun.shipped import REAL
 
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 SETTINGS = ServeSettings()
 
 
-@Parameter(name="*")
+@Parameter(name="*", group=CAPACITY.group)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
     """The engine's options, as `AsyncLLM` has them."""
@@ -48,8 +49,8 @@ def serve(
     model: Model = REAL,
     *,
     config: Path | None = None,
-    host: str = "127.0.0.1",
-    port: int = 8000,
+    host: Annotated[str, NETWORK] = "127.0.0.1",
+    port: Annotated[int, NETWORK, Parameter(validator=validators.Number(gte=0, lte=65535))] = 8000,
     engine: EngineOptions = ENGINE,
     settings: ServeSettings = SETTINGS,
     speculation: SpeculationOptions = SPECULATION,
