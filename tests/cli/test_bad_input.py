@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from cli.conftest import Forerun
+from cli.test_commands import verbs
 from cli.test_heads import FOR_DEMO
-from forerun.cli import VERBS
+from forerun.cli import VERBS, build_app
+from forerun.cli.other_engines import INSTEAD
 from forerun.drafters import DRAFTERS, declared_options, drafter_class
 from forerun.heads.files import write_head
 from heads.samples import TARGET, sample
@@ -21,7 +24,6 @@ REFUSED = [
     ("generate demo hello", "give the prompt with --prompt"),
     ("generate demo -p x --adapter /no/adapter", "/no/adapter"),
     ("drafters list", "`forerun drafters` lists them"),
-    ("serve demo --tensor-parallel-size 2", "tp_plan='auto'"),
     ("train eagle3", "target is missing (--target, or target: in the recipe)"),
     ("demo --prompt-name edits", "Did you mean 'edit'"),
     ("generate MODEL -p x --drafter ngram --drafter-option prompt_lookup_max=big", "type"),
@@ -147,6 +149,13 @@ for words in json.loads(sys.argv[1]):
 REFUSED_AT_ONCE = {
     "an unknown command": ("generat", "generat"),
     "an unknown option": ("generate demo --bogus", "--bogus"),
+    "an option far from all": ("generate demo --rows 2", "Unknown option: --rows.\n"),
+    "an option of vLLM": ("serve demo --tensor-parallel-size 2", "one device runs a model"),
+    "an option of vLLM that is not needed": ("serve demo --enable-auto-tool-choice", "is not needed: forerun serve"),
+    "an option of vLLM with underscores": ("serve demo --gpu_memory_utilization=0.9", "--kv-cache-tokens"),
+    "an option of llama.cpp": ("serve demo -c 4096", "--max-model-len"),
+    "letters of llama.cpp": ("serve demo -ngl 99", "--device says where"),
+    "a port that there is not": ("serve demo --port 99999", "65535"),
     "no number": ("generate demo -p x -n many", "many"),
     "no model": ("generate", "MODEL"),
     "an option misspelt": ("generate demo --temprature 1", "--temperature"),
@@ -222,6 +231,18 @@ def test_what_is_wrong_is_said_at_once(tried: list[tuple[int, list[str], str]]) 
     for (case, (_, expected)), (code, imported, said) in zip(REFUSED_AT_ONCE.items(), tried, strict=False):
         assert (code, imported) == (2, []), (case, said)
         assert said.startswith("error: ") and expected in said and "Traceback" not in said, (case, said)
+
+
+def test_hints_name_options_that_there_are() -> None:
+    """No Python names but where Python is meant; each option is one of some verb."""
+    app = build_app()
+    known = {name for _, verb in verbs(app) for one in verb.assemble_argument_collection() for name in one.names}
+    for option, hint in INSTEAD.items():
+        named = re.findall(r"--[a-z-]+[a-z]|(?<!\S)-k", hint.replace("--revision", ""))
+        assert set(named) <= known, (option, named)
+        assert "in Python" in hint or not re.search(r"[a-z]_[a-z]|LLM", hint.replace("generation_config.json", "")), (
+            hint
+        )
 
 
 def test_options_read_in_the_source_are_those_of_the_class() -> None:

@@ -15,7 +15,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from forerun.errors import ArgumentError, ForerunError, nearest
+from forerun.cli.other_engines import explain_unknown
+from forerun.errors import ArgumentError, ForerunError
 
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection, CycloptsError
@@ -41,7 +42,7 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     flags = [name for argument in arguments for name in argument.names]
     for key in keys:
         if f"--{key}" not in flags and f"-{key}" not in flags and not key.startswith("no-"):
-            raise ArgumentError(f"{path} names an option {key!r}, which there is not.{nearest(f'--{key}', flags)}")
+            raise ArgumentError(f"{path}: {explain_unknown(f'--{key}', flags)}")
     # A mapping becomes JSON, which such flags take (--speculative-config).
     options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in keys.items()}
     Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
@@ -169,8 +170,6 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         result = build_app()(None if arguments is None else list(arguments))
     except CycloptsError as error:
-        if (elsewhere := _of_vllm(error)) is not None:
-            return _fail(error, elsewhere)
         return _fail(error, f"{_describe(error)}\nTry: {' '.join(('forerun', *(error.command_chain or ())))} --help")
     except BrokenPipeError:
         # Whoever read our stdout has read enough; without this, Python complains once more when it exits.
@@ -183,8 +182,11 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _describe(error: CycloptsError) -> str:
     """Say what was wrong with a command line, in our words where cyclopts has a list of tokens or says little."""
-    from cyclopts import MissingArgumentError
+    from cyclopts import MissingArgumentError, UnknownOptionError
 
+    if isinstance(error, UnknownOptionError):
+        known = [name for argument in error.argument_collection for name in argument.names if argument.parse]
+        return explain_unknown(error.token.keyword or error.token.value, known)
     option = error.argument if isinstance(error, MissingArgumentError) else None
     if option is not None:
         example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""
@@ -202,19 +204,6 @@ _INSTEAD_OF_ARGUMENTS = {
     "chat": "; give what you say line by line, once it has started",
     "drafters": "; `forerun drafters` lists them, and `forerun drafters check DRAFTER` tries one",
 }
-
-
-def _of_vllm(error: CycloptsError) -> str | None:
-    """Return what takes the place of an unknown option that vLLM has, or None for any other error."""
-    from cyclopts import UnknownOptionError
-
-    from forerun.engine.arguments import INSTEAD
-
-    if not isinstance(error, UnknownOptionError):
-        return None
-    option = error.token.keyword or error.token.value
-    name = option.lstrip("-").replace("-", "_")
-    return f"{option} is not an option of forerun: {INSTEAD[name]}" if name in INSTEAD else None
 
 
 def _help_columns(console: Console, options: ConsoleOptions, entries: list[HelpEntry]) -> tuple[ColumnSpec, ...]:
