@@ -180,22 +180,15 @@ def test_another_targets_head_does_not_go_on(
 
 PAGE = "docs/write-a-head.md"
 RUN = """
-import importlib, json, sys
-import forerun.drafters
-from forerun.drafters.kinds import KINDS, HeadKind
-
-kind = eval(sys.argv[1], {"HeadKind": HeadKind})
-KINDS[kind.name] = kind  # as if its entry stood there
-importlib.reload(forerun.drafters)
-
+import json, sys
 from forerun import LLM, SamplingParams
 from forerun.cli import main
 from forerun.heads import read_head
 
-assert main(json.loads(sys.argv[2])) == 0
-target, folder = sys.argv[3:]
-assert read_head(folder).config.kind == kind.name
-llm = LLM(target, speculative_config={"method": kind.name, "model": folder, "adaptive": False})
+line, kind, target, folder = sys.argv[1:]
+assert main(json.loads(line)) == 0
+assert read_head(folder).config.kind == kind
+llm = LLM(target, speculative_config={"method": kind, "model": folder, "adaptive": False})
 prompt, params = {"prompt_token_ids": [3]}, SamplingParams(temperature=0, max_tokens=24, detokenize=False)
 drafted, plain = (llm.generate(prompt, params, speculative=on)[0].outputs[0] for on in (None, False))
 assert drafted.token_ids == plain.token_ids
@@ -205,17 +198,40 @@ print("mean", drafted.speculation.mean_acceptance_length)
 
 def test_the_printed_head_is_trained_written_read_and_drafts(target: Path, prepared: Path, tmp_path: Path) -> None:
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    [file] = [block.text for block in markdown(PAGE, text) if block.python]
-    (tmp_path / "linear_head.py").write_text(file)
-    entry = text.partition("```text\n")[2].partition("```")[0]
+    for name, block in zip(("linear_head", "linear_kind"), markdown(PAGE, text), strict=False):
+        assert block.text.startswith(f"# {name}.py")
+        (tmp_path / f"{name}.py").write_text(block.text)
     line = words(target, prepared, tmp_path / "run", 25)
     line = ["train", "linear", *(word for word in line[2:] if not word.startswith(("objective.", "draft.")))]
     done = subprocess.run(
-        [sys.executable, "-c", RUN, entry, json.dumps(line), str(target), str(tmp_path / "run" / "head")],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
+        [sys.executable, "-c", RUN, json.dumps(line), "linear", str(target), str(tmp_path / "run" / "head")],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "FORERUN_PLUGINS": "linear_kind"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert float(done.stdout.split("mean ")[1]) > 1.2
+
+
+RULE = """
+from forerun.core.rules import RULES, ArgmaxWalk, check_named, rule_named
+import forerun.drafters
+check_named("mine")
+assert type(rule_named("mine")) is ArgmaxWalk
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [("my_rule", ""), ("no_such_rule", "FORERUN_PLUGINS names 'no_such_rule'")]
+)
+def test_a_rule_of_a_module_of_ones_own(module: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "my_rule.py").write_text("from forerun.core.rules import RULES, ArgmaxWalk\nRULES['mine'] = ArgmaxWalk")
+    done = subprocess.run(
+        [sys.executable, "-c", RULE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), "FORERUN_PLUGINS": module},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode == 0) == (not said) and said in done.stderr, done.stderr[-3000:]

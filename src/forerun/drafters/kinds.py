@@ -7,6 +7,7 @@ checkpoint format and how serving engines load it. The entry refers to these by 
 from __future__ import annotations
 
 import importlib
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,8 @@ from forerun.errors import ArgumentError, refuse_unknown
 
 Way = Literal["sequential", "recurrent", "parallel", "block", "adapter", "sharing"]
 Role = Literal["head", "draft_model", "target", "target_and_head"]
+PLUGINS = "FORERUN_PLUGINS"
+"""Environment variable that names modules with further kinds of heads and rules, see `load_plugins`."""
 READ_HEAD = "forerun.heads.files:read_head"
 """Path of the function that reads a head from a directory or hub id. It is not imported here: heads import this."""
 
@@ -279,3 +282,17 @@ def objective_for(kind: HeadKind) -> Any:
             f"{', '.join(one.name for one in KINDS.values() if one.objective)} can"
         )
     return import_named(path)
+
+
+def load_plugins(names: str) -> None:
+    """Import the modules that `names` lists, separated by commas. Such a module adds entries to `KINDS`, or rules to
+    `core.rules.RULES`; it may import nothing else of forerun. Raises ArgumentError if one cannot be imported.
+    """
+    for name in filter(None, map(str.strip, names.split(","))):
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            raise ArgumentError(f"{PLUGINS} names {name!r}, which cannot be imported ({error!r})") from error
+
+
+load_plugins(os.environ.get(PLUGINS, ""))  # Before the registries of drafters and formats are made of `KINDS`
