@@ -87,14 +87,14 @@ def written_once(llm: LLM) -> Iterator[Counter[int]]:
 def resumes() -> Iterator[list[Sequence[int]]]:
     """While open, the counts of every resume that a pass completed."""
     seen: list[Sequence[int]] = []
-    complete = TransformersTarget._complete
+    complete = TransformersTarget._resume
 
     def watched(target: TransformersTarget, *args: Any) -> Any:
         seen.append(args[2].counts)
         return complete(target, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformersTarget, "_complete", watched)
+        patch.setattr(TransformersTarget, "_resume", watched)
         yield seen
 
 

@@ -150,7 +150,7 @@ class TransformersTarget(Target):
             raise ArgumentError("every row of a prefill needs at least one token")
         check_boundaries(boundaries, self.num_layers)
         if self.records and max(counts) <= SHORT:
-            return self._append(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
+            return self._prefill_recorded(rows, Nodes.of_prompt(tokens), counts, boundaries, all_logits=all_logits)
         captured = boundaries | {LAST_HIDDEN} if all_logits else boundaries
         gathered: dict[Boundary, Tensor] = {}
         last: Tensor | None = None  # (B, 1, H) of each row's last token so far, after the final norm
@@ -190,7 +190,7 @@ class TransformersTarget(Target):
         nodes = self._nodes(rows, trees)
         resumed = nodes.resumed([self.writes[row] for row in rows], boundaries)
         if resumed is not None:
-            scored = self._complete(rows, nodes, resumed, boundaries)
+            scored = self._resume(rows, nodes, resumed, boundaries)
         elif self.records:
             scored = self._score_recorded(rows, nodes, boundaries)
         else:
@@ -222,7 +222,7 @@ class TransformersTarget(Target):
         expected = (len(rows), nodes.fresh, self.hidden_size)
         if states is not None and tuple(states.shape) != expected:
             raise ArgumentError(f"states have the shape {tuple(states.shape)}, expected {expected}")
-        return self._part(rows, nodes, plan, states)[0]
+        return self._run_layers(rows, nodes, plan, states)[0]
 
     @torch.inference_mode()
     def draft(
@@ -239,7 +239,7 @@ class TransformersTarget(Target):
         head). A plan that is only `tried` is not recorded.
         """
         plan.check(self.num_layers)
-        states, logits = self._part(rows, nodes, plan, None, head or self._exit, tried=tried)
+        states, logits = self._run_layers(rows, nodes, plan, None, head or self._exit, tried=tried)
         return states, logits
 
     def _exit(self, states: Tensor) -> Tensor:
@@ -392,7 +392,7 @@ class TransformersTarget(Target):
     # A drafter that exits early has run some nodes through layers 0 .. b: their states are at hand and their keys in
     # the slots. What is missing are the same layers for the other nodes, then the layers behind b for all.
 
-    def _complete(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed, boundaries: Set[Boundary]) -> Scored:
+    def _resume(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed, boundaries: Set[Boundary]) -> Scored:
         """Return what one whole pass over `nodes` would give."""
         size = nodes.ids.shape[1]
         shape = tuple(resumed.states.shape)
@@ -411,10 +411,10 @@ class TransformersTarget(Target):
             return [self._logits(final, flat), *(caught[boundary] for boundary in captured)]
 
         key = "complete", resumed.boundary, tuple(captured)
-        logits, *states = self._pass(key, work, rows, nodes, self._begin(rows, nodes, resumed))
+        logits, *states = self._run_pass(key, work, rows, nodes, self._resumed_states(rows, nodes, resumed))
         return Scored(logits=logits, hidden_states=dict(zip(captured, states, strict=True)))
 
-    def _begin(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed) -> Tensor:
+    def _resumed_states(self, rows: Sequence[int], nodes: Nodes, resumed: Resumed) -> Tensor:
         """Return the states (B, N, H) of all nodes at the boundary; those that lack the first
         layers run through them now.
         """
@@ -426,11 +426,11 @@ class TransformersTarget(Target):
         start = int(lacking.any(0).int().argmax())
         # What nodes feed into recurrent states comes from one pass for all that stand behind `start`.
         run = lacking if self.states is None else nodes.real & (torch.arange(size) >= start)
-        [early] = self._part(rows, replace(nodes, real=run, start=start), LayerRange(stop=resumed.boundary), None)
+        [early] = self._run_layers(rows, replace(nodes, real=run, start=start), LayerRange(stop=resumed.boundary), None)
         [fresh] = send([lacking[:, start:].unsqueeze(2)], states.device)
         return torch.cat([states[:, :start], torch.where(fresh, early, states[:, start:])], dim=1)
 
-    def _part(
+    def _run_layers(
         self,
         rows: Sequence[int],
         nodes: Nodes,
@@ -448,12 +448,12 @@ class TransformersTarget(Target):
             results = self._ranges.run(plan, inputs, *states_given or [None])
             return [results] if head is None else [results, head(results)]
 
-        results = self._pass(None if tried else ("part", plan, head), work, rows, nodes, states)
+        results = self._run_pass(None if tried else ("part", plan, head), work, rows, nodes, states)
         if plan.stop == self.num_layers:
             self._note_run(rows, nodes)
         return results
 
-    def _pass(
+    def _run_pass(
         self, what: Hashable | None, work: Work, rows: Sequence[int], nodes: Nodes, states: Tensor | None = None
     ) -> list[Tensor]:
         """Run `work` (named `what`) on a pass's arguments and on `states` (B, N - start, H) of its
@@ -463,7 +463,7 @@ class TransformersTarget(Target):
         tensors = [] if states is None else [states]
         if self.records:
             return self._replay(what, work, rows, nodes, tensors, after=MET_BEFORE)
-        inputs, this = self._place(rows, nodes, padded=True)
+        inputs, this = self._build_inputs(rows, nodes, padded=True)
         missing = inputs["input_ids"].shape[1] - nodes.fresh
         with self.pass_lock, running(this), attention_kernels(self.device):
             results = work(inputs, *(nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in tensors))
@@ -480,7 +480,7 @@ class TransformersTarget(Target):
         """True if passes are recorded and replayed."""
         return self.recordings.active and not self.buckets.nodes
 
-    def _append(
+    def _prefill_recorded(
         self,
         rows: Sequence[int],
         nodes: Nodes,
@@ -519,11 +519,11 @@ class TransformersTarget(Target):
         *,
         after: int = 0,
     ) -> list[Tensor]:
-        """Run `work` as `_pass` does, by one recording for all passes of about this size, or as it
+        """Run `work` as `_run_pass` does, by one recording for all passes of about this size, or as it
         comes where recording failed.
         """
         index = send_ints(rows, self.device)
-        host, drafted, width = self._pack(rows, nodes, index)
+        host, drafted, width = self._pack_inputs(rows, nodes, index)
         count = len(host) + len(drafted)
         batch, size = host[1].shape[:2]
         missing = size - nodes.fresh
@@ -536,7 +536,7 @@ class TransformersTarget(Target):
 
         def recorded(*tensors: Tensor) -> list[Tensor]:
             (*block, places, ids), more = tensors[:count], tensors[count:]
-            inputs = self._announce(masks.Block(*block), places, ids, width)
+            inputs = self._inputs_of_first_rows(masks.Block(*block), places, ids, width)
             with running(Pass()), attention_kernels(self.device):
                 results: list[Tensor] = work(inputs, *more)
             return results
@@ -554,17 +554,17 @@ class TransformersTarget(Target):
         the final norm (B, N, H). Nothing is asked of the host, so that the pass can be recorded.
         """
         with running(Pass()), attention_kernels(self.device):
-            states: Tensor = self._base(**self._announce(block, places, ids, width)).last_hidden_state
+            states: Tensor = self._base(**self._inputs_of_first_rows(block, places, ids, width)).last_hidden_state
         return states
 
-    def _announce(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
+    def _inputs_of_first_rows(self, block: masks.Block, places: Tensor, ids: Tensor, width: int) -> dict[str, Any]:
         """Return the arguments of a pass over `ids` (B, N) in the first B rows of the cache,
         written to the slots `places` (B, N).
         """
         self.cache.begin(range(len(ids)), places, width, index=torch.arange(len(ids), device=ids.device))
-        return self._inputs(block, ids, width, None)
+        return self._keywords(block, ids, width, None)
 
-    def _place(
+    def _build_inputs(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> tuple[dict[str, Any], Pass]:
         """Return the keyword arguments for the base model's forward and the properties that its
@@ -584,10 +584,10 @@ class TransformersTarget(Target):
         host += self._paths(nodes, missing) if padded else []
         ids = pad_right(nodes.ids[:, nodes.start :], missing)
         if ids.device.type == "cpu":
-            *there, ids = send([*host, ids], self.device)
+            *sent, ids = send([*host, ids], self.device)
         else:
-            there = send(host, self.device)
-        block, (places, index, *paths) = masks.Block(*there[:4]), there[4:]
+            sent = send(host, self.device)
+        block, (places, index, *paths) = masks.Block(*sent[:4]), sent[4:]
         self.cache.begin(rows, places, width, index=index, real=flat, select=select)
         this = Pass(flat=flat, rows=self.cache.unselected, exact=bool(self.buckets.nodes))
         if self.states is not None:
@@ -595,13 +595,13 @@ class TransformersTarget(Target):
         if paths:
             this.paths = TreePaths(block.lengths, *paths)
         this.positions = self._positions(block, width, flat, branches=nodes.paths is not None)
-        return self._inputs(block, ids, width, flat), this
+        return self._keywords(block, ids, width, flat), this
 
-    def _pack(self, rows: Sequence[int], nodes: Nodes, index: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
+    def _pack_inputs(self, rows: Sequence[int], nodes: Nodes, index: Tensor) -> tuple[list[Tensor], list[Tensor], int]:
         """Return the structure of a pass on the host, with its ids or beside them on the device, and its width. Sizes
         are powers of two, and every row stands at its own place in the cache, so one recording serves all rows and
         texts of about these sizes, and nothing of the cache is copied. Other rows' places, and nodes that are not
-        there, are padding as in `_place`. `index` holds the rows, on the device.
+        there, are padding as in `_build_inputs`. `index` holds the rows, on the device.
         """
         committed = self.note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
@@ -641,7 +641,7 @@ class TransformersTarget(Target):
         queries = block.query_positions if flat is None else flat.flatten(block.query_positions)
         return positions.Positions(queries, block.key_positions(width), block if branches else None)
 
-    def _inputs(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
+    def _keywords(self, block: masks.Block, ids: Tensor, width: int, flat: Flat | None) -> dict[str, Any]:
         positions = block.query_positions
         return {
             "input_ids": ids if flat is None else flat.flatten(ids),
@@ -662,7 +662,7 @@ class TransformersTarget(Target):
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
-        inputs, this = self._place(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        inputs, this = self._build_inputs(rows, nodes, padded=padded, flat=flat, select=not self._folds)
         if not padded:
             self._prompt = object()
         this.prompt = self._prompt
