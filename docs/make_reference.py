@@ -157,7 +157,8 @@ def _starred(parameters: list[inspect.Parameter]) -> Iterator[str]:
 
 def api() -> Iterator[str]:
     """The public names."""
-    public = {*forerun.__all__, *(name for name in modelopt.__all__ if not name.endswith("_DEFAULT_CFG"))}
+    own = {getattr(forerun, name).__name__ for name in forerun.__all__}  # One name for what has two
+    public = {*own, *(name for name in modelopt.__all__ if not name.endswith("_DEFAULT_CFG"))}
     missing = public - {*SHOWN, *OF_MODELOPT}
     assert not missing, f"public, and not on the page: {missing}"
     yield "## Python\n"

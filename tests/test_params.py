@@ -11,7 +11,8 @@ from forerun.core.sampling import distribution_of
 from forerun.drafters.draft_models.draft_model import DraftModelConfig
 from forerun.errors import ArgumentError
 from forerun.heads.drafting import HeadDrafterConfig
-from forerun.types import SamplingParams
+from forerun.params import INSTEAD
+from forerun.types import SamplingParams, StructuredOutputs, StructuredOutputsParams
 
 SUBNORMAL, SMALLEST, LARGEST = 5e-324, 1e-46, 1.7976931348623157e308
 
@@ -74,11 +75,44 @@ WHOLE = ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "tru
     + [({name: value}, f"{name} must be a list of strings") for name in ("stop", "bad_words")
        for value in (5, [5], b"x")]
     + [({"bad_words": "from"}, "bad_words must be a list of strings, got 'from'")]
-    + [({"logit_bias": value}, "logit_bias must") for value in ([5], {"5": 1.0}, {1.5: 1.0}, {5: "1"})],
+    + [({"logit_bias": value}, "logit_bias must") for value in ([5], {"x": 1.0}, {1.5: 1.0}, {5: "1"})]
+    + [({"logit_bias": {"x": 1.0}}, r"logit_bias must map token ids to numbers, got \{'x': 1.0\}")]
+    + [({"logits_processors": value}, "logits_processors must be a list of functions") for value in (5, [5], len)]
+    + [({"structured_outputs": value}, "structured_outputs must be StructuredOutputs") for value in ("json", 5, ["a"])]
+    + [({"structured_outputs": {"choice": value}}, "choice must be a list of strings") for value in ("ab", [1], 5)]
+    + [({"structured_outputs": {name: 5}}, f"{name} must be a string") for name in ("json", "regex", "grammar")]
+    + [({"structured_outputs": {"json_object": "no"}}, "json_object must be True or False, got 'no'")]
+    + [({name: "false"}, f"{name} must be True or False") for name in ("ignore_eos", "detokenize", "allow_biased")]
+    + [({"seed": value}, "seed must be from") for value in (2**64, -(2**63) - 1, 2**70)]
+    + [({name: -2}, "or -1 for the whole vocabulary") for name in ("logprobs", "prompt_logprobs")],
 )  # fmt: skip
 def test_values_of_another_type_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         SamplingParams(**changes)
+
+
+def test_a_dict_and_strings_are_read_as_vllm_reads_them() -> None:
+    read = SamplingParams(structured_outputs={"choice": ["a"]}, logit_bias={"5": 1.0}, logits_processors=None)
+    assert read.structured_outputs == StructuredOutputs(choice=["a"]) == StructuredOutputsParams(choice=["a"])
+    assert read.logit_bias == {5: 1.0} and read.logits_processors == () and read.clone() == read
+    assert not isinstance(SamplingParams(logit_bias={5: 1.0}).sealed().logit_bias, dict)
+
+
+@pytest.mark.parametrize("name", sorted(INSTEAD))
+def test_arguments_of_vllm_say_what_takes_their_place(name: str) -> None:
+    with pytest.raises(TypeError, match=f"SamplingParams.. has no argument '{name}', which is vLLM's: [a-z]"):
+        SamplingParams(**{name: None})
+
+
+def test_the_nearest_argument_is_named_if_it_is_near() -> None:
+    for given, hint in {"max_new_tokens": "max_tokens", "temprature": "temperature", "top-p": "top_p"}.items():
+        with pytest.raises(TypeError, match=f"'{given}'. Did you mean '{hint}'"):
+            SamplingParams(**{given: 1})
+    for given in ("beams", "stop_words_ids", "prompt_embeddings", "min_length"):
+        with pytest.raises(TypeError, match=f"has no argument '{given}'\\.$"):
+            SamplingParams(**{given: 1})
+    with pytest.raises(TypeError, match="'structural_tag', which is vLLM's: grammar="):
+        StructuredOutputs(structural_tag="x")
 
 
 def test_numbers_and_ids_may_be_of_numpy_or_torch() -> None:

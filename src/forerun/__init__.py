@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         StepTrace,
         StreamChunk,
         StructuredOutputs,
+        StructuredOutputsParams,
     )
 
 _HOMES = {
@@ -49,6 +50,7 @@ __all__ = [
     "StepTrace",
     "StreamChunk",
     "StructuredOutputs",
+    "StructuredOutputsParams",
     "hf",
 ]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
@@ -206,20 +206,28 @@ def about(param: str) -> Iterator[None]:
         raise
 
 
-def name_unknown_arguments(cls: type[Made]) -> type[Made]:
-    """Let a dataclass refuse an argument that it does not have with a TypeError that names the nearest."""
-    make: Callable[..., None] = cls.__init__
-    names = list(signature(cls).parameters)
+def name_unknown_arguments(instead: Mapping[str, str]) -> Callable[[type[Made]], type[Made]]:
+    """Let a dataclass refuse an argument that it does not have with a TypeError that names the nearest, or what takes
+    the place of an argument of vLLM's: `instead` by its name.
+    """
 
-    @wraps(make)
-    def checked(self: Made, *values: object, **given: object) -> None:
-        for name in given:
-            if name not in names:
-                raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, names, cutoff=0.6)}")
-        make(self, *values, **given)
+    def decorate(cls: type[Made]) -> type[Made]:
+        make: Callable[..., None] = cls.__init__
+        names = list(signature(cls).parameters)
 
-    setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)
-    return cls
+        @wraps(make)
+        def checked(self: Made, *values: object, **given: object) -> None:
+            for name in given:
+                if name in instead:
+                    raise TypeError(f"{cls.__name__}() has no argument {name!r}, which is vLLM's: {instead[name]}")
+                if name not in names:
+                    raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, names, cutoff=0.8)}")
+            make(self, *values, **given)
+
+        setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)
+        return cls
+
+    return decorate
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:

@@ -31,10 +31,46 @@ It must be a function of these alone.
 """
 
 
-@name_unknown_arguments
+_STRUCTURED = "structured_outputs=StructuredOutputs(...) takes json, json_object, regex, choice or grammar"
+_NO_BEAMS = "there is no beam search; n=... draws several completions"
+_ALL_LOGPROBS = "logprobs=-1 and prompt_logprobs=-1 give those of the whole vocabulary"
+_WHITESPACE = "the schema or grammar alone says where whitespace may be"
+
+INSTEAD = {
+    "best_of": "n=... gives several completions, of which cumulative_logprob tells the likeliest",
+    "early_stopping": _NO_BEAMS,
+    "extra_args": "nothing reads it; a function in logits_processors may hold arguments of its own",
+    "flat_logprobs": "log-probabilities are lists of dicts",
+    **{f"guided_{kind}": _STRUCTURED for kind in ("decoding", "json", "json_object", "regex", "choice", "grammar")},
+    "length_penalty": _NO_BEAMS,
+    "logprob_token_ids": _ALL_LOGPROBS,
+    "output_kind": "stream() yields the tokens of each step, generate() returns the whole output",
+    "prompt_embeds": "a prompt is text or token ids",
+    "prompt_logprob_start": _ALL_LOGPROBS,
+    "prompt_logprob_token_ids": _ALL_LOGPROBS,
+    "repetition_detection": "repetition_penalty makes repetitions unlikely, max_tokens ends them",
+    "skip_clone": "parameters cannot be changed, so that none are copied",
+    "spaces_between_special_tokens": "the tokenizer decides on them",
+    "stream_interval": "stream() yields the tokens of each step",
+    "use_beam_search": _NO_BEAMS,
+    "watermarking": "nothing is watermarked",
+}
+"""Arguments of vLLM's `SamplingParams` map to what takes their place."""
+
+
+@name_unknown_arguments(
+    {
+        "disable_additional_properties": "write additionalProperties: false into the JSON schema",
+        "disable_any_whitespace": _WHITESPACE,
+        "structural_tag": "grammar=... says the same in Lark's notation",
+        "whitespace_pattern": _WHITESPACE,
+    }
+)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StructuredOutputs:
-    """The form that the completion must have: exactly one of these fields is set. Names are vLLM's."""
+    """The form that the completion must have: exactly one of these fields is set. Names are vLLM's, which calls the
+    class `StructuredOutputsParams`.
+    """
 
     json: Mapping[str, Any] | str | None = None  # A JSON schema
     json_object: bool = False  # Any JSON object
@@ -43,6 +79,13 @@ class StructuredOutputs:
     grammar: str | None = None  # In Lark's notation, as llguidance reads it
 
     def __post_init__(self) -> None:
+        for name in ("json", "regex", "grammar"):
+            value, kinds, words = getattr(self, name), (str, Mapping) if name == "json" else str, "a string"
+            if value is not None and not isinstance(value, kinds):
+                raise ArgumentError(f"{name} must be {words}{' or a dict' * (name == 'json')}, got {_show(value)}")
+        _check_flags(self, "json_object")
+        if self.choice is not None and not _are_strings(self.choice):
+            raise ArgumentError(f"choice must be a list of strings, got {_show(self.choice)}")
         if self.choice is not None and not list(self.choice):
             raise ArgumentError("choice is empty; give at least one string that the completion may be")
         given = [self.json, self.json_object or None, self.regex, self.choice, self.grammar]
@@ -50,7 +93,10 @@ class StructuredOutputs:
             raise ArgumentError("structured outputs take exactly one of json, json_object, regex, choice, grammar")
 
 
-@name_unknown_arguments
+StructuredOutputsParams = StructuredOutputs  # As vLLM calls it
+
+
+@name_unknown_arguments(INSTEAD)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """The sampling parameters of one request; names and meaning are vLLM's.
@@ -68,19 +114,20 @@ class SamplingParams:
     repetition_penalty: float | None = None  # Divides (below zero: multiplies) logits of tokens so far; 1 is neutral
     presence_penalty: float = 0.0  # Logits subtracted once from every token in the output
     frequency_penalty: float = 0.0  # Logits subtracted per occurrence in the output
-    logit_bias: Mapping[int, float] | None = None  # Added to the logits of these token ids
+    logit_bias: Mapping[int, float] | None = None  # Added to the logits of these token ids; "5" is read as 5
     allowed_token_ids: Sequence[int] | None = None  # Only these token ids may be produced
     bad_words: Sequence[str] | None = None  # Strings that may not be produced as a token sequence
     logits_processors: Sequence[LogitsProcessor] = ()
-    structured_outputs: StructuredOutputs | None = None  # Format of the completion; needs llguidance (extra ``serve``)
-    seed: int | None = None  # Same seed, same text, whoever else is in the batch. None draws one
+    structured_outputs: StructuredOutputs | None = None
+    """The form of the completion, which may be a dict of its fields; needs llguidance (extra ``serve``)."""
+    seed: int | None = None  # 64 bits: same seed, same text, whoever else is in the batch. None draws one
     stop: str | Sequence[str] | None = None  # End the completion; cut off the text unless `include_stop_str_in_output`
     stop_token_ids: Sequence[int] | None = None  # Token ids that end the completion, besides the model's own
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     max_tokens: int | None = 16  # vLLM's default; None: to the end of the context; 0: only read the prompt
     min_tokens: int = 0  # Output tokens before any stop token id may be produced
-    logprobs: int | None = None  # Log-probabilities of the chosen and of this many likeliest tokens
+    logprobs: int | None = None  # Log-probabilities of the chosen and of this many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None  # The same for the prompt's tokens, always of the raw logits
     truncate_prompt_tokens: int | None = None  # Read only this many last ones; -1: what fits beside `max_tokens`
     logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from
@@ -101,6 +148,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def clone(self) -> SamplingParams:
+        """Return a copy."""
+        return replace(self)
 
     def sealed(self) -> SamplingParams:
         """Return these parameters with read-only copies of their lists and dicts."""
@@ -135,6 +186,7 @@ def _show(value: Any) -> str:
 
 
 _WHOLE = ("n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "allow_biased", "detokenize", "skip_special_tokens")
 _REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -161,11 +213,32 @@ def _convert_types(params: SamplingParams) -> dict[str, Any]:
         value = getattr(params, name)
         if value is not None and not (isinstance(value, str) and name == "stop") and not _are_strings(value):
             raise ArgumentError(f"{name} must be a list of strings, got {_show(value)}")
-    bias = params.logit_bias
-    if bias is not None and not (isinstance(bias, Mapping) and all(isinstance(value, Real) for value in bias.values())):
-        raise ArgumentError(f"logit_bias must map token ids to numbers, got {_show(bias)}")
-    token_ids("logit_bias", list(bias or ()))
-    return converted
+    _check_flags(params, *_FLAGS)
+    if (bias := params.logit_bias) is not None and (numbers := _bias(bias)).keys() != bias.keys():
+        converted["logit_bias"] = numbers
+    processors: Any = params.logits_processors if params.logits_processors is not None else ()
+    if not isinstance(processors, Iterable) or not all(map(callable, processors)):
+        raise ArgumentError(f"logits_processors must be a list of functions, got {_show(processors)}")
+    outputs: Any = params.structured_outputs
+    if not (outputs is None or isinstance(outputs, StructuredOutputs | Mapping)):
+        raise ArgumentError(f"structured_outputs must be StructuredOutputs, or a dict of it, got {_show(outputs)}")
+    converted["structured_outputs"] = StructuredOutputs(**outputs) if isinstance(outputs, Mapping) else outputs
+    return {**converted, "logits_processors": processors}
+
+
+def _check_flags(settings: object, *names: str) -> None:
+    for name in names:
+        if (value := getattr(settings, name)) not in (True, False, None):
+            raise ArgumentError(f"{name} must be True or False, got {_show(value)}")
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """Return biases by token id, where ids may be strings of digits, as in JSON. Raises ArgumentError for others."""
+    if isinstance(given, Mapping) and all(isinstance(value, Real) for value in given.values()):
+        keys = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in given]
+        with suppress(ArgumentError):
+            return dict(zip(token_ids("logit_bias", keys), given.values(), strict=True))
+    raise ArgumentError(f"logit_bias must map token ids to numbers, got {_show(given)}")
 
 
 def _are_strings(value: Any) -> bool:
@@ -183,8 +256,9 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     "frequency_penalty": (-2, 2, "in [-2, 2]"),
     "max_tokens": (0, math.inf, "0 or more"),
     "min_tokens": (0, math.inf, "0 or more"),
-    "logprobs": (0, math.inf, "0 or more"),
-    "prompt_logprobs": (0, math.inf, "0 or more"),
+    "logprobs": (-1, math.inf, "0 or more, or -1 for the whole vocabulary"),
+    "prompt_logprobs": (-1, math.inf, "0 or more, or -1 for the whole vocabulary"),
+    "seed": (-(2**63), 2**64 - 1, "from -2**63 to 2**64 - 1"),
 }
 """These are the least and the most that each parameter may be, unless it is None, and the same in
 words.

@@ -15,6 +15,7 @@ from typing import NoReturn
 from forerun.params import LogitsProcessor as LogitsProcessor
 from forerun.params import SamplingParams as SamplingParams
 from forerun.params import StructuredOutputs as StructuredOutputs
+from forerun.params import StructuredOutputsParams as StructuredOutputsParams
 
 Boundary = int  # A layer boundary: the residual stream after that many layers, 0 = embeddings; or `LAST_HIDDEN`
 LAST_HIDDEN: Boundary = -1  # The hidden state after the final norm: what the output head reads
@@ -249,6 +250,22 @@ class CompletionOutput:
     stop_reason: int | str | None  # Stop token id or string that ended it; None for the model's own end of text
     speculation: SpeculationStats
     trace: list[StepTrace] = field(default_factory=list)  # Filled where the request wanted it
+
+    @property
+    def logprobs(self) -> list[dict[int, TokenLogprob]] | None:
+        """Return the log-probabilities of each token, by token id: its own and those of the likeliest, as vLLM has
+        them; None where the request wanted none.
+        """
+        found = [(token.id, token.logprob, token.top_logprobs or {}) for token in self.tokens if token.logprob]
+        return [{each: own, **best} for each, own, best in found] if 0 < len(found) == len(self.tokens) else None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum of the tokens' log-probabilities; None where the request wanted none."""
+        found = self.logprobs
+        if found is None:
+            return None
+        return sum(of_token[token].logprob for of_token, token in zip(found, self.token_ids, strict=True))
 
     def __repr__(self) -> str:
         return (

@@ -111,6 +111,42 @@ def test_log_probabilities_equal_those_of_plain_decoding(plain: LLM, drafted: LL
         assert entry[token].logprob == pytest.approx(float(probs[place, token]), abs=1e-4)
 
 
+def test_log_probabilities_stand_where_vllm_has_them(plain: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=4, logprobs=-1, prompt_logprobs=-1, ignore_eos=True)
+    request = plain.generate(PROMPTS[0], params)[0]
+    output, vocabulary = request.outputs[0], set(range(plain.target.vocab_size))
+    assert [set(entry) for entry in [*output.logprobs, *request.prompt_logprobs[1:]]] == [vocabulary] * (
+        3 + len(request.prompt_token_ids)
+    )
+    own = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    assert output.cumulative_logprob == pytest.approx(sum(own))
+    assert [next(iter(entry)) for entry in output.logprobs] == output.token_ids, "a token's own comes first"
+    unasked = plain.generate(PROMPTS[0], GREEDY)[0].outputs[0]
+    assert unasked.logprobs is None and unasked.cumulative_logprob is None
+
+
+def test_priorities_and_the_prefix_cache_as_vllm_has_them(checkpoint: Path) -> None:
+    llm = LLM(str(checkpoint), max_num_seqs=1)
+    order, step = list[str](), llm.engine.step
+
+    def watched() -> Any:
+        chunks = step()
+        order.extend(chunk.request_id for chunk in chunks if chunk.output is not None)
+        return chunks
+
+    llm.engine.step = watched
+    found = llm.generate(PROMPTS[:3], SamplingParams(max_tokens=2), priority=[3, 1, 2])
+    assert order == [found[index].request_id for index in (1, 2, 0)]
+    with pytest.raises(ArgumentError, match="2 priorities for 3 prompts"):
+        llm.generate(PROMPTS[:3], GREEDY, priority=[1, 2])
+    cached = [llm.generate([[5] * 100], GREEDY)[0].num_cached_tokens for _ in range(2)]
+    assert llm.reset_prefix_cache()
+    cached.append(llm.generate([[5] * 100], GREEDY)[0].num_cached_tokens)
+    assert cached[::2] == [0, 0] and cached[1] > 0
+    llm.submit(PROMPTS[0], GREEDY)
+    assert not llm.reset_prefix_cache()
+
+
 def test_processed_log_probabilities_are_those_of_the_distribution_that_was_sampled(plain: LLM) -> None:
     params = SamplingParams(
         temperature=0.7, top_k=3, seed=1, max_tokens=8, logprobs=5, logprobs_mode="processed_logprobs"
@@ -300,7 +336,9 @@ def test_a_drafter_that_is_nowhere_is_refused_before_the_model_is_loaded(
         LLM(checkpoint, speculative_config=config)
 
 
-@pytest.mark.parametrize("keywords", [{"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}])
+@pytest.mark.parametrize(
+    "keywords", [{"max_num_seqs": 0}, {"max_model_len": 1}, {"max_model_len": 10_000}, {"seed": 2**70}]
+)
 def test_sizes_out_of_range_are_refused(checkpoint: Path, keywords: dict[str, int]) -> None:
     with pytest.raises(ArgumentError):
         LLM(str(checkpoint), **keywords)

@@ -223,6 +223,7 @@ class LLM:
         trace: bool = False,
         timeout_s: float | None = None,
         cache_salt: str | None = None,
+        priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Generate completions for all prompts, and return the outputs in the prompts' order.
@@ -237,13 +238,22 @@ class LLM:
                 that it has and the finish reason ``"abort"``.
             cache_salt: isolation domain: cached prefixes, and what drafters have learned, are used within a domain
                 only. All requests without a salt share one domain.
+            priority: one for all prompts or one for each; of all requests with a priority, that with the lowest number
+                goes first.
             use_tqdm: show the number of finished requests on stderr.
         """
-        submit = partial(self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt)
+        client = None if priority is None else "priority"  # Among the requests of one client priorities count
+        submit = partial(
+            self.submit, speculative=speculative, trace=trace, timeout_s=timeout_s, cache_salt=cache_salt, client=client
+        )
         ids: list[str] = []
+        pairs = pair_prompts(prompts, sampling_params)
+        priorities = list(priority) if isinstance(priority, Sequence) else [priority or 0] * len(pairs)
+        if len(priorities) != len(pairs):
+            raise ArgumentError(f"{len(priorities)} priorities for {len(pairs)} prompts; give one, or one for each")
         try:
-            for prompt, params in pair_prompts(prompts, sampling_params):
-                ids.append(submit(prompt, params))
+            for (prompt, params), number in zip(pairs, priorities, strict=True):
+                ids.append(submit(prompt, params, priority=number))
             return [self._wait(request_id) for request_id in tqdm(ids, "Completions", disable=not use_tqdm)]
         except BaseException:
             for request_id in ids:
@@ -437,6 +447,14 @@ class LLM:
                     f"and {self.engine.waiting} wait, which would be from two policies: wait for them, or abort them"
                 )
             self.engine.write_weights(opened)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes. While requests wait or run nothing is dropped, and the answer is False."""
+        with self._alone():
+            if self.engine.busy:
+                return False
+            self.engine.forget()
+        return True
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV caches of the target and the drafters, and take no requests until `wake_up`. Weights stay where

@@ -68,7 +68,10 @@ class PromptReader:
     numbers: Iterator[int] = field(default_factory=itertools.count)  # Of the requests, in the order of their arrival
 
     def __post_init__(self) -> None:
-        """Check the generation configuration's defaults. Raises CheckpointError if they are not valid."""
+        """Check the engine's seed, which is one as of a request (ArgumentError), and the generation configuration's
+        defaults. Raises CheckpointError if they are not valid.
+        """
+        SamplingParams(seed=self.default_seed)
         try:
             self.resolve(SamplingParams())
             self.end_ids()
@@ -230,6 +233,9 @@ class PromptReader:
             if getattr(params, name) is None:
                 configured = getattr(self.generation_config, name, None)
                 values[name] = neutral if configured is None else configured
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) == -1:
+                values[name] = self.vocab_size
         for name in ("allowed_token_ids", "logit_bias", "stop_token_ids"):
             with about(name):
                 check_token_ids(name, getattr(params, name) or (), self.vocab_size)

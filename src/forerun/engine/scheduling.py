@@ -85,17 +85,20 @@ def row_for(completion: Completion, running: Sequence[Completion], lengths: Sequ
 
     A completion is preempted if its client (among users of one client: its user; of one user: its request) has at least
     two rows more than that of `completion`. If nothing of it has been prefilled yet, one row more suffices, if the
-    other prompt is due earlier. It is taken from the holder of the most rows: the one with the fewest tokens to prefill
-    again, by `lengths`, the tokens in each row of the cache; among equals the youngest.
+    other prompt is due earlier; among those of one client their priorities come first. It is taken from the holder of
+    the most rows: the one with the fewest tokens to prefill again, by `lengths`, the tokens in each row of the cache;
+    among equals the youngest.
     """
     held = _held(running)
     own_groups = _groups(completion.request)
     candidates = list[tuple[int, int, int, Completion]]()
     for other in running:
         pairs = zip(_groups(other.request), own_groups, strict=True)
-        theirs, ours = next(((held[group], held[mine]) for group, mine in pairs if group != mine), (0, 0))
+        theirs, ours = next(((held[group], held[own]) for group, own in pairs if group != own), (0, 0))
         length = lengths[other.row.cache_row]
-        if theirs >= ours + 2 or (theirs > ours and not length and due(completion.request) < due(other.request)):
+        kin = _groups(other.request)[0] == own_groups[0]  # Of one client, so that priorities count
+        turn, other_turn = ((kin * one.request.priority, due(one.request)) for one in (completion, other))
+        if theirs >= ours + 2 or (theirs > ours and not length and turn < other_turn):
             candidates.append((-theirs, length, -other.order, other))
     return min(candidates, key=lambda one: one[:3])[3] if candidates else None
 
