@@ -26,6 +26,7 @@ REFUSED = [
     ("drafters list", "`forerun drafters` lists them"),
     ("train eagle3", "target is missing (--target, or target: in the recipe)"),
     ("demo --prompt-name edits", "Did you mean 'edit'"),
+    ("generate demo -p x --drafter eagle3 --drafter-model MODEL", "is a whole model (LlamaForCausalLM), and eagle3"),
     ("generate MODEL -p x --drafter ngram --drafter-option prompt_lookup_max=big", "type"),
     ("generate MODEL -p x --device cuda:77", "cuda:77"),
     ("generate MODEL -p LONG", "context"),
@@ -205,6 +206,18 @@ REFUSED_AT_ONCE = {
     "a server's unknown drafter": ("serve demo --drafter ngrm", "Did you mean 'ngram'"),
     "a proof without a model": ("certify /nowhere/model --drafter ngram", "no directory"),
     "nobody who asks": ("bench --server http://127.0.0.1:9 --concurrency 0", "at least 1"),
+    "prompts that are nowhere": (
+        "plan demo --drafter suffix --prompts /no/file.jsonl",
+        "cannot read prompts from /no/file",
+    ),
+    "a file of prompts that is nowhere": ("generate demo --json --prompt-file /no/file.jsonl", "/no/file.jsonl"),
+    "an unknown kind of head": ("train eagle4", "Did you mean 'eagle'"),
+    "a training of nothing": ("train eagle3", "data is missing (--data, or data: in the recipe)"),
+    "an unknown drafter to check": ("drafters check nope", "unknown drafter 'nope'"),
+    "a drafter to check that is nowhere": ("drafters check nope:Nope", "cannot be imported"),
+    "a file that is no model": (f"generate {__file__} -p x", "is a file and no GGUF file"),
+    "an unknown prompt": ("demo --prompt-name nope", "no shipped prompt 'nope'"),
+    "a head that is nowhere": ("doctor /no/such", "there is no directory /no/such"),
     "no acceptance rate": ("plan --alpha 2 -k 5", "in 0..1"),
 }
 

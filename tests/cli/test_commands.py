@@ -192,7 +192,7 @@ def test_a_model_is_served_under_the_name_that_clients_know(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "model").mkdir(parents=True)
     (tmp_path / "here" / "model" / "config.json").write_text("{}")
-    (tmp_path / "here" / "tiny.Q4_1.gguf").touch()
+    (tmp_path / "here" / "tiny.Q4_1.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("forerun.serve.logs.configure_logging", lambda settings: None)
     monkeypatch.setattr("forerun.serve.server.run", run)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # The hub has it

@@ -20,6 +20,7 @@ from forerun.errors import ArgumentError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.plan import measured as trial
 from forerun.plan.measured import EncodedPrompts
+from forerun.plan.prompts import read_prompts
 from selection import slow
 
 PROMPTS = ["the cat sat on the mat and the cat sat on the", "the dog sat on the log and the dog"]
@@ -125,7 +126,7 @@ def test_every_command_asks_a_prompt_in_the_same_way(forerun: Forerun, checkpoin
     (tmp_path / "b.jsonl").write_text('{"messages": [{"role": "user", "content": "the cat sat on the mat"}]}\n')
     llm = LLM(checkpoint)
     how: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "limit": 1}
-    [[text], [chat]] = (trial.read_prompts(tmp_path / name) for name in ("a.jsonl", "b.jsonl"))
+    [[text], [chat]] = (read_prompts(tmp_path / name) for name in ("a.jsonl", "b.jsonl"))
     message, raw = (trial.EncodedPrompts.of(llm, [text], raw=raw, **how) for raw in (False, True))
     assert message.prompts == trial.EncodedPrompts.of(llm, [chat], **how).prompts
     assert message.prompts == [llm.chat_prompt(chat)["prompt_token_ids"]]

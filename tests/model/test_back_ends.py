@@ -520,3 +520,5 @@ def test_auto_takes_what_multiplies_the_files_blocks(
     monkeypatch.setattr(llama_context, "has_accelerator", lambda: True)
     assert file_for_llama_cpp(file) == file
     assert file_for_llama_cpp(file, device="cpu") == (None if ours else file)
+    with pytest.raises(ArgumentError, match="there is no device cuda:77"):  # Before what would run the file faster
+        file_for_llama_cpp(file, device="cuda:77")

@@ -9,8 +9,8 @@ from forerun.control.costs import CostModel, DraftCost
 from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
-from forerun.plan.measured import read_prompts
 from forerun.plan.planner import PlanLoad, decide, plan, plan_tree
+from forerun.plan.prompts import read_prompts
 
 MEASURED = CostModel(
     nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True

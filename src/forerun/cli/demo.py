@@ -20,7 +20,7 @@ from forerun import shipped
 from forerun.cli import console, session
 from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
-from forerun.errors import ArgumentError, DownloadError, refuse, refuse_unknown
+from forerun.errors import ArgumentError, DownloadError, nearest, refuse
 from forerun.shipped import REAL
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
@@ -263,7 +263,12 @@ def question(name: str) -> Edit | Prompt:
     questions: dict[str, Edit | Prompt] = {edit.name: edit for edit in demo_texts.edits()}
     for file in demo_texts.prompts():
         questions[file.name] = replace(file, text=file.text[:PROMPT_CHARACTERS].rpartition("\n")[0] + "\n")
-    refuse_unknown("no shipped prompt", name, [*(asked.name for asked in QUESTIONS), *questions])
+    known = [*(asked.name for asked in QUESTIONS), *questions]
+    if name not in known:
+        raise ArgumentError(
+            f"no shipped prompt {name!r}.{nearest(name, known)} There are chat, edit and summary, and of the "
+            f"demo model {len(questions)} more: files (chunk.py) and edits (rename-1, constant-1, parameter-1, ...)."
+        )
     return questions[name]
 
 

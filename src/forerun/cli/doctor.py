@@ -19,6 +19,7 @@ from rich.text import Text
 from forerun.cli import console
 from forerun.cli.options import Flag, Json
 from forerun.errors import ArgumentError, CheckpointError, refuse, refuse_unknown
+from forerun.model.checks import check_directory
 
 if TYPE_CHECKING:
     from forerun.deploy.trials.trial import EngineTrial, HeadDrafting
@@ -129,6 +130,8 @@ def _examine_head(
     from forerun import shipped
 
     head = str(shipped.resolve(head))
+    if not Path(head).expanduser().exists():
+        check_directory(head)
     if target is None:
         raise ArgumentError("whether a head can be served depends on its model; add --target MODEL")
     with console.telling("reading the head"):
@@ -193,7 +196,7 @@ def _facts(target: str) -> TargetFacts:
 def _try_head(name: str, drafting: HeadDrafting, options: TrialOptions) -> EngineTrial:
     from forerun import demo
     from forerun.deploy.trials.trial import InstalledEngine, run_trial
-    from forerun.plan.measured import read_prompts
+    from forerun.plan.prompts import read_prompts
 
     engine: InstalledEngine
     if name == "vllm":

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import Json, key_value
-from forerun.drafters import methods
+from forerun.drafters import entry_named, methods
 
 drafters = App(name="drafters", help="List what there is to draft with, or check a drafter of your own.")
 
@@ -46,6 +46,7 @@ def check(
     drafter_option
         key=value, options of the drafter.
     """
+    entry_named(drafter)
     from forerun.certify.contract import check_drafter
     from forerun.cli.certify import show_checks
 

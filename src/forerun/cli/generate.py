@@ -90,11 +90,13 @@ def _answer_many(
     with_tokens: bool,
 ) -> int:
     """Complete every prompt of a file, and print a line of JSON for each, in the file's order."""
-    from forerun.plan.measured import make_request, read_prompts
+    from forerun.plan.prompts import read_prompts
 
     prompts = read_prompts(prompt_file)
     params = sampling.params()
     llm = session.load(model, loading, speculation.config(), max_num_seqs=min(len(prompts), _TOGETHER))
+    from forerun.plan.measured import make_request
+
     requests = [make_request(llm, prompt, raw=raw) for prompt in prompts]
     for output in llm.generate(requests, params):
         console.write_json(session.answer_record(output, with_tokens=with_tokens))

@@ -31,6 +31,7 @@ from forerun.plan import assumptions, theory
 from forerun.plan.assumptions import DEVICES, Device, FreeVerification, KeyValues, Roofline, Size
 from forerun.plan.planner import MOST_BATCH, PlanLine, PlanLoad, decide, draw_plan, plan_tree
 from forerun.plan.planner import plan as make_plan
+from forerun.plan.prompts import UserPrompt, read_prompts
 from forerun.plots import check_plot
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ class PlanOptions(ForecastOptions):
         refuse(
             (
                 self.measuring and self.prompts is None,
-                "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or --alpha without",
+                "acceptance is measured on prompts of yours: give --prompts FILE (one a line), or "
+                "give a figure instead, --alpha 0.7",
             ),
             (
                 self.measuring and not self.choose_draft and not self.speculation.config(),
@@ -340,23 +342,25 @@ def _draft(options: PlanOptions, cost: PassCost) -> Any:
 
 def on_model(options: PlanOptions, model: str) -> Shown:
     """Plan with measured passes; acceptance is given, assumed, or measured on the user's prompts."""
-    from forerun.control.measuring import load_or_measure
-
+    prompts = read_prompts(options.prompts) if options.prompts is not None else None
+    drafts = options.measuring and not options.choose_draft  # Else -k alone is no configuration
+    session.check(model, options.loading, options.speculation.config() if drafts else None, max_num_seqs=1)
     llm = session.load(model, options.loading, None, max_num_seqs=1)
     with console.telling("planning") as tell:
+        from forerun.control.measuring import load_or_measure
+
         cost = load_or_measure(llm.target, rows=(1,), tell=tell)
-        if options.measuring:
-            return _measure(options, llm, cost, tell)
+        if prompts is not None:
+            return _measure(options, llm, cost, prompts, tell)
     return _with_costs(options, cost, [f"passes were measured here, {llm.target.runs_as}", *_batch_note(options)])
 
 
-def _measure(options: PlanOptions, llm: LLM, cost: CostModel, tell: Any) -> Shown:
+def _measure(options: PlanOptions, llm: LLM, cost: CostModel, prompts: Sequence[UserPrompt], tell: Any) -> Shown:
     from forerun.control.config import SpeculativeConfig
     from forerun.plan import measured
 
-    assert options.prompts is not None
     how: dict[str, Any] = {name: getattr(options, name) for name in ("temperature", "max_tokens", "limit", "raw")}
-    answers = measured.EncodedPrompts.of(llm, measured.read_prompts(options.prompts), **how)
+    answers = measured.EncodedPrompts.of(llm, prompts, **how)
     ranking: list[tuple[MeasuredDrafter, PlanLine]] = []
     refused: dict[str, str] = {}
     if options.choose_draft:

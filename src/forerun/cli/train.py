@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.cli import INTERRUPTED, OK, console, session
 from forerun.cli.options import Flag, Json, traffic_files
+from forerun.drafters.kinds import kind_named
 from forerun.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -80,12 +81,18 @@ def train(
     allow_changes
         Go on from a checkpoint although the recipe has changed since.
     """
+    kind_named(kind)
+    file, assignments = _split(words)
+    given = {"target": target, "data": data or from_traffic, "output": output}
+    missing = [name for name, value in given.items() if value is None]
+    missing = [name for name in missing if not any(word.startswith(f"{name}=") for word in assignments)]
+    if file is None and missing:
+        raise ArgumentError("; ".join(f"{name} is missing (--{name}, or {name}: in the recipe)" for name in missing))
     from forerun.training.dry_run import plan
     from forerun.training.loop.distributed import Parallel
     from forerun.training.recipe import read_recipe
     from forerun.training.run import TrainingRun
 
-    file, assignments = _split(words)
     flags = {"target": target, "data": data, "output": output, "mode": mode, "features": features, "draft.start": draft}
     if from_traffic is not None:
         if data is not None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from forerun.drafters import AUTO, DRAFTERS, drafter_class, entry_named, methods
 from forerun.drafters.kinds import KINDS
-from forerun.errors import ArgumentError, DataError, choices, refuse
+from forerun.errors import ArgumentError, CheckpointError, DataError, choices, refuse
 from forerun.heads.catalogue import check_head_named
 from forerun.model.checks import check_found
 from forerun.writing import parse_json, read_object
@@ -302,6 +302,25 @@ def check_models_named(config: SpeculativeConfig | None, target_name: str) -> No
             check_head_named(kind, model, target_name)
         if isinstance(model, str):
             check_found(model)
+        if kind is not None and kind.trains == "head" and kind.in_target is None and isinstance(model, str | Path):
+            _refuse_whole_model(kind.name, Path(model).expanduser())
+
+
+def _refuse_whole_model(method: str, folder: Path) -> None:
+    """Raise ArgumentError where a directory that is named as a head's holds a whole model."""
+    if not (folder / "config.json").is_file() or not next(folder.glob("*.safetensors"), None):
+        return
+    config = read_object(folder / "config.json", "expected a head's configuration", CheckpointError)
+    whole = [name for name in config.get("architectures") or [] if str(name).endswith("ForCausalLM")]
+    if not whole:
+        return
+    from forerun.heads.files import is_head  # Published heads name such a class, too: tensors tell them from models
+
+    if not is_head(folder):
+        raise ArgumentError(
+            f"{folder} is a whole model ({whole[0]}), and {method} drafts with a head: --drafter draft_model drafts "
+            "with a model (in Python: method)"
+        )
 
 
 def reads_layers(config: SpeculativeConfig | None) -> bool:

@@ -147,14 +147,14 @@ def entry_named(name: str) -> DrafterEntry:
 
 
 def _from_outside(path: str) -> DrafterEntry:
-    from forerun.decode.drafter import Drafter
-
     try:
         imported = import_named(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ArgumentError(
             f"drafter {path!r} cannot be imported ({error}); expected module:Class, the module's folder in PYTHONPATH"
         ) from error
+    from forerun.decode.drafter import Drafter
+
     is_drafter = isinstance(imported, type) and issubclass(imported, Drafter)
     if not is_drafter or not dataclasses.is_dataclass(getattr(imported, "Config", None)):
         raise ArgumentError(

@@ -15,6 +15,7 @@ from forerun.model.gguf_files import read_model_header
 from forerun.model.gguf_weights import memory_bytes
 from forerun.model.kernels import products
 from forerun.model.llama_cpp import LlamaCppTarget
+from forerun.model.load import LoadOptions
 from forerun.model.memory import available_bytes
 from forerun.model.names import gguf_file
 from forerun.model.target import Target
@@ -76,7 +77,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
 def _multiplies_blocks(file: Path, device: Any) -> bool:
     """Return whether a file runs on a CPU, from its blocks, with our own kernels."""
     if device is not None:
-        on_cpu = torch.device(device).type == "cpu"
+        on_cpu = LoadOptions(device=str(device)).first_device().type == "cpu"
     else:
         accelerates = llama_context.installed() and llama_context.has_accelerator()
         on_cpu = not (torch.accelerator.is_available() or accelerates)

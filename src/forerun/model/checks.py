@@ -1,4 +1,4 @@
-"""Checks of a model's name, dtype and device that need no import and no file content. Imports no torch."""
+"""Checks of a model's name, dtype and device that need no weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ DTYPES = "'auto', 'float32', 'bfloat16' or 'float16'"  # Those that are document
 _DTYPES = {"auto", "float32", "bfloat16", "float16", "float", "half", "float64", "double"}
 DEVICES = "cpu, cuda, cuda:1, xpu, mps, ..."
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa|mtia|maia|xla)(:\d+)?")
+MAGIC = b"GGUF"  # A GGUF file begins with it
 HUB_TIMEOUT_S = 10.0  # For the one question that asks whether a hub id exists
 
 
@@ -35,7 +36,7 @@ def check_found(name: str | Path) -> None:
     path = Path(name).expanduser()
     if find_kept(name) is not None:
         return
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" or path.is_file():
         check_file(path)
     elif not path.exists() and str(name) not in (REAL, *MODELS):
         check_directory(name)
@@ -57,9 +58,18 @@ def _check_on_hub(name: str) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Raise CheckpointError if there is no such GGUF file."""
+    """Raise CheckpointError if there is no such file, or it does not begin as GGUF files do, whatever its name."""
     if not path.exists():
         raise CheckpointError(f"there is no file {path}: expected a GGUF file, a directory or a hub id (owner/name)")
+    with path.open("rb") as file:
+        begins = file.read(len(MAGIC)) == MAGIC
+    if not begins:
+        inside = (path.parent / "config.json").is_file()
+        remedy = f"; name the directory that it lies in, {path.parent}" if inside else ""
+        raise CheckpointError(
+            f"{path} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
+            f"GGUF file or a hub id (owner/name){remedy}"
+        )
 
 
 def check_directory(name: str | Path) -> None:
@@ -68,7 +78,10 @@ def check_directory(name: str | Path) -> None:
     """
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
-        raise CheckpointError(f"{path} holds no config.json: expected a transformers checkpoint.{_instead(path)}")
+        raise CheckpointError(
+            f"{path} holds no config.json and no GGUF file: expected a checkpoint of transformers, or one .gguf file."
+            f"{_instead(path)}"
+        )
     meant = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
     if meant and not path.is_dir():
         raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from forerun.errors import CheckpointError, ForerunError, UnsupportedModelError, first_line
-from forerun.model.gguf_files import MAGIC, PART, SOURCE, VERSIONS, GgufHeader, file_of, read_model_header
+from forerun.model.checks import MAGIC
+from forerun.model.gguf_files import PART, SOURCE, VERSIONS, GgufHeader, file_of, read_model_header
 from forerun.model.gguf_weights import converters, read_values
 from forerun.model.load import LoadOptions, open_model, quiet_transformers, read_config, save_model
 from forerun.model.support import refuse_config

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 
 from forerun.errors import CheckpointError, list_some, refuse
+from forerun.model.checks import MAGIC
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 SOURCE = "gguf_file.txt"  # Names the file in the folder that `gguf.folder_of` makes
 _LONG = 1000  # Entries of a list of numbers that are a vocabulary's, and in no configuration
@@ -39,12 +39,6 @@ _STRING, _LIST = 8, 9
 
 _FLOATS = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 """Tensor types that hold floating-point numbers as they are; any other is quantised."""
-
-
-def is_gguf(path: Path) -> bool:
-    """Return whether a file begins as GGUF files do, whatever its name."""
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
 
 
 def parts_of(path: Path) -> list[Path]:

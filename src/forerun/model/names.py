@@ -53,16 +53,7 @@ def gguf_file(name: str | Path) -> Path | None:
     file = _only_file(path) if path.is_dir() else path
     if file is None or not (file.is_file() or file.suffix == ".gguf"):
         return None
-    from forerun.model.gguf_files import is_gguf
-
     check_file(file)
-    if not is_gguf(file):
-        inside = (file.parent / "config.json").is_file()
-        remedy = f"; name the directory that it lies in, {file.parent}" if inside else ""
-        raise CheckpointError(
-            f"{file} is a file and no GGUF file (it does not begin as one, or is empty): a model is a directory, a "
-            f"GGUF file or a hub id (owner/name){remedy}"
-        )
     return file
 
 

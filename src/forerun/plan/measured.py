@@ -8,14 +8,12 @@ is measured does not depend on them.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -29,9 +27,10 @@ from forerun.decode.step import Group, context_for, first_tokens, step
 from forerun.drafters import build, default_length
 from forerun.engine.llm import LLM
 from forerun.engine.prompts import Prompt, PromptReader
-from forerun.errors import ArgumentError, DataError, ForerunError, first_line
+from forerun.errors import ArgumentError, ForerunError, first_line
 from forerun.model import Target
 from forerun.plan.planner import PlanLoad
+from forerun.plan.prompts import UserPrompt
 from forerun.types import SamplingParams, Source, SpeculationStats, StepTrace
 
 FEWEST = 8
@@ -262,10 +261,6 @@ def fit(trial: Trial, *, besides_ms: float) -> DraftCost:
 
 log = logging.getLogger(__name__)
 
-UserPrompt = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
-"""A `UserPrompt` is a text, a prompt as the engine takes it, or the messages of a conversation whose last turn is
-wanted.
-"""
 Tell = Callable[[str], None]
 LONGEST = 32  # Depth of a trial where neither user nor drafter says one
 
@@ -443,34 +438,3 @@ def save_draft_cost(llm: LLM, cost: CostModel, config: SpeculativeConfig, draft:
     known = cost.with_draft(config.key, draft)
     save(llm.target, known)
     return known
-
-
-def read_prompts(path: Path) -> list[UserPrompt]:
-    """Return the prompts of a file, empty lines left out; DataError if it holds none, or something
-    else.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read prompts from {path}: {error}") from error
-    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not filled:
-        raise DataError(f"{path} holds no prompts; one a line is expected, or JSON lines with 'prompt' or 'messages'")
-    if path.suffix not in (".jsonl", ".ndjson"):
-        return [line for _, line in filled]
-    return [_from_json(line, f"{path}:{number}") for number, line in filled]
-
-
-def _from_json(line: str, where: str) -> UserPrompt:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
-    fields = record if isinstance(record, dict) else {}
-    text, messages = fields.get("prompt"), fields.get("messages")
-    if isinstance(text, str) and text.strip():
-        return text
-    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-        # The last message of an assistant is left out: the target writes it itself.
-        return messages[:-1] if messages[-1].get("role") == "assistant" else messages
-    raise DataError(f"{where} needs 'prompt' (a string that is not blank) or 'messages' (a list), got {line[:60]!r}")

@@ -26,7 +26,8 @@ from forerun.deploy.launch import DRAFTS_TREES, EngineWriter, same_place
 from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError
 from forerun.params import SamplingParams
-from forerun.plan.measured import EncodedPrompts, UserPrompt
+from forerun.plan.measured import EncodedPrompts
+from forerun.plan.prompts import UserPrompt
 from forerun.types import CompletionOutput
 
 ROWS = 4
