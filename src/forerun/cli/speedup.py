@@ -17,7 +17,7 @@ from forerun.errors import ArgumentError
 if TYPE_CHECKING:
     from forerun import LLM
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def speedup(
@@ -42,7 +42,7 @@ def speedup(
     Parameters
     ----------
     budget
-        Time of all that: 30m, 2h, 8h.
+        Time of all that: 30m, 1h30m, 8h, 1d.
     output
         Directory of the page, the head and everything in between; speedup-MODEL if not given.
     prompts
@@ -98,11 +98,12 @@ def speedup(
 
 
 def parse_budget(text: str) -> float:
-    """Return the seconds of a time such as 30m, 2h, 90s or 1.5h; ArgumentError if it is none."""
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smh])", text.strip().casefold())
-    if found is None or float(found[1]) <= 0:
-        raise ArgumentError(f"--budget is a time such as 30m, 2h or 8h, got {text!r}")
-    return float(found[1]) * UNITS[found[2]]
+    """Return the seconds of a time such as 30m, 90s, 1.5h, 1h30m or 1d; ArgumentError if it is none."""
+    part, written = r"([0-9]+(?:\.[0-9]+)?)\s*([smhd])\s*", text.strip().casefold()
+    seconds = sum(float(count) * UNITS[unit] for count, unit in re.findall(part, written))
+    if not re.fullmatch(f"(?:{part})+", written) or seconds <= 0:
+        raise ArgumentError(f"--budget is a time such as 90s, 30m, 1h30m or 1d, got {text!r}")
+    return seconds
 
 
 class _Console:

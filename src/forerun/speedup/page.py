@@ -18,7 +18,7 @@ from forerun.errors import CheckpointError, ForerunError, first_line
 from forerun.heads.engines import engines_for, export_head
 from forerun.heads.files import TargetFacts, read_head
 from forerun.shipped import resolve
-from forerun.speedup.compare import FEWEST, PLAIN, mean_speedup
+from forerun.speedup.compare import DECIDING, PLAIN, mean_speedup
 from forerun.speedup.prompts import FEW
 from forerun.writing import write_file
 
@@ -52,9 +52,8 @@ def verdict_of(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lower(figures: Mapping[str, Any] | None) -> float:
-    """Return the lower end of a speed-up's interval, 0 where too little was measured for one."""
-    interval = None if figures is None else figures["speedup_interval"]
-    return float(interval[0]) if interval else 0.0
+    """Return the speed-up that is sure although the best of several is looked at, 0 where too little was measured."""
+    return float(figures.get("speedup_sure") or 0.0) if figures is not None else 0.0
 
 
 def _gain(figures: Mapping[str, Any] | None) -> str:
@@ -72,8 +71,9 @@ def _why_nothing(found: Mapping[str, Any], best: str) -> str:
         return "the model completed none of the held-out prompts"
     figures = comparison["figures"][best]
     gains = ", ".join(f"{_gain(one['all'])} at T = {name}" for name, one in figures.items())
-    if mean_speedup(figures) > 1 and comparison["prompts"] < FEWEST:
-        return f"{comparison['prompts']} held-out prompts are too few to be sure; with {best} completions came {gains}"
+    if mean_speedup(figures) > 1 and comparison["prompts"] < DECIDING:
+        few = f"{comparison['prompts']} held-out prompts are too few to be sure (at least {DECIDING} are needed)"
+        return f"{few}; with {best} completions came {gains}"
     trained = "" if found["training"]["head"] is not None else ", and no head was trained"
     return f"with the best, {best}, completions come {gains}{trained}"
 

@@ -8,6 +8,7 @@ every run, in whatever order a file holds it.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import time
@@ -195,14 +196,17 @@ def answer_prompts(
     request: SpeedupRequest,
     *,
     seconds: float,
+    last_s: float = 0.0,
     tell: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Have the prompts of the parts ``trial`` and ``train`` completed, as many of the latter as the time allows, and
-    return counts. What an earlier run completed stays; what a server recorded is complete already.
+    """Have the prompts of the parts ``trial`` and ``train`` completed, as many as the time allows, but at least one row
+    of each, and return counts. What an earlier run completed stays; what a server recorded is complete already.
 
-    Half of the training prompts are answered at each of `SpeedupSettings.temperatures`.
+    Half of the training prompts are answered at each of `SpeedupSettings.temperatures`; those for trials, which come
+    first, take a small share of the time. None begins when fewer than `last_s` are left, the seconds of a completion.
     """
-    deadline, total = time.monotonic() + seconds, 0
+    began, total = time.monotonic(), 0
+    deadline = began + seconds
     for name, part in parts.items():
         recorded = [prompt for prompt in part if prompt.answered]
         if recorded:
@@ -216,12 +220,13 @@ def answer_prompts(
                 continue
             questions = folder / "asked" / f"{name}-{temperature:g}.jsonl"
             write_file(questions, "".join(prompt.line for prompt in chosen))
-            # The time is shared out evenly; the trial's prompts, which come first, are few.
-            until = time.monotonic() + (deadline - time.monotonic()) / (len(temperatures) - index)
+            now = time.monotonic()
+            share = SETTINGS.trial_answers_share if name == "trial" else 1 / (len(temperatures) - index)
+            until = now + share * max(0.0, deadline - now)
             run = _ask(llm, questions, folder / f"{name}-{temperature:g}.jsonl", request, temperature)
             run.tell = _progress(tell, total, until)
             # What has begun is finished, so that long completions are as likely as short ones.
-            with_engine(run, llm, concurrency=SETTINGS.rows, go_on=_before(until))
+            with_engine(run, llm, concurrency=SETTINGS.rows, go_on=_until(until - last_s, SETTINGS.rows))
             total += run.resumed + run.written
     return {"answered": total}
 
@@ -233,8 +238,10 @@ def _ask(llm: LLM, questions: Path, output: Path, request: SpeedupRequest, tempe
     return AnswerRun(questions, output, director, skip_bad=True)
 
 
-def _before(deadline: float) -> Callable[[], bool]:
-    return lambda: time.monotonic() <= deadline
+def _until(deadline: float, fewest: int) -> Callable[[], bool]:
+    """Return what says whether another completion may begin: the fewest in any case."""
+    asked = itertools.count()
+    return lambda: next(asked) < fewest or time.monotonic() <= deadline
 
 
 def _progress(tell: Callable[[str], None], before: int, until: float) -> Callable[[AnswerRun], None]:
@@ -259,6 +266,8 @@ def prepare_answers(llm: LLM, folder: Path, prepared: Path, *, name: str) -> dic
     try:
         for part in ("train", "trial"):
             files = [path for path in sorted(folder.glob(f"{part}-*.jsonl")) if path.stat().st_size]
+            if not files:
+                raise DataError(f"the model completed none of the {part} prompts; give others (--prompts)")
             how: dict[str, Any] = {"max_length": SETTINGS.longest, "skip_bad": True, "name": name}
             data = prepare(files, llm.tokenizer, prepared / part, **how).data
             documents = [data.document(index) for index in range(len(data))]

@@ -13,7 +13,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,7 +28,9 @@ from forerun.model.support import text_config
 from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import EncodedPrompts, measure_drafter
 from forerun.plan.planner import plan as make_plan
+from forerun.speedup.budget import StageBudget
 from forerun.speedup.compare import (
+    DECIDING,
     PLAIN,
     TEMPERATURES,
     AnswerTiming,
@@ -69,7 +71,7 @@ FREE: tuple[SpeedupArm, ...] = (
     SpeedupArm(name="auto", speculative={"method": "auto"}),
 )
 """Drafters that need no training. The plan forecasts all but `auto`, which chooses among them at every step."""
-RESULT, TIMINGS = "result", "timings.json"
+RESULT, TIMINGS, ATTEMPTS = "result", "timings.json", "attempts"
 FEWEST_DRAWN = 10  # Prompts that are drawn, however long that takes; fewer are none
 
 
@@ -120,6 +122,8 @@ class SpeedupRun:
             self._begin()
             for number, stage in enumerate(STAGES, start=1):
                 if not self.done(stage.name):
+                    if self.budget is not None:
+                        self.budget.check()
                     self._announce(number, stage)
                     with self._saying_what_is_kept(stage):
                         self._do(stage)
@@ -134,21 +138,59 @@ class SpeedupRun:
             if not self.done(stage.name) and not self._share(stage):
                 self._announce(number, stage)
                 self._do(stage)
+        if self.budget is not None:
+            self.budget.check()
 
     def plan(self) -> list[dict[str, Any]]:
         """Return the stages with the minutes that each is expected to take, or took."""
-        budget, stages = self.request.budget_s, list[dict[str, Any]]()
-        spent = sum(self.read(one.name)["seconds"] for one in STAGES if self.done(one.name) and one.name != "training")
-        shares = {stage.name: 0.0 if self.done(stage.name) else self._share(stage) for stage in STAGES}
-        left = budget - spent - sum(shares.values()) * budget
+        stages = list[dict[str, Any]]()
+        waiting = {name: max(0.0, self._time_for(name)) for name in self.allotted() if not self.done(name)}
+        left = self.request.budget_s - self.spent(without="training") - sum(waiting.values())
         for stage in STAGES:
-            seconds = shares[stage.name] * budget
+            seconds = waiting.get(stage.name, 0.0)
             if stage.name == "training":
                 seconds = self._training_seconds(max(0.0, left))
             done = self.done(stage.name)
             minutes = round((self.read(stage.name)["seconds"] if done else seconds) / 60, 2)
             stages.append({"stage": stage.name, "what": stage.words, "minutes": minutes, "done": done})
         return stages
+
+    @property
+    def budget(self) -> StageBudget | None:
+        """Return how the time is divided; None before the machine is measured."""
+        if not self.done("machine"):
+            return None
+        about: dict[str, Any] = {"free_arms": 1 + len(FREE)}
+        if self.done("prompts"):
+            about["prompts"] = max(1, min(DECIDING, self.read("prompts")["held_out"]))
+            about["unanswered"] = not all(prompt.answered for prompt in self.part("train"))
+        elif self._draws():
+            about["drawn_tokens"] = DrawSettings().max_tokens * math.ceil(FEWEST_DRAWN / SETTINGS.rows)
+        return StageBudget.of(self.read("machine"), self.request, **about)
+
+    @property
+    def _with_head(self) -> bool:
+        """Return whether a head is compared, too, as far as is known by now."""
+        if self.done("choice"):
+            return bool(self.read("choice")["train"])
+        return self.budget is None or self.budget.trains
+
+    def allotted(self) -> dict[str, float]:
+        """Return the seconds of the stages with a share."""
+        shares = {stage.name: share for stage in STAGES if (share := self._share(stage))}
+        if self.budget is None:
+            return {name: share * self.request.budget_s for name, share in shares.items()}
+        return self.budget.allot(shares, head=self._with_head)
+
+    def _time_for(self, name: str) -> float:
+        """Return the seconds that a stage may still take: less than are allotted where earlier attempts took some."""
+        return self.allotted().get(name, 0.0) - self._attempts().get(name, 0.0)
+
+    def _tokens_for(self, seconds: float, completions: int) -> int:
+        """Return the tokens of each of so many compared completions."""
+        assert self.budget is not None, "the machine is measured first"
+        limits = {"least": SETTINGS.least_tokens, "most": SETTINGS.compared_tokens}
+        return self.budget.tokens_within(seconds, completions, **limits)
 
     def _share(self, stage: SpeedupStage) -> float:
         """Return the share of the budget that a stage may take; 0: as long as it takes."""
@@ -208,6 +250,8 @@ class SpeedupRun:
         if self._again:
             what_stays = "measurements, prompts and completions that are written stay"
             self.console.say(f"the budget or the kind of head has changed since the last run: {what_stays}")
+            attempts = {name: seconds for name, seconds in self._attempts().items() if name not in self._again}
+            write_sealed(self.path(ATTEMPTS), attempts)
             for path in (*(self.path(name) for name in self._again), self.folder / TIMINGS):
                 path.unlink(missing_ok=True)
             self._again = ()
@@ -235,13 +279,29 @@ class SpeedupRun:
         self.console.say(f"{number}/{len(STAGES)} {stage.words}{about}{following}")
 
     def _do(self, stage: SpeedupStage) -> None:
-        began = time.monotonic()
-        found = stage.work(self)
-        write_sealed(self.path(stage.name), {**found, "seconds": round(time.monotonic() - began, 2)})
+        began, earlier = time.monotonic(), self._attempts().get(stage.name, 0.0)
 
-    def spent(self) -> float:
-        """Return the seconds of all stages that are done."""
-        return sum(self.read(stage.name)["seconds"] for stage in STAGES if self.done(stage.name))
+        def seconds() -> float:
+            return round(earlier + time.monotonic() - began, 2)
+
+        try:
+            found = stage.work(self)
+        except BaseException:
+            with suppress(OSError):  # the disk may be full
+                write_sealed(self.path(ATTEMPTS), {**self._attempts(), stage.name: seconds()})
+            raise
+        write_sealed(self.path(stage.name), {**found, "seconds": seconds()})
+
+    def _attempts(self) -> dict[str, float]:
+        """Return the seconds of stages that were interrupted."""
+        return self.read(ATTEMPTS) if self.path(ATTEMPTS).is_file() else {}
+
+    def spent(self, *, without: str = "") -> float:
+        """Return the seconds of all stages, of interrupted ones, too, but not of one."""
+        known = self._attempts() | {
+            stage.name: self.read(stage.name)["seconds"] for stage in STAGES if self.done(stage.name)
+        }
+        return sum(seconds for name, seconds in known.items() if name != without)
 
     # --- the stages -----------------------------------------------------------------------------------------------
 
@@ -303,7 +363,7 @@ class SpeedupRun:
         it writes no usable prompt.
         """
         path = self.folder / "prompts" / "drawn.jsonl"
-        deadline = time.monotonic() + SETTINGS.drawing_share * self.request.budget_s
+        deadline = time.monotonic() + self._time_for("prompts")
         with self.console.busy("drawing prompts from the model") as tell:
             draw = PromptDraw(
                 output=path,
@@ -331,11 +391,18 @@ class SpeedupRun:
         return [SpeedupPrompt.parse(line) for line in lines]
 
     def _answers(self) -> dict[str, Any]:
-        seconds = SETTINGS.answers_share * self.request.budget_s
+        assert self.budget is not None, "the machine is measured first"
+        if not self._with_head:
+            reason = (
+                f"the budget is too short to train a head: --budget {self.budget.enough(head=True)} and more would do"
+            )
+            return {"answered": 0, "tokens": 0, "empty": 0, "circles": 0, "notes": [], "reason": reason}
+        seconds = self._time_for("answers")
         parts = {"trial": self.part("trial"), "train": self.part("train")}
         folder = self.folder / "answers"
         with self.console.busy("answering") as tell:
-            counts = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, tell=tell)
+            last_s = self.request.max_tokens * self.budget.wide_s
+            counts = answer_prompts(self.llm, parts, folder, self.request, seconds=seconds, last_s=last_s, tell=tell)
         counts |= prepare_answers(self.llm, folder, self.folder / "prepared", name=self.request.model)
         tokens = counts["tokens"]
         self.console.say(f"  {counts['answered']:,} completions, {tokens:,} tokens to learn")
@@ -344,7 +411,8 @@ class SpeedupRun:
         return counts
 
     def _free(self) -> dict[str, Any]:
-        seconds = SETTINGS.free_share * self.request.budget_s
+        assert self.budget is not None, "the machine is measured first"
+        seconds, allotted = self._time_for("free"), self.allotted()["free"]
         prompts = self.asked_prompts("trial")
         deadline = time.monotonic() + seconds
         arms = (SpeedupArm(name=PLAIN), *FREE)
@@ -353,9 +421,14 @@ class SpeedupRun:
         with self.console.busy("trying") as tell:
             for arm in FREE:
                 if arm.name != "auto":
-                    forecasts[arm.name] = self._forecast(arm, prompts, cost, tell, seconds=seconds)
-            tokens = min(SETTINGS.trial_tokens, self.request.max_tokens)
-            compared = SideBySide(self.llm, arms, max_tokens=tokens, fewest=2)
+                    forecasts[arm.name] = self._forecast(arm, prompts, cost, tell, seconds=allotted)
+            tokens = self.budget.tokens_within(
+                allotted * (1 - len(forecasts) * SETTINGS.forecast_share),
+                SETTINGS.least_trials * len(arms) * len(TEMPERATURES),
+                least=SETTINGS.least_trial_tokens,
+                most=SETTINGS.trial_tokens,
+            )
+            compared = SideBySide(self.llm, arms, max_tokens=tokens, fewest=SETTINGS.least_trials)
             left = deadline - time.monotonic()
             timings = compared.ask(prompts, seconds=left, tell=lambda found: tell(_count(found, arms)))
         figures = summarise(timings, arms)
@@ -381,9 +454,10 @@ class SpeedupRun:
         """
         config = SpeculativeConfig.parse(arm.speculative or None)
         assert config is not None
-        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": self.request.compared_tokens}
+        tokens = max(2, self._tokens_for(SETTINGS.forecast_share * seconds, 1))
+        how: dict[str, Any] = {"temperature": 0.0, "max_tokens": tokens}
         chosen = [prompt.prompt for prompt in prompts]
-        each_s = self.request.compared_tokens * cost.pass_ms(1) / 1000
+        each_s = tokens * cost.pass_ms(1) / 1000
         most = max(1, min(SETTINGS.forecast_prompts, int(SETTINGS.forecast_share * seconds / each_s)))
         answers = EncodedPrompts.of(self.llm, chosen, limit=most, **how)
         try:
@@ -425,7 +499,8 @@ class SpeedupRun:
 
     def _choice(self) -> dict[str, Any]:
         answers, free = self.read("answers"), self.read("free")
-        left = self.request.budget_s * (1 - SETTINGS.comparison_share) - self.spent()
+        began = time.monotonic()
+        left = self.request.budget_s - self.allotted()["comparison"] - self.spent()
         left *= SETTINGS.steps_share
         if answers["reason"]:
             choice = HeadChoice(best=None, train=False, reason=answers["reason"])
@@ -445,6 +520,7 @@ class SpeedupRun:
                 )
                 self.release()
         self.console.say(f"  {'train' if choice.train else 'train nothing'}: {choice.reason}")
+        left = max(1.0, left - (time.monotonic() - began))  # Choosing took some of it
         return {**choice.record(), "training_seconds": round(left, 1), "considered": considered}
 
     def _training(self) -> dict[str, Any]:
@@ -468,16 +544,19 @@ class SpeedupRun:
             head = str((self.folder / trained["head"]).resolve())
             alone_ = SpeedupArm(name=trained["kind"], speculative={"method": trained["kind"], "model": head})
             arms += [alone_, SpeedupArm(name=f"auto + {alone_.name}", speculative={"method": "auto", "model": head})]
-        path, seconds = self.folder / TIMINGS, SETTINGS.comparison_share * self.request.budget_s
+        # As long in every attempt; where stages took longer than planned, fewer prompts are compared.
+        path, allotted = self.folder / TIMINGS, self.allotted()["comparison"]
+        seconds = min(self._time_for("comparison"), self.request.budget_s - self.spent())
         with self.console.busy("measuring") as tell:
             if trained["head"] is not None:
-                forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell, seconds=seconds)
+                forecasts[alone_.name] = self._forecast(alone_, prompts, self.cost(), tell, seconds=allotted)
 
             def keep(found: list[AnswerTiming]) -> None:
                 write_file(path, json.dumps([asdict(one) for one in found]))
                 tell(_count(found, arms))
 
-            compared = SideBySide(self.llm, arms, max_tokens=self.request.compared_tokens)
+            tokens = self._tokens_for(allotted, min(DECIDING, len(prompts)) * len(arms) * len(TEMPERATURES))
+            compared = SideBySide(self.llm, arms, max_tokens=tokens)
             timings = compared.ask(prompts, seconds=seconds, done=_kept(path, arms), tell=keep)
         plain = [one for one in timings if one.arm == PLAIN and one.temperature == 0]
         return {

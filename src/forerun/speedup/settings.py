@@ -42,16 +42,20 @@ class HeadSettings:
 class SpeedupSettings:
     """How a budget is spent, and on how much."""
 
-    drawing_share: float = 0.04  # Of the budget: prompts are drawn, where none are given
+    drawing_share: float = 0.04  # Of the budget beyond the least work: prompts are drawn, where none are given
     answers_share: float = 0.25  # The model completes the training prompts
     free_share: float = 0.08  # Drafters that need no training
     steps_share: float = 0.8  # Of the training's time; the rest goes to evaluations while it trains (`TrainSettings`)
-    comparison_share: float = 0.2  # Of the budget: the last measurement
+    comparison_share: float = 0.2  # The last measurement
     most_drawn: int = 5000  # Prompts that are drawn, at most
     rows: int = 8  # Answers at once while the model writes them
     longest: int = 2048  # Tokens of a prompt and its completion
     compared_tokens: int = 128  # Of each completion that is compared, at most
+    least_tokens: int = 24  # Of each completion that is compared, at least, however slow the model is
     trial_tokens: int = 64  # Of each completion of a trial, at most
+    least_trial_tokens: int = 16  # Of each completion of a trial, at least
+    least_trials: int = 2  # Prompts on which drafters without training are tried, at least
+    trial_answers_share: float = 0.2  # Of the completions' time: those of trial prompts, which are not learned
     forecast_prompts: int = 6  # Prompts on which a drafter's acceptance is measured for the plan, at most
     forecast_share: float = 0.1  # Of a stage's time that a drafter's forecast may take
     temperatures: tuple[float, ...] = (0.0, 0.8)  # Of the completions that a head learns, in equal shares

@@ -26,6 +26,7 @@ from forerun.drafters.kinds import kind_named, objective_for
 from forerun.errors import ArgumentError, DataError, OutOfMemoryError
 from forerun.heads.files import TargetFacts
 from forerun.heads.start import SEEN_TOKENS
+from forerun.intervals import t_factor
 from forerun.losses.objective import Batches, FeatureBatch, FrozenTarget, Objective, TokenBatch
 from forerun.model import TransformersTarget
 from forerun.model.layers import base_of, layers_of
@@ -430,7 +431,7 @@ def half_interval(each: Sequence[SpeculationStats]) -> float:
     length = total.mean_acceptance_length - 1
     off = [one.num_accepted_draft_tokens - length * one.num_spec_steps for one in each]
     variance = sum(value**2 for value in off) * len(each) / (len(each) - 1)
-    return 1.96 * math.sqrt(variance) / max(1, total.num_spec_steps)
+    return t_factor(len(each) - 1) * math.sqrt(variance) / max(1, total.num_spec_steps)
 
 
 def check_memory(recipe: TrainRecipe[Any], parallel: Parallel) -> None:
