@@ -37,6 +37,7 @@ GROUND = (
     "shipped",
     "endpoints",
     "option_groups",
+    "intervals",
 )
 ORDER = (
     GROUND,
