@@ -112,6 +112,21 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes where `folder` is or will be."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes in the unit that suits it."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder at once, so that nobody ever sees half of it."""
     doomed = _hide(folder, _GONE)

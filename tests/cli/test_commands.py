@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -229,17 +230,22 @@ def test_debug_shows_the_traceback(forerun: Forerun, checkpoint: Path, monkeypat
         forerun("generate", checkpoint, "-p", "x", "-t", -1)
 
 
-def test_ctrl_c_in_a_stream_is_a_clean_end(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_in_a_stream_are_clean_ends(
+    number: signal.Signals, forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = LLM.stream
 
     def interrupted(self: LLM, *arguments: Any, **options: Any) -> Iterator[Any]:
         chunks = whole(self, *arguments, **options)
         yield next(chunks)
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(LLM, "stream", interrupted)
+    former = signal.getsignal(signal.SIGTERM)
     ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0)
     assert ran.code == 130 and ran.out.endswith("\n") and "Traceback" not in ran.err
+    assert ran.err.endswith("stopped before it was done\n") and signal.getsignal(signal.SIGTERM) is former
 
 
 def test_drafters_json_is_the_registry(forerun: Forerun) -> None:

@@ -16,6 +16,7 @@ from forerun.drafters import DRAFTERS, drafter_class
 from forerun.drafters.kinds import KINDS, kind_named, objective_for
 from forerun.errors import ArgumentError, VocabularyMismatchError
 from forerun.heads.files import FORMATS, HeadCheckpoint, TargetFacts, format_for, write_head
+from forerun.training import run
 from forerun.training.recipe import make_recipe, read_recipe
 from forerun.training.trained import TRAINED, TrainedHead
 from heads.samples import PLAIN, TARGET, sample
@@ -176,6 +177,25 @@ def test_another_targets_head_does_not_go_on(
     recipe = read_recipe(kind, None, [], places)
     with pytest.raises((ArgumentError, VocabularyMismatchError), match=f"draft.start: .*{named}"):
         TrainedHead(recipe).start(ttt.model(), None, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "word", "said"),
+    [
+        ("dflash", "draft.vocab_size=8", "draft.options.own_lm_head=true"),
+        ("medusa", "draft.vocab_size=8", "its last hidden state; leave draft.vocab_size away"),
+        ("kangaroo", "draft.vocab_size=8", "output head; leave draft.vocab_size away"),
+        ("eagle3", "draft.options={heads: 3}", "no option 'heads'"),
+        ("distill", "draft.options={layers: 99}", "draft.options.layers must be 1 to 4"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_anything_is_loaded(
+    kind: str, word: str, said: str, train: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's configuration says enough; what it says to do is what was wrong."""
+    monkeypatch.setattr(run, "open_frozen_target", None)
+    line = [one for one in words_for(train, kind, 2, word) if one == word or not one.startswith("draft.")]
+    assert said in train.refused(line)
 
 
 PAGE = "docs/write-a-head.md"

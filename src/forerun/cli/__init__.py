@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forerun.cli.other_engines import explain_unknown
@@ -144,10 +148,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code; `arguments` default to the process's own."""
     if "" not in sys.path:  # The folder one works in: a drafter of the user's own is found there, behind all else
         sys.path.append("")
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        return _run(arguments)
-    except KeyboardInterrupt:
+        with _stopped_by_sigterm() if words[:1] != ["serve"] else nullcontext():  # a server drains
+            return _run(arguments)
+    except KeyboardInterrupt as stop:
+        from forerun.cli import console
+
+        console.warn(str(stop) or "stopped before it was done")
         return INTERRUPTED
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM do what Ctrl-C does while open: what is done is kept, and a line says so."""
+
+    def stop(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def leave(code: int) -> NoReturn:

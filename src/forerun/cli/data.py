@@ -325,9 +325,12 @@ def regenerate(
                 rows = options.concurrency or 8
                 llm = session.load(str(options.target), loading, speculation.config(), max_num_seqs=rows)
                 with_engine(todo, llm, concurrency=rows)
-        except BaseException:
+        except BaseException as error:
+            safe = f"{todo.written:,} records are safe in {options.output}; the same command goes on from there"
+            if isinstance(error, KeyboardInterrupt):
+                raise KeyboardInterrupt(f"stopped: {safe}") from None
             if todo.written:
-                console.warn(f"{todo.written:,} records are safe in {options.output}; run again to go on")
+                console.warn(safe)
             raise
     _report(todo, as_json=json)
     return 1 if todo.failed else 0

@@ -79,7 +79,8 @@ def features(
     if not _ask_consent(run, yes=yes):
         return 0
     checks = _extract(run)
-    from forerun.training.features.store import FeatureStore, format_bytes
+    from forerun.training.features.store import FeatureStore
+    from forerun.writing import format_bytes
 
     store = FeatureStore(options.output, run.manifest)
     size = run.manifest.tokens * run.manifest.record_bytes
@@ -161,7 +162,8 @@ def _read_by(kind: HeadKind, text: Any, target: str) -> tuple[Boundary, ...]:
 
 def _ask_consent(run: _FeatureRun, *, yes: bool) -> bool:
     """Report how much space it will take, and ask for consent where somebody can answer."""
-    from forerun.training.features.store import check_room, format_bytes
+    from forerun.training.features.store import check_room
+    from forerun.writing import format_bytes
 
     manifest, output = run.manifest, run.options.output
     total = manifest.tokens * manifest.record_bytes
@@ -205,8 +207,10 @@ def _extract(run: _FeatureRun) -> list[BoundaryCheck] | None:
                 with console.progress_bar("tokens", manifest.tokens, writer.tokens) as update:
                     extract(capture, run.prepared, writer, batch_tokens=options.batch_tokens, progress=update)
             except KeyboardInterrupt:
-                console.warn(f"stopped after {len(writer.done)} documents; the same command goes on from there")
-                raise
+                done = len(writer.done)
+                raise KeyboardInterrupt(
+                    f"stopped after {done} documents; the same command goes on from there"
+                ) from None
     return checks
 
 

@@ -24,7 +24,19 @@ _TITLES = {
     "time": "stopped by training.max_seconds",
     "no_gain": "stopped: acceptance on held-out prompts no longer rises (training.patience)",
 }
-_SHOWN = ("steps", "tokens", "loss", "best", "best_step", "seconds", "head", "draft", "model")
+_SHOWN = (
+    "steps",
+    "tokens",
+    "loss",
+    "best",
+    "best_step",
+    "training_seconds",
+    "evaluation_seconds",
+    "seconds",
+    "head",
+    "draft",
+    "model",
+)
 _FINISHED = (
     "{} holds a finished run: an earlier one did all {:,} steps. To train on, give more training.steps (or "
     "training.seconds) and --allow-changes; to begin anew, another output."

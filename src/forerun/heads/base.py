@@ -111,6 +111,14 @@ class HeadConfig(ABC):
         """
 
 
+def leave_away(**given: bool) -> str:
+    """Return the advice to leave away what was given and is not to be, by names in which `__` stands for a dot; empty
+    where nothing was.
+    """
+    names = [name.replace("__", ".") for name, there in given.items() if there]
+    return f"leave {' and '.join(names)} away" if names else ""
+
+
 def check_types(made: type, options: Mapping[str, Any], what: str) -> None:
     """Raise ArgumentError for options that are not of the types of the dataclass `made`, whose name
     is `what`: all of them at once. A field that becomes a dataclass itself is a mapping here.

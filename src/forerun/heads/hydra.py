@@ -30,7 +30,7 @@ from torch.nn.functional import silu
 
 from forerun.errors import CheckpointError, find_problem, refuse
 from forerun.heads import decoders
-from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
+from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped, leave_away
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
@@ -138,6 +138,11 @@ class HydraConfig(DecoderConfig):
         return self.num_heads
 
     def problem(self) -> str | None:
+        away = leave_away(
+            draft__vocab_size=self.reduced_vocabulary,
+            boundaries=self.boundaries != (LAST_HIDDEN,),
+            hidden_size=self.hidden_size != self.target_hidden_size,
+        )
         return find_problem(
             (
                 self.num_heads < 1 or self.num_layers < 1,
@@ -148,11 +153,8 @@ class HydraConfig(DecoderConfig):
                 f"num_hidden_layers is 1 (Hydra++) or 0 (Hydra), got {self.num_hidden_layers}",
             ),
             (
-                self.reduced_vocabulary
-                or self.boundaries != (LAST_HIDDEN,)
-                or self.hidden_size != self.target_hidden_size,
-                "it proposes all of the target's tokens and reads its last hidden state and its embeddings; leave "
-                "draft.vocab_size, boundaries and hidden_size away",
+                bool(away),
+                f"it proposes all of the target's tokens and reads its last hidden state and its embeddings; {away}",
             ),
         ) or DecoderConfig.problem(self)
 

@@ -36,7 +36,7 @@ from forerun.drafters.self_drafting.early_exit import leave
 from forerun.drafters.trees import FixedTree
 from forerun.errors import ArgumentError, CheckpointError, UnsupportedModelError, find_problem
 from forerun.heads import decoders
-from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig
+from forerun.heads.base import AdapterHead, Angles, Attend, HeadConfig, leave_away
 from forerun.heads.drafting import HeadDrafter, HeadDrafterConfig
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written
@@ -74,6 +74,11 @@ class KangarooConfig(DecoderConfig):
     own_lm_head: bool = False
 
     def problem(self) -> str | None:
+        away = leave_away(
+            draft__vocab_size=self.reduced_vocabulary,
+            hidden_size=self.hidden_size != self.target_hidden_size,
+            own_lm_head=self.own_lm_head,
+        )
         return find_problem(
             (
                 len(self.boundaries) != 1 or self.boundaries[0] < 1,
@@ -81,9 +86,8 @@ class KangarooConfig(DecoderConfig):
             ),
             (self.num_hidden_layers != 1, f"an adapter has one layer, got num_hidden_layers {self.num_hidden_layers}"),
             (
-                self.reduced_vocabulary or self.hidden_size != self.target_hidden_size or self.own_lm_head,
-                "it proposes all of the target's tokens through the target's output head; leave draft.vocab_size and "
-                "hidden_size away",
+                bool(away),
+                f"it proposes all of the target's tokens through the target's output head; {away}",
             ),
         ) or DecoderConfig.problem(self)
 

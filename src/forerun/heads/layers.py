@@ -127,7 +127,10 @@ class DecoderConfig(HeadConfig):
                 f"full_layers are some, not all, of the {layers} layers of a head with a sliding_window, in order and "
                 f"counted from 0; got {self.full_layers} with the window {self.sliding_window}",
             ),
-            (not self.own_lm_head and self.reduced_vocabulary, "a reduced draft vocabulary needs its own lm_head"),
+            (
+                not self.own_lm_head and self.reduced_vocabulary,
+                "a reduced draft vocabulary needs its own lm_head (in a recipe draft.options.own_lm_head=true)",
+            ),
         )
 
     def _unknown(self) -> str | None:

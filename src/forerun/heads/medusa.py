@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from forerun.errors import CheckpointError, refuse
-from forerun.heads.base import HeadConfig, ParallelHead
+from forerun.heads.base import HeadConfig, ParallelHead, leave_away
 from forerun.heads.drafting import BestFirstDrafter, HeadDrafterConfig
 from forerun.heads.engines import (
     DRAFT_HERE,
@@ -73,6 +73,7 @@ class MedusaConfig(HeadConfig):
     num_layers: int = 1  # Residual blocks before each
 
     def __post_init__(self) -> None:
+        away = leave_away(draft__vocab_size=self.reduced_vocabulary, boundaries=self.boundaries != (LAST_HIDDEN,))
         refuse(
             (
                 self.num_heads < 1 or self.num_layers < 0,
@@ -80,9 +81,8 @@ class MedusaConfig(HeadConfig):
                 f"{self.num_layers}",
             ),
             (
-                self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,),
-                "Medusa head: it proposes all of the target's tokens and reads its last hidden state; leave "
-                "draft.vocab_size and boundaries away",
+                bool(away),
+                f"Medusa head: it proposes all of the target's tokens and reads its last hidden state; {away}",
             ),
         )
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from forerun.errors import CheckpointError, refuse
-from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped
+from forerun.heads.base import Attend, HeadConfig, RecurrentHead, Stepped, leave_away
 from forerun.heads.drafting import HeadDrafter
 from forerun.heads.engines import DRAFT_HERE, EVERY, NO_SUCH_DRAFTER, Engines, Trait, always
 from forerun.heads.files import Config, Format, HeadCheckpoint, TargetFacts, Tensors, Written, make_config
@@ -45,6 +45,7 @@ class MlpSpeculatorConfig(HeadConfig):
 
     def __post_init__(self) -> None:
         least = 2 if self.tie_weights else 1
+        away = leave_away(draft__vocab_size=self.reduced_vocabulary, boundaries=self.boundaries != (LAST_HIDDEN,))
         refuse(
             (
                 self.n_predict < least or self.inner_dim < 1,
@@ -52,9 +53,8 @@ class MlpSpeculatorConfig(HeadConfig):
                 f"and {self.inner_dim}",
             ),
             (
-                self.reduced_vocabulary or self.boundaries != (LAST_HIDDEN,),
-                "MLP speculator: it proposes all of the target's tokens and reads its last hidden state; leave "
-                "draft.vocab_size and boundaries away",
+                bool(away),
+                f"MLP speculator: it proposes all of the target's tokens and reads its last hidden state; {away}",
             ),
         )
 

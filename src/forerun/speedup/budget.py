@@ -15,7 +15,7 @@ from forerun.errors import ArgumentError
 from forerun.speedup.compare import DECIDING, TEMPERATURES, WARM_UP_TOKENS
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
 
-PROMPT_NODES = 64  # Nodes of the pass that stands for reading a prompt
+PROMPT_NODES = 128  # Nodes of the pass that stands for reading a prompt
 TIMED_PASSES, TIMED_S = 60, 10.0  # Of a drafter whose drafts are timed (`measure_draft`), at most
 
 
@@ -39,7 +39,8 @@ class StageBudget:
         plain_s = machine["pass_ms"] / 1000
 
         def pass_s(nodes: int) -> float:
-            return plain_s * float(next((v for size, v in machine["v"] if size >= nodes), machine["v"][-1][1]))
+            largest, widest = machine["v"][-1]
+            return plain_s * float(next((v for size, v in machine["v"] if size >= nodes), widest * nodes / largest))
 
         return cls(
             request=request,

@@ -259,9 +259,14 @@ class SpeedupRun:
 
     @contextmanager
     def _saying_what_is_kept(self, stage: SpeedupStage) -> Iterator[None]:
-        """Say what to do where the disk runs full."""
+        """Say what to do where the disk runs full, or somebody stops the run."""
         try:
             yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(
+                f"stopped in the stage {stage.name!r} ({stage.words}); what is done is safe in {self.folder}: the same "
+                "command goes on there"
+            ) from None
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
@@ -393,9 +398,8 @@ class SpeedupRun:
     def _answers(self) -> dict[str, Any]:
         assert self.budget is not None, "the machine is measured first"
         if not self._with_head:
-            reason = (
-                f"the budget is too short to train a head: --budget {self.budget.enough(head=True)} and more would do"
-            )
+            enough = self.budget.enough(head=True)
+            reason = f"the budget is too short to train a head: --budget {enough} and more leave time for one"
             return {"answered": 0, "tokens": 0, "empty": 0, "circles": 0, "notes": [], "reason": reason}
         seconds = self._time_for("answers")
         parts = {"trial": self.part("trial"), "train": self.part("train")}

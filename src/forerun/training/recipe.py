@@ -73,6 +73,11 @@ class TrainSettings:
     keep_checkpoints: Count = 2  # Newest checkpoints kept; 0: all. The best weights are kept besides.
     log_every_steps: Natural = 10  # Optimizer steps between log lines; each averages over the steps since the last
 
+    @property
+    def moments(self) -> int:
+        """Return how many numbers the optimizer remembers of each weight, at most."""
+        return 2 if self.optimizer == "adamw" else 1
+
     def __post_init__(self) -> None:
         check_fields(self)
         if self.steps is not None and self.seconds is not None:

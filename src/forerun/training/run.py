@@ -73,6 +73,8 @@ class TrainingRun:
         make_objective = objective_for(kind)
         self.recipe, self.parallel = recipe, parallel
         self.trained = trained_class(kind)(recipe)
+        options = LoadOptions(dtype=recipe.target_dtype, device=str(parallel.device), repack=False)
+        self.trained.check_shape(read_config(resolve(recipe.target), options))
         check_memory(recipe, parallel)
         self.model, tokenizer = open_frozen_target(recipe.target, recipe.target_dtype, recipe.target_parallel, parallel)
         self.data = open_data(recipe.data, recipe.target, self.model, tokenizer)
@@ -214,8 +216,7 @@ class TrainingRun:
 
 def bytes_of_training(weights: int, settings: TrainSettings) -> int:
     """Return the bytes of `weights` float32 weights, their gradients and their optimizer states."""
-    moments = 2 if settings.optimizer == "adamw" else 1
-    return 4 * weights * (2 + moments)
+    return 4 * weights * (2 + settings.moments)
 
 
 class RunBatches(Batches):

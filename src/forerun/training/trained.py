@@ -15,6 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -63,15 +64,9 @@ def shrink(model: Any, options: Mapping[str, Any]) -> Any:
     architectures than `STYLES`, and quantised ones.
     """
     former = model.config
-    refuse(
-        (
-            former.model_type not in STYLES,
-            f"{former.model_type} cannot be shrunk; {', '.join(STYLES)} can. Name a draft model instead: --draft",
-        ),
-        (is_quantised(model), "a quantised target cannot be shrunk; name its unquantised checkpoint as target"),
-        error=UnsupportedModelError,
-    )
-    layers, config = _check_options(options, former), copy.deepcopy(former)
+    layers, config = check_shrinkable(options, former), copy.deepcopy(former)
+    if is_quantised(model):
+        raise UnsupportedModelError("a quantised target cannot be shrunk; name its unquantised checkpoint as target")
     state = {name: value.detach().float().cpu() for name, value in model.state_dict().items()}
     state = _of_layers(state, layers)
     config.num_hidden_layers = len(layers)
@@ -101,8 +96,12 @@ def space_evenly(count: int, layers: int) -> list[int]:
     return [round(index * (layers - 1) / max(1, count - 1)) for index in range(count)]
 
 
-def _check_options(options: Mapping[str, Any], config: Any) -> list[int]:
-    """Return the layers; ArgumentError, with what is allowed, for options that do not fit."""
+def check_shrinkable(options: Mapping[str, Any], config: Any) -> list[int]:
+    """Return the layers; errors as in `shrink`, with what is allowed."""
+    if config.model_type not in STYLES:
+        raise UnsupportedModelError(
+            f"{config.model_type} cannot be shrunk; {', '.join(STYLES)} can. Name a draft model instead: --draft"
+        )
     names = ("layers", *WIDTHS)
     for name in options:
         refuse_unknown("a target cannot be shrunk by", name, names, "draft.options has")
@@ -247,6 +246,10 @@ class Trained(ABC):
                     "beside it: name another output"
                 )
 
+    def check_shape(self, target: Any) -> None:
+        """Raise ArgumentError for a shape that does not fit a target with this configuration: before it is loaded."""
+        return
+
     @abstractmethod
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         """Make the `module` for a target and its tokenizer, on the CPU or on the target's device."""
@@ -299,6 +302,14 @@ class TrainedHead(Trained):
         self.kind = kind_named(recipe.kind)
         format_for(self.kind.stored_as)  # what could not be written need not be trained
 
+    def check_shape(self, target: Any) -> None:
+        draft, kind = self.recipe.draft, self.kind
+        if draft.start is None and kind.in_target is None:
+            kind.head.Config.for_target(kind.name, SimpleNamespace(config=target), draft.vocab_size, draft.options)
+        elif draft.options or draft.vocab_size is not None:
+            what = "draft.start" if draft.start is not None else "the target"
+            raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
+
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         self.module = self._head(model, data)
         self.boundaries = self.module.config.boundaries
@@ -324,9 +335,6 @@ class TrainedHead(Trained):
     def _head(self, model: Any, data: PreparedData) -> Head:
         draft, kind = self.recipe.draft, self.kind
         if draft.start is not None or kind.in_target is not None:
-            if draft.options or draft.vocab_size is not None:
-                what = "draft.start" if draft.start is not None else "the target"
-                raise ArgumentError(f"{what} brings its own shape; leave draft.options and draft.vocab_size away")
             if draft.start is None:
                 checkpoint = import_named(kind.in_target or "")(self.recipe.target)
             else:
@@ -432,6 +440,10 @@ class TrainedModel(TrainedWhole):
             ),
         )
 
+    def check_shape(self, target: Any) -> None:
+        if self.recipe.draft.start is None:
+            check_shrinkable(self.recipe.draft.options, target.get_text_config())
+
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         start = self.recipe.draft.start
         self.tokenizer = tokenizer
@@ -533,6 +545,9 @@ class TrainedTargetAndHead(Trained):
         super().__init__(recipe)
         check_whole(recipe)
         self.head = TrainedHead(recipe)
+
+    def check_shape(self, target: Any) -> None:
+        self.head.check_shape(target)
 
     def start(self, model: Any, tokenizer: Any, data: PreparedData) -> None:
         self.tokenizer = tokenizer

@@ -271,7 +271,7 @@ def test_the_size_is_known_beforehand_and_compared_to_the_disk(tmp_path: Path, m
     assert manifest_of(Documents(), dtype="bfloat16", **wide).record_bytes == 32 * 1024
     assert manifest_of(Documents(), dtype="float8_e4m3fn", **wide).record_bytes == 16 * 1024 + 16
     usage = shutil.disk_usage(tmp_path)._replace(free=5 * 1024)
-    monkeypatch.setattr(stores.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     assert check_room(tmp_path / "not" / "yet", 5 * 1024) == 5 * 1024
     with pytest.raises(DataError, match=r"still need 2\.0 MiB, but .* has 5\.0 KiB free"):
         check_room(tmp_path, 2 << 20)

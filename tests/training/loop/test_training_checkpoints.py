@@ -76,6 +76,25 @@ def test_data_go_on_where_they_were_with_another_accumulation(tmp_path: Path) ->
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def test_a_checkpoint_that_does_not_fit_is_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "free_bytes", lambda folder: 100)
+    with pytest.raises(CheckpointError, match=r"has 100 bytes free, and a checkpoint needs .* make room"):
+        run(tmp_path, steps=2)
+    assert not list(tmp_path.glob("checkpoint-*"))
+
+
+def test_a_disk_that_fills_before_the_first_checkpoint_does_not_promise_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"No checkpoint had been written yet\..*start again") as caught:
+        run(tmp_path, steps=2)
+    assert "goes on" not in str(caught.value)
+
+
 def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, steps=2)
     before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}

@@ -14,7 +14,6 @@ import hashlib
 import itertools
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -34,7 +33,15 @@ from forerun.model.load import weight_parts
 from forerun.model.names import resolve
 from forerun.training.data.store import PackedWindows, PreparedData
 from forerun.types import LAST_HIDDEN, Boundary
-from forerun.writing import ManifestKind, TokenizerIdentity, read_object, read_sealed, write_sealed
+from forerun.writing import (
+    ManifestKind,
+    TokenizerIdentity,
+    format_bytes,
+    free_bytes,
+    read_object,
+    read_sealed,
+    write_sealed,
+)
 
 Records = NDArray[np.uint8]
 SHARD_BYTES = 1 << 30
@@ -414,24 +421,14 @@ def check_room(directory: Path, needed: int) -> int:
     """Return the free bytes where `directory` is or will be; DataError if there are fewer than
     `needed`.
     """
-    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = free_bytes(directory)
     if needed > free:
         raise DataError(
-            f"the features still need {format_bytes(needed)}, but {existing} has {format_bytes(free)} free: choose "
+            f"the features still need {format_bytes(needed)}, but {directory} has {format_bytes(free)} free: choose "
             "another directory, store them as float8, take fewer boundaries or less data, or train online without "
             "storing them"
         )
     return free
-
-
-def format_bytes(count: float) -> str:
-    """Format a number of bytes in the unit that suits it."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def describe(

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from forerun.errors import CheckpointError
 from forerun.training.loop.distributed import Parallel, shard_like
-from forerun.writing import remove_folder, replace_folder, write_file
+from forerun.writing import format_bytes, free_bytes, remove_folder, replace_folder, write_file
 
 FORMAT = 1
 MODEL, OPTIMIZER, RANDOM, STATE = "model.safetensors", "optimizer.safetensors", "random.json", "state.json"
@@ -231,11 +231,25 @@ def new_directory(folder: Path) -> Iterator[Path]:
             yield fresh
     except (OSError, SafetensorError) as error:
         previous = latest(folder.parent)
-        former = f"{previous} is intact" if previous else "there was no earlier checkpoint"
+        former = "No checkpoint had been written yet. Make room or choose another output, and start again"
+        if previous:
+            former = f"{previous} is intact. Make room, then start the same command again: it goes on from there"
+        raise CheckpointError(f"Writing {folder} failed: {error}. {former}.") from error
+
+
+def check_room(output: Path, module: nn.Module, moments: int, *, best: bool) -> None:
+    """Raise CheckpointError where there is no room for one checkpoint of `module`, with so many `moments` of each
+    trained weight, and for the `best` weights beside it.
+    """
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in module.state_dict().values())
+    trained = sum(4 * weight.numel() for weight in module.parameters() if weight.requires_grad)
+    needed, free = whole * (1 + best) + trained * moments, free_bytes(output)
+    if needed > free:
+        also = ", and the best weights beside it," if best else ""
         raise CheckpointError(
-            f"Writing {folder} failed: {error}. Nothing saved before was touched: {former}. Make room or choose "
-            "another output, then start the same command again: it resumes."
-        ) from error
+            f"{output} has {format_bytes(free)} free, and a checkpoint{also} needs {format_bytes(needed)}: make room, "
+            "or choose another output"
+        )
 
 
 def rotate(output: Path, keep: int) -> None:

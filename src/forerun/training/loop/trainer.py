@@ -106,7 +106,11 @@ class TrainResult:
     best: float | None
     best_step: int | None  # Its weights are in ``output/best``
     checkpoint: Path  # Path of the last one. Under FSDP2 the module stays sharded: read the weights from here.
-    seconds: float
+    seconds: float  # Of this run, from the loading of its checkpoint to its end
+    training_seconds: (
+        float  # Of the steps, earlier runs into the same output included: what `seconds` of a recipe limits
+    )
+    evaluation_seconds: float  # Of the evaluations, earlier runs included
 
     @property
     def interrupted(self) -> bool:
@@ -184,6 +188,9 @@ class Training:
         with self.interrupts, ExitStack() as stack:
             for tracker in self.trackers:
                 stack.callback(tracker.close)
+            if first < self.total:
+                moments, best = self.settings.moments, self.evaluate is not None
+                self.parallel.on_first(lambda: checkpoint.check_room(self.output, self.module, moments, best=best))
             if self.settings.find_rate and first == 0:
                 self._find_rate()
             while True:
@@ -215,6 +222,8 @@ class Training:
             best_step=self.progress.best_step,
             checkpoint=self.saved,
             seconds=time.monotonic() - self.began,
+            training_seconds=self.progress.seconds,
+            evaluation_seconds=self.progress.evaluation_seconds,
         )
 
     @property
@@ -293,7 +302,7 @@ class Training:
         return (
             f"The {what} of step {self.progress.step + 1} is not finite: {places}, of {self.parallel.world}. This "
             f"step changed no weight, nothing was overwritten, and {latest}. Look at that batch, or lower the learning "
-            "rate (with --allow-changes), and start again: it resumes."
+            f"rate{' (with --allow-changes)' if self.saved else ''}, and start again."
         )
 
     def _evaluate(self, evaluate: Evaluate) -> None:
