@@ -271,6 +271,25 @@ def test_hooks_and_patches_between_calls_count(dtype: torch.dtype) -> None:
     assert answers(model, own) != plain
 
 
+@pytest.mark.parametrize("late", ["hook", "forward"])
+def test_what_changes_the_whole_models_inputs_after_a_call_is_refused(model: Any, late: str) -> None:
+    """An engine runs the base model and the head. The self-check of a new one sees that this is not all."""
+    own, real = loop(), model.forward
+    answers(model, own)
+    if late == "hook":
+        model.register_forward_pre_hook(lambda _, args, given: (args, changed(given)), with_kwargs=True)
+    else:
+        model.forward = lambda input_ids=None, **given: real(**changed({"input_ids": input_ids, **given}))
+    for _ in range(2):
+        with pytest.raises(UnsupportedModelError, match="failed the self-check"):
+            answers(model, own)
+
+
+def changed(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward with other tokens."""
+    return {**given, "input_ids": given["input_ids"] // 2}
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: torch.load(_saved(model), weights_only=False)])
 def test_a_model_with_the_loop_may_be_copied_and_saved(model: Any, copied: Any) -> None:
     model.generate = partial(model.generate, custom_generate=forerun.hf("suffix", num_speculative_tokens=4))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
@@ -249,11 +249,13 @@ class HuggingFaceGenerate:
 
     def _engine(self, model: Any, rows: int, length: int) -> _Served:
         """Return the model's engine, with room for `rows` rows of this length. A new one is made only if the model's
-        embeddings, output head, dtype or device have changed.
+        embeddings, output head, dtype, device, own forward or hooks before it have changed: an engine runs what is
+        inside of that, and its self-check refuses a model of which something outside counts.
         """
         context = getattr(model.config.get_text_config(), "max_position_embeddings", length)
         longest = min(context, -(-length // _SLOT_STEP) * _SLOT_STEP)
-        ends = model.get_input_embeddings(), model.get_output_embeddings(), model.dtype, model.device
+        around = (*model._forward_pre_hooks, *(ref(value) for name, value in vars(model).items() if name == "forward"))
+        ends = model.get_input_embeddings(), model.get_output_embeddings(), model.dtype, model.device, *around
         served = self._engines.get(model)
         if served is None or served.ends != ends:
             folds = attention.suits(model) and attention.refusal(model, _tokens_for(model)) is None
@@ -332,7 +334,7 @@ class _Served:
     """A model's engine."""
 
     llm: LLM
-    ends: tuple[Any, ...]  # Embeddings and output head, the modules that it refers to, and the model's dtype and device
+    ends: tuple[Any, ...]  # Embeddings and head, which it refers to, dtype and device, and what is around its forward
     folds: bool  # Whether attention may read the keys of grouped heads without copies of them
     kernels: list[str] | None = None  # Names of modules that forerun's kernels replace; None: not compared yet
     code: list[Any] = field(default_factory=list)  # The forwards of all modules' classes when they were compared
