@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.conftest import TEMPLATE, tiny_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.arguments import EngineArguments, LoadingArguments
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
@@ -449,3 +450,36 @@ def test_a_request_for_fewer_tokens_needs_no_drafter_of_its_own(checkpoint: Path
         depths.append(len(output.outputs[0].speculation.drafted_per_depth))
         assert len(llm.engine.drafting._active) == drafters
     assert depths == [4, 2, 1, 6] and len(texts) == 1
+
+
+def test_a_chat_template_of_ones_own(checkpoint: Path, tmp_path: Path) -> None:
+    """A file or the text itself; the tokenizer that was given keeps its own."""
+    written = "{% for m in messages %}<{{ m.content }}>{% generation %}{% endgeneration %}{% endfor %}"
+    file = tmp_path / "own.jinja"
+    file.write_text(written)
+    given = tiny_tokenizer()
+    for llm in (
+        LLM(str(checkpoint), dtype="float32", chat_template=file),
+        LLM(str(checkpoint), dtype="float32", chat_template=written, tokenizer=given),
+    ):
+        assert llm.chat_prompt([{"role": "user", "content": "the cat"}])["prompt"] == "<the cat>"
+    assert given.chat_template == TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("hermse", "Did you mean 'hermes'"),
+        ("/nonexistent/a.jinja", "no chat template /nonexistent/a.jinja"),
+        ("{% for m in messages %}\n{{ m", "line 2"),
+        ("hermes", "no tokens for"),
+    ],
+)
+def test_a_chat_template_that_cannot_be_used(checkpoint: Path, template: str, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        LLM(str(checkpoint), chat_template=template)
+
+
+def test_a_chat_template_needs_a_tokenizer(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="needs a tokenizer"):
+        LLM(str(checkpoint), chat_template="{{ messages }}", tokenizer=False)

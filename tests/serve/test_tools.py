@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from contract.harness import word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.grammar import GrammarCompiler
 from forerun.errors import ArgumentError
+from forerun.model.templates import read_template
 from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import ChatFormat, Tagged
 from forerun.serve.protocol.requests import ChatRequest
@@ -453,9 +455,36 @@ class TestServer:
         assert answer.status_code == 400 and "not accepted" in answer.json()["error"]["message"]
 
     def test_a_model_without_tools(self, live: Live, client: OpenAI) -> None:
-        with pytest.raises(BadRequestError, match="takes no tools") as caught:
+        with pytest.raises(BadRequestError, match=r"takes no tools; .* --chat-template hermes") as caught:
             client.chat.completions.create(model=NAME, messages=ASK, tools=TOOLS)
         assert caught.value.param == "tools"
+
+
+def test_the_template_that_is_shipped() -> None:
+    """It takes tools, tells their format, and writes calls and results as ``hermes`` reads them."""
+    template = str(read_template("hermes"))
+    assert find_format("auto", template) is FORMATS["hermes"]
+    tokenizer = word_tokenizer()
+    calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in TWO]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": "Let me see.", "tool_calls": calls},
+        *({"role": "tool", "content": content} for content in ("rain", "noon")),
+    ]
+    text = tokenizer.apply_chat_template(
+        messages, tools=TOOLS, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    system, user, assistant, results, opened = str(text).split("<|im_start|>")[1:]
+    assert system.startswith("system\nBe short.\n\n# Tools") and json.dumps(TOOLS[0]) in system
+    assert user == "user\nWeather?<|im_end|>\n" and opened == "assistant\n"
+    assert re.findall(r"<tool_response>\n(.*)\n</tool_response>", results) == ["rain", "noon"]
+    written = assistant.removeprefix("assistant\n").removesuffix("<|im_end|>\n")
+    message = MessageWriter(lambda: "id").message(read("hermes", written))
+    told = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+    assert told == TWO and message["content"] == "Let me see."
+    plain = tokenizer.apply_chat_template(messages[1:2], chat_template=template, tokenize=False)
+    assert plain == "<|im_start|>user\nWeather?<|im_end|>\n"
 
 
 def test_the_operators_choice_wins(checkpoint: Path, tmp_path: Path) -> None:

@@ -119,6 +119,8 @@ class TargetOptions:
     """Directory or hub id of a PEFT adapter (LoRA), which the model is loaded with."""
     max_model_len: int | None = None
     """Longest sequence in tokens; the model's own context if not given."""
+    chat_template: str | None = None
+    """A Jinja file or the template itself, in place of the model's own; hermes: one that takes tools, for ChatML."""
     reproducible: bool = False
     """Keep the bits the same with and without speculation in bfloat16 too, at some cost."""
 

@@ -21,6 +21,7 @@ from forerun.control.config import SpeculativeConfig, check_models_named, check_
 from forerun.core import rules
 from forerun.drafters import DRAFTERS, check_option_names, declared_options
 from forerun.model import checks
+from forerun.model.templates import read_template
 from forerun.params import NEUTRAL
 from forerun.types import OutputToken, RequestOutput, SamplingParams, Source, StreamChunk
 
@@ -192,7 +193,9 @@ def load(
         from forerun import LLM
 
         if longest is not None and options.max_model_len is None:
-            options = replace(options, max_model_len=min(longest, _context_of(model)))
+            from forerun.model.back_ends import context_of
+
+            options = replace(options, max_model_len=min(longest, context_of(model)))
         warn_of_loss(speculative_config)
         llm = LLM(model, speculative_config=speculative_config, **asdict(options), **more)
     if announce:
@@ -205,19 +208,6 @@ def load(
     return llm
 
 
-def _context_of(model: str) -> int:
-    """Return the tokens of a model's context, by its configuration."""
-    from forerun.model.gguf_files import read_model_header
-    from forerun.model.load import LoadOptions, read_config
-    from forerun.model.names import gguf_file, resolve
-    from forerun.model.support import most_positions
-
-    file = gguf_file(model)
-    if file is not None:
-        return read_model_header(file).context_length
-    return most_positions(read_config(resolve(model), LoadOptions()).get_text_config(decoder=True))
-
-
 def check(model: str, options: TargetOptions, speculative_config: dict[str, Any] | None, **engine: Any) -> None:
     """Refuse, within the first second, what is known to be wrong before torch is imported and a
     model loaded.
@@ -225,6 +215,7 @@ def check(model: str, options: TargetOptions, speculative_config: dict[str, Any]
     `engine` are arguments of `LLM`.
     """
     checks.check(model, options.dtype, options.device)
+    read_template(options.chat_template)
     check_sizes(options.max_model_len, engine["max_num_seqs"], engine.get("kv_cache_tokens"))
     config = SpeculativeConfig.parse(speculative_config)
     if config is None:

@@ -34,6 +34,7 @@ class EngineArguments(LoadingArguments, total=False):
     """All keyword arguments of `LLM` and of `AsyncLLM`."""
 
     tokenizer: str | Path | PreTrainedTokenizerBase | bool | None
+    chat_template: str | Path | None
     speculative_config: Mapping[str, Any] | str | None
     dtype: str
     device: str | None

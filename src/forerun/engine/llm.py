@@ -37,9 +37,11 @@ from forerun.engine.prompts import Prompt, PromptReader, Speculative, conversati
 from forerun.engine.scheduling import Scheduling
 from forerun.errors import CLOSED, ArgumentError, EngineError, about, refuse_unknown
 from forerun.model import Buckets
-from forerun.model.back_ends import load_target
+from forerun.model.back_ends import context_of, load_target
+from forerun.model.load import find_device
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
 from forerun.model.target import PREFILL_CHUNK, Target
+from forerun.model.templates import read_template
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ class LLM:
     Args:
         model: a checkpoint directory, a hub id, ``"demo"``, or a loaded transformers model (left as it is).
         tokenizer: directory, hub id or object; None takes the model's own. ``False`` works on token ids alone.
+        chat_template: a Jinja file, a template's text or ``"hermes"`` (ChatML with tools); None is the tokenizer's own.
         speculative_config: a method's name (``"auto"``), or vLLM's dict, e.g. ``{"method": "ngram",
             "num_speculative_tokens": 8}``; None is plain decoding.
         dtype: ``"auto"`` (the checkpoint's; float32 on a CPU that only emulates that), ``"float32"``, ``"bfloat16"``,
@@ -94,6 +97,7 @@ class LLM:
         model: str | Path | PreTrainedModel,
         *,
         tokenizer: str | Path | PreTrainedTokenizerBase | bool | None = None,
+        chat_template: str | Path | None = None,
         speculative_config: Mapping[str, Any] | str | None = None,
         dtype: str = "auto",
         device: str | None = None,
@@ -113,15 +117,14 @@ class LLM:
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
         most_batched = PREFILL_CHUNK if reproducible and max_num_batched_tokens is None else max_num_batched_tokens
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
-        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer))  # Loaded on demand: it takes a second
+        own_tokenizer = cache(partial(load_tokenizer, model, tokenizer, read_template(chat_template)))  # On demand
         weights, cached = drafter_bytes(self.speculative)
-        opening["backend"] = _back_end(opening.get("backend", "auto"), self.speculative)
+        opening |= {"backend": _back_end(opening, self.speculative), "dtype": dtype, "device": device}
+        _check_context(max_model_len, model, opening)
         target = load_target(
             model,
             rows=max_num_seqs,
             slots=None if max_model_len is None else max_model_len + _HEADROOM,
-            dtype=dtype,
-            device=device,
             reserve_bytes=weights,
             reserve_bytes_per_slot=cached,
             tokens=None if kv_cache_tokens is None else kv_cache_tokens + max_num_seqs * _HEADROOM,
@@ -131,8 +134,7 @@ class LLM:
         most, limit = target.max_length, target.cached_tokens_limit
         kv_cache_tokens = kv_cache_tokens if limit is None else min(limit, kv_cache_tokens or limit)
         self.max_model_len = min(most, target.slots - _HEADROOM, kv_cache_tokens or most)
-        if max_model_len is not None and max_model_len > most:
-            raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {most}")
+        _refuse_longer(max_model_len, most)
         self.tokenizer = own_tokenizer()
         warn_of_more_tokens(self.tokenizer, target.vocab_size)
         self.reader = PromptReader(
@@ -140,6 +142,7 @@ class LLM:
             generation_config=target.generation_config,
             vocab_size=target.vocab_size,
             context=self.max_model_len,
+            longest=most,
             default_seed=seed,
             speculative=self.speculative,
         )
@@ -577,6 +580,21 @@ def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) 
     return SpeculativeConfig.parse(given if old is None else old)
 
 
-def _back_end(requested: str, config: SpeculativeConfig | None) -> str:
+def _check_context(max_model_len: int | None, model: Any, opening: Mapping[str, Any]) -> None:
+    """Raise ArgumentError, before anything is loaded, if there is no such device, or the model's context is shorter."""
+    if opening["device"] is not None:
+        find_device(opening["device"])
+    if max_model_len is not None:
+        hub = {name: opening[name] for name in ("revision", "token", "trust_remote_code") if name in opening}
+        _refuse_longer(max_model_len, context_of(model, **hub))
+
+
+def _refuse_longer(max_model_len: int | None, context: int) -> None:
+    if max_model_len is not None and max_model_len > context:
+        raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {context}: lower it to that")
+
+
+def _back_end(opening: Mapping[str, Any], config: SpeculativeConfig | None) -> str:
     """Return the requested back end, or the one that the drafter needs."""
+    requested: str = opening.get("backend", "auto")
     return "transformers" if requested == "auto" and reads_layers(config) else requested

@@ -60,6 +60,7 @@ class PromptReader:
     generation_config: Any  # transformers' `GenerationConfig` of the checkpoint, or None
     vocab_size: int
     context: int  # Most tokens of prompt and output together
+    longest: int = 0  # The model's own context, which `context` may be raised to
     default_seed: int | None
     """Seed of the engine: a request without a seed gets one derived from it and from the request's number. None: a
     random one.
@@ -216,8 +217,8 @@ class PromptReader:
 
     def _too_long(self, name: str, length: str) -> ArgumentError:
         return ArgumentError(
-            f"the {name} has {length}, but the context holds {self.context} for prompt and output; shorten the {name}, "
-            "or raise max_model_len if the model allows it"
+            f"the {name} has {length}, but the context holds {self.context} for prompt and output; shorten the {name}"
+            + (f", or raise max_model_len: the model allows {self.longest}" if self.longest > self.context else "")
         )
 
     def _fitting(self, name: str, ids: list[int], *, room: int = 1) -> list[int]:

@@ -15,9 +15,10 @@ from forerun.model.gguf_files import read_model_header
 from forerun.model.gguf_weights import memory_bytes
 from forerun.model.kernels import products
 from forerun.model.llama_cpp import LlamaCppTarget
-from forerun.model.load import LoadOptions
+from forerun.model.load import LoadOptions, read_config
 from forerun.model.memory import available_bytes
-from forerun.model.names import gguf_file
+from forerun.model.names import gguf_file, resolve
+from forerun.model.support import most_positions, text_config
 from forerun.model.target import Target
 from forerun.model.transformers_target import TransformersTarget
 
@@ -44,6 +45,18 @@ def load_target(model: Any, *, backend: str = "auto", tokens: int | None = None,
     if file is None:
         return TransformersTarget.load(model, **loading)
     return LlamaCppTarget.load(file, tokens=tokens, **loading)
+
+
+def context_of(model: Any, **hub: Any) -> int:
+    """Return the tokens of a model's context, by its configuration. `hub` are `revision`, `token` and
+    `trust_remote_code` of `LoadOptions`.
+    """
+    if not isinstance(model, str | Path):
+        return most_positions(text_config(model))
+    file = gguf_file(model)
+    if file is not None:
+        return read_model_header(file).context_length
+    return most_positions(read_config(resolve(model), LoadOptions(**hub)).get_text_config(decoder=True))
 
 
 def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, device: Any = None) -> Path | None:

@@ -154,13 +154,28 @@ class LoadOptions:
         if self.device is None:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
-        try:
-            device = torch.device(self.device)
-        except RuntimeError as error:
-            raise ArgumentError(f"{self.device!r} is no device; expected {DEVICES}") from error
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise ArgumentError(f"there is no device {device}; torch finds {torch.cuda.device_count()} CUDA devices")
-        return device
+        return find_device(self.device)
+
+
+def find_device(name: Any) -> torch.device:
+    """Return the device of that name. Raises ArgumentError if there is none."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ArgumentError(f"{name!r} is no device; expected {DEVICES}") from error
+    if device.type != "cpu" and (device.index or 0) >= (found := _count_devices(device)):
+        raise ArgumentError(
+            f"there is no device {device}: torch {torch.__version__} finds {found} of type {device.type}; "
+            "leave device out to take what there is, or install a torch that is built for it"
+        )
+    return device
+
+
+def _count_devices(device: torch.device) -> int:
+    try:
+        return int(torch.get_device_module(device).device_count())
+    except (AttributeError, RuntimeError):  # This torch knows nothing of them
+        return 0
 
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.errors import CheckpointError, first_line
+from forerun.errors import ArgumentError, CheckpointError, first_line
 from forerun.model.checks import check_file
 from forerun.model.other_apps import find_kept
+from forerun.model.templates import check_fits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -129,10 +131,22 @@ def _without_tokenizer(name: str | Path, why: str) -> CheckpointError:
     )
 
 
-def load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
+def load_tokenizer(model: Any, tokenizer: Any, template: str | None = None) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer asked for, or the model's own; None for False, or where an object's model
-    brings none.
+    brings none. With a chat `template` it has that one; an object is copied for it.
     """
+    loaded = _load_tokenizer(model, tokenizer)
+    if template is None:
+        return loaded
+    if loaded is None:
+        raise ArgumentError("a chat_template needs a tokenizer, and there is none: leave it out, or name a tokenizer")
+    check_fits(template, loaded)
+    loaded = copy.copy(loaded)
+    loaded.chat_template = template
+    return loaded
+
+
+def _load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | None:
     if tokenizer is False:
         return None
     if tokenizer is not None and not isinstance(tokenizer, str | Path):

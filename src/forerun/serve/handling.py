@@ -116,7 +116,11 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
         template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
     kind = find_format(settings.tool_call_parser, template)
     if tools and not _TAKES_TOOLS.search(template):
-        raise bad_request("the chat template of this model takes no tools", "tools")
+        message = (
+            "the chat template of this model takes no tools; start the server with --chat-template FILE, a template "
+        )
+        message += "that does, or, for a model that writes ChatML, with --chat-template hermes"
+        raise bad_request(message, "tools")
     if tools and kind is None:
         message = "this server was started with --tool-call-parser none; it reads no tool calls"
         if settings.tool_call_parser != "none":
