@@ -483,3 +483,12 @@ def test_a_chat_template_that_cannot_be_used(checkpoint: Path, template: str, me
 def test_a_chat_template_needs_a_tokenizer(checkpoint: Path) -> None:
     with pytest.raises(ArgumentError, match="needs a tokenizer"):
         LLM(str(checkpoint), chat_template="{{ messages }}", tokenizer=False)
+
+
+def test_a_longer_context_is_advised_where_the_model_allows_it(plain: LLM, checkpoint: Path) -> None:
+    too_long = {"prompt_token_ids": [5] * 300}
+    with pytest.raises(ArgumentError, match=r"the context holds 256 for prompt and output; shorten the prompt$"):
+        plain.generate(too_long)
+    short = LLM(str(checkpoint), dtype="float32", max_model_len=100)
+    with pytest.raises(ArgumentError, match=r"or raise max_model_len: the model allows 256$"):
+        short.generate(too_long)

@@ -206,6 +206,8 @@ def check(name: str, code: int | None, written: str, expected: str) -> None:
     assert ("Traceback" in written) == (name in UNEXPECTED)
     errors = [line for line in written.splitlines() if " ERROR " in line or line.startswith("error: ")]
     assert len(errors) == 1 and len(written) < 8000, written
+    *_, last = written.removesuffix("Try: forerun serve --help\n").splitlines()
+    assert last == errors[0] or name in UNEXPECTED, "nothing of the web server's follows"
 
 
 def test_a_long_error_is_cut(scene: Scene, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 import traceback
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -48,14 +49,19 @@ class RequestRecord:
     def finished(self, output: RequestOutput) -> None:
         """Count one prompt's completions."""
         answers = output.outputs
-        self.prompt_tokens = (self.prompt_tokens or 0) + len(output.prompt_token_ids)
-        self.completion_tokens = (self.completion_tokens or 0) + sum(len(answer.token_ids) for answer in answers)
-        self.finish_reasons += [answer.finish_reason or "abort" for answer in answers]
+        written = sum(len(answer.token_ids) for answer in answers)
+        self.count(len(output.prompt_token_ids), written, [answer.finish_reason or "abort" for answer in answers])
         if output.time_to_first_token_s is not None:
             self.ttft_s = max(self.ttft_s or 0.0, output.time_to_first_token_s)
         for answer in answers:
             self._stats.add(answer.speculation)
         self.tokens_per_pass = self._stats.tokens_per_pass
+
+    def count(self, prompt_tokens: int, completion_tokens: int, finish_reasons: Sequence[str]) -> None:
+        """Count what one prompt's completions came to, whether or not they were cut off."""
+        self.prompt_tokens = (self.prompt_tokens or 0) + prompt_tokens
+        self.completion_tokens = (self.completion_tokens or 0) + completion_tokens
+        self.finish_reasons += finish_reasons
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are worth writing, in the order above."""
@@ -106,7 +112,8 @@ def shorten(text: str) -> str:
 
 
 def configure_logging(settings: ServeSettings) -> None:
-    """Send everything to stderr in the requested format."""
+    """Send everything to stderr in the requested format; of uvicorn only warnings, unless all is wanted."""
+    logging.getLogger("uvicorn").setLevel("DEBUG" if settings.log_level == "debug" else "WARNING")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(Lines(settings.log_format))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)

@@ -56,7 +56,8 @@ def run(session: Session, *, host: str, port: int) -> int:
     serving = server(session, host=host, port=port)
     listener = listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
-    log.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, listener.getsockname()[1])
+    session.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    log.info("listening on %s; the model is loading", session.url)
     return asyncio.run(_serve(session, serving, listener))
 
 
@@ -92,7 +93,8 @@ async def _serve(session: Session, serving: uvicorn.Server, listener: socket.soc
         code = 2 if isinstance(session.failure, ForerunError | OSError) else 1
     else:
         code = 1 if session.cut_off else 0
-    if session.stuck:  # Python would wait for its thread, perhaps for ever
+    late = session.state is State.DRAINING and not session.drain_left_s
+    if session.stuck or late:  # Python would wait for a thread, perhaps for ever, or take longer to end than is left
         logging.shutdown()
         os._exit(code)
     return code

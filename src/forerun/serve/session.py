@@ -47,6 +47,7 @@ class Session:
 
     def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
         self.settings, self._load = settings, load
+        self.url = ""  # Where the server listens, for the log
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded
         self._held = Counter[str]()  # Completions of each client that wait or run
@@ -118,10 +119,15 @@ class Session:
             return
         if self.state is State.LOADING:
             self.state = State.READY
+            llm = self._engine.llm
             log.info(
-                "serving %s, %s, after %.1f s",
+                "serving %s (%s), drafter %s, %d tokens of context, %d rows, at %s, after %.1f s",
                 self.settings.model_name,
-                self._engine.llm.target.runs_as,
+                llm.target.runs_as,
+                "none" if llm.speculative is None else llm.speculative.method,
+                llm.max_model_len,
+                llm.target.rows,
+                self.url,
                 time.perf_counter() - began,
             )
 
@@ -157,6 +163,8 @@ class Session:
     async def drain(self) -> None:
         """Wait for running completions until the drain time is over, cut off the others and close the engine, once."""
         self.begin_drain()
+        if self.in_flight:
+            log.info("draining: %d completions run or wait, for %.0f s at most", self.in_flight, self.drain_left_s)
         while self.in_flight and self.drain_left_s:
             await asyncio.sleep(0.02)
         if self._engine is None or self._closing is not None:
@@ -201,11 +209,12 @@ class Session:
         """Yield the chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
         record = self._take_on(job)
-        begun = False
+        begun, written, read = False, 0, 0
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
+                    written, read = written + len(chunk.tokens), read or len(chunk.prompt_token_ids or ())
                     if chunk.output is not None:
                         reason = None
                         self._finish(job, chunk.output)
@@ -230,7 +239,7 @@ class Session:
             if reason is not None:
                 self.metrics.count("vllm:request_success", job.params.n, reason)
                 if record is not None:
-                    record.finish_reasons += [reason] * job.params.n
+                    record.count(read, written, [reason] * job.params.n)
 
     async def load_drafter(self, model: str) -> None:
         """Have new requests drafted for by another head or draft model; an ApiError (400) where it cannot be."""
