@@ -189,11 +189,11 @@ def first_line(error: Exception) -> str:
 _WARNED = set[str]()
 
 
-def warn_once(log: logging.Logger, about: str, message: str, *values: object) -> None:
-    """Log a warning, unless this process was warned `about` the same before."""
+def warn_once(log: logging.Logger, about: str, message: str, *values: object, level: int = logging.WARNING) -> None:
+    """Log a warning, or a line of another `level`, unless this process was told `about` the same before."""
     if about not in _WARNED:
         _WARNED.add(about)
-        log.warning(message, *values)
+        log.log(level, message, *values)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """What clients of OpenAI, vLLM and llama-server send, field by field, with the official client: each value is answered,
 or refused with the field's name. Nothing else is an answer."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -103,6 +104,12 @@ ANSWERED: list[tuple[str, dict[str, Any]]] = [
     (RESPONSES, {"text": {"format": {"type": "text"}, "verbosity": "medium"}}),
     (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED_FLAT]}}),
     (RESPONSES, {"prompt_cache_key": "a", "safety_identifier": "b"}),
+    (RESPONSES, {"include": ["reasoning.encrypted_content"], "reasoning": {"effort": "low", "summary": "auto"}}),
+    (RESPONSES, {"text": {"verbosity": "low"}, "store": True, "prompt_cache_retention": "24h"}),
+    *each(CHAT, store=True, service_tier="priority", verbosity="low", include_reasoning=False, max_tokens=-1),
+    (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}),
+    (CHAT, {"max_completion_tokens": -1}),
+    *each(TEXT, max_tokens=-1),
 ]
 
 
@@ -113,12 +120,12 @@ def wrong(endpoint: str, **fields: Any) -> list[tuple[str, dict[str, Any], str]]
 
 LONG_PROMPTS = ["0123456789" * 16] * 160
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    *wrong(CHAT, frobnicate=1, messages=None, store=True, service_tier="priority", modalities=["text", "audio"]),
+    *wrong(CHAT, frobnicate=1, messages=None, modalities=["text", "audio"]),
     *wrong(CHAT, audio={"voice": "alloy", "format": "wav"}, functions=[FUNCTION], function_call={"name": "weather"}),
-    *wrong(CHAT, verbosity="low", web_search_options={}, metadata={"run": 7}, tool_choice="required"),
+    *wrong(CHAT, web_search_options={}, metadata={"run": 7}, tool_choice="required"),
     *wrong(CHAT, tools=[{"type": "web_search"}], reasoning_effort=3, prompt_logprobs=999),
     *wrong(CHAT, guided_decoding_backend="outlines", guided_whitespace_pattern=" ", add_special_tokens=True),
-    *wrong(CHAT, include_reasoning=False, use_beam_search=True, length_penalty=2.0, cache_prompt=False, typical_p=0.5),
+    *wrong(CHAT, max_tokens=-2, use_beam_search=True, length_penalty=2.0, cache_prompt=False, typical_p=0.5),
     *wrong(CHAT, mirostat=2, dry_multiplier=0.8, grammar='root ::= "a"', documents=[{"title": "a"}], echo=True),
     *wrong(CHAT, chat_template="{{ messages }}", logits_processors=["a"], kv_transfer_params={"a": 1}),
     (CHAT, {"tools": [TOOL], "tool_choice": allowed("auto", "nobody")}, "tool_choice"),
@@ -127,18 +134,20 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     (CHAT, {"guided_json": SCHEMA, "guided_regex": "a"}, "guided_regex"),
     (CHAT, {"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "guided_json"),
-    (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     (CHAT, {"messages": [dumped(audio={"id": "a"}), *ASK]}, "messages.0.audio"),
     (CHAT, {"messages": [dumped(function_call={"name": "a", "arguments": ""}), *ASK]}, "messages.0.function_call"),
     (CHAT, {"messages": [dumped(refusal="no"), *ASK]}, "messages.0.refusal"),
     (CHAT, {"messages": [dumped(content=None), *ASK]}, "messages.0"),
-    *wrong(TEXT, best_of=2, suffix="end", logprobs=99, max_tokens=-1, prompt_logprobs=-1, add_special_tokens=False),
+    *wrong(TEXT, best_of=2, suffix="end", logprobs=99, max_tokens=-2, prompt_logprobs=-1, add_special_tokens=False),
     *wrong(TEXT, prompt_embeds="aGk=", tools=[TOOL]),
     (TEXT, {"prompt": LONG_PROMPTS, "prompt_logprobs": 20}, "prompt_logprobs"),
     (TEXT, {"prompt": LONG_PROMPTS, "echo": True, "logprobs": 20}, "prompt_logprobs"),
-    *wrong(RESPONSES, store=True, background=True, truncation="auto", include=["message.output_text.logprobs"]),
+    *wrong(RESPONSES, background=True, truncation="auto", include=["message.output_text.logprobs"]),
     *wrong(RESPONSES, previous_response_id="resp_1", tools=[{"type": "web_search"}], top_logprobs=5),
-    (RESPONSES, {"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    (RESPONSES, {"include": ["reasoning.encrypted_content", "message.output_text.logprobs"]}, "include"),
+    (RESPONSES, {"max_output_tokens": 9999}, "max_output_tokens"),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "function", "name": "nobody"}}, "tool_choice"),
+    (CHAT, {"max_completion_tokens": 9999}, "max_completion_tokens"),
 ]
 
 
@@ -182,6 +191,10 @@ def test_refused_by_name(official: OpenAI, probe: tuple[str, dict[str, Any], str
     assert found == "refused" and param.startswith(name), param
 
 
-def test_a_template_without_the_variable(live: Live) -> None:
-    found, param = outcome(live.client(), CHAT, {"reasoning_effort": "low"})
-    assert (found, param) == ("refused", "reasoning_effort")
+def test_hints_are_told_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+    """A template without the variable changes nothing either."""
+    with caplog.at_level(logging.INFO, logger="forerun.serve.protocol.hints"):
+        for _ in range(2):
+            assert outcome(live.client(), CHAT, {"reasoning_effort": "low", "store": True})[0] == "answered"
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(",")[0] for line in told] == ["requests send store", "requests send reasoning_effort"]

@@ -131,6 +131,13 @@ class TestServer:
         assert answer.choices[0].message.content == "" and answer.choices[0].message.model_extra["reasoning_content"]
         assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 8
 
+    def test_nobody_who_does_not_want_it_sees_it(self, thinker: Live) -> None:
+        sent = {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False}
+        answer = ask(thinker, True, max_tokens=8, extra_body=sent)
+        assert answer.choices[0].message.content == ""
+        assert "reasoning_content" not in answer.choices[0].message.model_extra
+        assert answer.usage.completion_tokens_details.reasoning_tokens == 8
+
     def test_a_closed_thought_leaves_an_answer(self, thinker: Live) -> None:
         answer = ask(thinker, False, max_tokens=8)
         assert answer.choices[0].message.content and "reasoning_content" not in answer.choices[0].message.model_extra

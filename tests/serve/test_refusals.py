@@ -29,7 +29,7 @@ WRONG = {"type": "nonsense"}  # A schema of no type that there is
 KEYED = {"authorization": "Bearer secret"}
 IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
-EITHER = "a valid string or a valid list"
+EITHER = "expected a text or a list"
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +78,32 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (RESPONSES, {"text": {"format": {"type": "text", "name": "x"}}}, "text.format", "takes name"),
     (CHAT, {"messages": ["x"]}, "messages.0", "an object"),
     (CHAT, said(5), "messages.0.content", EITHER),
-    (CHAT, said([IMAGE]), "messages.0.content.0.type", "only 'text'"),
+    (
+        CHAT,
+        said([IMAGE]),
+        "messages.0.content.0.type",
+        "only 'text' is supported, got 'image_url': this server reads text",
+    ),
+    (CHAT, {"foo": 1, "temprature": 2, "bar": 3}, "foo", "parameters 'foo', 'temprature', 'bar' are not supported"),
+    (CHAT, {"functions": [TOOL]}, "functions", "expected at most 0 items"),
+    (
+        RESPONSES,
+        {"tools": [{"type": "web_search", "filters": {}}]},
+        "tools.0.type",
+        "only 'function' is supported, got",
+    ),
+    (RESPONSES, {"tools": [{"type": "mcp", "server_url": "x"}]}, "tools.0.type", "got 'mcp'"),
     (CHAT, said([{"type": "text", "text": 3}]), "messages.0.content.0.text", ""),
     (CHAT, said("x " * 900), "messages", ""),
     (CHAT, {"temperature": -1}, "temperature", ""),
     (CHAT, {"Temperature": 1}, "Temperature", "not supported"),
     (CHAT, {"stop": ["x"] * 17}, "stop", "at most 16 items"),
-    (CHAT, {"stop": [1]}, "stop.0", "valid string"),
+    (CHAT, {"stop": [1]}, "stop.0", "expected a text"),
     (CHAT, {"stop": 5}, "stop", EITHER),
     (CHAT, {"stop": ""}, "stop", "1 to 256 characters"),
     (CHAT, {"logit_bias": {"cat": 1}}, "logit_bias", "keys are token ids"),
-    (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "greater than or equal to 1"),
-    (CHAT, {"truncate_prompt_tokens": "x"}, "truncate_prompt_tokens", "a valid integer or -1"),
+    (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "at least 1, got 0"),
+    (CHAT, {"truncate_prompt_tokens": "x"}, "truncate_prompt_tokens", "a whole number or -1"),
     (CHAT, {"tools": [TOOL], "tool_choice": "bogus"}, "tool_choice", "only 'none', 'auto' or 'required'"),
     (CHAT, {"tools": [TOOL], "tool_choice": 5}, "tool_choice", "'required' or an object"),
     (CHAT, chosen(type="function"), "tool_choice.function", "missing"),
@@ -99,8 +113,8 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, schema(), "response_format.json_schema.name", ""),
     (CHAT, schema(name="x"), "response_format.json_schema.schema", ""),
     (CHAT, schema(name="x", schema=WRONG), "response_format", ""),
-    (CHAT, {"guided_json": 5}, "guided_json", "an object or a valid string"),
-    (CHAT, {"metadata": {"Run": 5}}, "metadata.Run", "valid string"),
+    (CHAT, {"guided_json": 5}, "guided_json", "an object or a text"),
+    (CHAT, {"metadata": {"Run": 5}}, "metadata.Run", "expected a text"),
     (CHAT, {"metadata": {"x" * 65: "y"}}, f"metadata.{'x' * 65}", "at most 64"),
     (CHAT, {"prediction": {"type": "content", "content": 3}}, "prediction.content", ""),
     (CHAT, {"speculative": {"num_speculative_tokens": 99}}, "speculative.num_speculative_tokens", ""),
@@ -108,9 +122,9 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     (CHAT, {"speculative": {"drafter": "os:path"}}, "speculative.drafter", ""),
     (CHAT, {"speculative": {"model": "/etc/passwd"}}, "speculative.model", ""),
     (TEXT, {"prompt": 5}, "prompt", EITHER),
-    (TEXT, {"prompt": ["a", 1]}, "prompt.1", "valid string"),
-    (TEXT, {"prompt": [1, "a"]}, "prompt.1", "valid integer"),
-    (TEXT, {"prompt": [[1], ["a"]]}, "prompt.1.0", "valid integer"),
+    (TEXT, {"prompt": ["a", 1]}, "prompt.1", "expected a text"),
+    (TEXT, {"prompt": [1, "a"]}, "prompt.1", "expected a whole number"),
+    (TEXT, {"prompt": [[1], ["a"]]}, "prompt.1.0", "expected a whole number"),
     (TEXT, {"speculative": {"rule": "nonsense"}}, None, "nonsense"),
     (TEXT, {"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1 item"),
     (RESPONSES, {"input": 5}, "input", EITHER),
@@ -157,6 +171,41 @@ def test_parameters_are_no_variables_of_the_template(live: Live, name: str) -> N
         error = answer.json()["error"]
         assert answer.status_code == 400 and error["param"] == "chat_template_kwargs"
         assert error["message"].startswith(f"{name}: not a variable") and "()" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"prompt": "x",\n  "n": 1,\n}', "(line 3, column 1)"),
+        ('{"prompt" "x"}', "(line 1, column 11)"),
+        ('{"prompt": NaN}', "no NaN in JSON"),
+    ],
+)
+def test_what_is_no_json_is_told_where(live: Live, text: str, words: str) -> None:
+    answer = httpx.post(live.url + TEXT, content=text, headers={"content-type": "application/json"}, timeout=30)
+    assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("/chat/completions", "a client's base URL ends with one /v1; did you mean '/v1/chat/completions'"),
+        ("/v1/v1/completions", "did you mean '/v1/completions'"),
+        ("/v1/chat/completion", "did you mean '/v1/chat/completions'"),
+        ("/v1/embeddings", "no embeddings"),
+        ("/rerank", "does not rank"),
+        ("/v1/images/generations", "no images"),
+        ("/v1/audio/speech", "no audio"),
+        ("/api/chat", "not Ollama's: the client's base URL is http://HOST:PORT/v1"),
+        ("/v1/responses/resp_1", "keeps no responses"),
+        ("/docs", "/openapi.json"),
+        ("/v1/nothing", "'/v1/nothing': there is no such path here"),
+    ],
+)
+def test_a_path_that_is_not_served(live: Live, path: str, words: str) -> None:
+    for answer in (live.post(path, {}), live.get(path)):
+        error = answer.json()["error"]
+        assert answer.status_code == 404 and words in error["message"] and error["code"] == "not_found", error
 
 
 def test_a_body_that_is_too_large_announced_or_not(checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -51,7 +52,7 @@ from forerun.serve.handling import (
 )
 from forerun.serve.items import ItemWriter, MessagesWriter, ResponsesWriter
 from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
-from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, internal_error, refusal
+from forerun.serve.protocol.errors import ApiError, bad_request, from_validation, internal_error, no_such_path, refusal
 from forerun.serve.protocol.requests import (
     ChatRequest,
     CompletionRequest,
@@ -79,7 +80,8 @@ def build_app(session: Session) -> FastAPI:
         await session.drain()
         loading.cancel()
 
-    app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan)
+    # No /docs and /redoc: their pages load scripts from elsewhere, and are blank without a network.
+    app = FastAPI(title="forerun", version=version("forerun"), lifespan=lifespan, docs_url=None, redoc_url=None)
     app.router.route_class = StrictRoute
     settings = session.settings
     app.add_middleware(Guard, settings=settings)
@@ -113,6 +115,9 @@ def _add_errors(app: FastAPI, *, messages: bool) -> None:
                 routes = (route for route in app.routes if route.matches(http.scope)[0] is Match.PARTIAL)
                 allowed = ", ".join(sorted({method for route in routes for method in getattr(route, "methods", ())}))
                 error = ApiError(405, f"only {allowed} is served here", headers={"Allow": allowed})
+            elif error.status == 404:
+                paths = [route.path for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+                error = no_such_path(own_path(http.scope), paths)
         assert isinstance(error, ApiError)
         if error.status == 400 and error.__cause__ is not None and not isinstance(error.__cause__, ForerunError):
             logs.write_error(error.__cause__, message=messages)  # the client is not told what it says
@@ -329,10 +334,15 @@ async def _prepare(session: Session, http: Request, body: Any, make: Callable[[]
     def checked() -> T:
         try:
             return make()
-        except (ApiError, EngineError):
+        except ApiError as error:
+            error.rename(names_of(body))
+            raise
+        except EngineError:
             raise
         except ValidationError as error:
-            raise from_validation(error.errors()) from None
+            wrong = from_validation(error.errors())
+            wrong.rename(names_of(body))
+            raise wrong from None
         except (ForerunError, ValueError) as error:
             raise refusal(error, names_of(body)) from error
 
@@ -355,7 +365,7 @@ _ERRORS = {
     503: "The server is loading, draining, or has too many connections; `Retry-After` says when to come back.",
 }
 Answers = dict[int | str, dict[str, Any]]
-_STREAM: Answers = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_STREAM: Answers = {200: {"content": {"text/event-stream": {"schema": {}}}}}  # Events, each JSON after ``data:``
 _NOT_READY: Answers = {
     503: {
         "description": "The server is loading, draining, or has failed.",

@@ -248,7 +248,7 @@ class ChatWriter(Writer):
         reader, message = self._readers[index]
         return {
             "index": index,
-            "message": message.message(reader.whole(answer.text)),
+            "message": message.message(self._shown(reader.whole(answer.text))),
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": self._finish_reason(message, answer),
             "stop_reason": self.stop_reason(answer),
@@ -263,6 +263,7 @@ class ChatWriter(Writer):
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
             pieces += reader.close()
+        pieces = self._shown(pieces)
         delta = message.delta(pieces)
         reason = self._finish_reason(message, chunk)
         if not pieces and not self.wants_tokens and reason is None:
@@ -289,6 +290,10 @@ class ChatWriter(Writer):
         """
         waits = message.calls and ended.finish_reason == "stop" and self.stop_reason(ended) is None
         return "tool_calls" if waits else ended.finish_reason
+
+    def _shown(self, pieces: list[Piece]) -> list[Piece]:
+        """Leave the reasoning out where the client does not want to see it."""
+        return [one for one in pieces if self.body.include_reasoning or one.kind is not Kind.REASONING]
 
     @cached_property
     def _bytes(self) -> Callable[[int], bytes]:

@@ -34,7 +34,11 @@ from forerun.errors import of_the_process, refuse_constant
 from forerun.nesting import MAX_DEPTH, nesting
 from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
+from forerun.serve.protocol.anthropic import CountRequest, MessagesRequest
 from forerun.serve.protocol.errors import ApiError, from_validation, internal_error
+from forerun.serve.protocol.hints import drop_hints
+from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
+from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.settings import ServeSettings
 from forerun.serve.traffic import UNNAMED, owner_of
 
@@ -52,6 +56,7 @@ _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 MAX_BRACKETS = 50_000  # Objects and lists of one body: each takes Python as long as a thousand characters
 MAX_ALL_KEYS = 100_000  # Keys of all objects of one body together
 MAX_KEYS = 10_000  # Keys of one object: each unknown key makes a complaint of its own
+COMPLETING = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, CountRequest)  # Bodies with hints
 _LANES = Lanes("forerun-bodies")
 
 
@@ -325,6 +330,8 @@ class _Request(Request):
         value = read_json(body)
         if self.kind is None:
             return value
+        if self.kind in COMPLETING:
+            drop_hints(value)
         try:
             return self.kind.model_validate(value)
         except ValidationError as error:

@@ -17,6 +17,7 @@ from forerun.engine.llm import LLM
 from forerun.errors import ArgumentError, about
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
+from forerun.serve.protocol.hints import note_hint
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest, Sampling, join_text
 from forerun.serve.reasoning import Marks, begins_inside, find_marks, read_reasoning
 from forerun.serve.session import Job, Session
@@ -185,9 +186,10 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
             "chat_template_kwargs",
         )
     if body.reasoning_effort is not None:
-        if not _has_variable(template, "reasoning_effort"):
-            raise bad_request("the chat template of this model has no such variable", "reasoning_effort")
-        variables["reasoning_effort"] = body.reasoning_effort
+        if _has_variable(template, "reasoning_effort"):
+            variables["reasoning_effort"] = body.reasoning_effort
+        else:
+            note_hint("reasoning_effort", "the chat template of this model has no such variable")
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
         switch = next((name for name in _SWITCHES if _has_variable(template, name)), None)
@@ -256,7 +258,7 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
         )
     most, limit = session.settings.max_tokens, body.max_tokens
     if most is not None and "max_tokens" not in body.model_fields_set:
-        limit = min(limit, most)
+        limit = min(limit or most, most)
     params = _params(session, body, limit, body.logprobs)
     if body.echo and body.logprobs is not None:
         params = replace(params, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
@@ -388,14 +390,14 @@ def _check_scored(params: SamplingParams, length: int) -> None:
 
 
 def names_of(body: Any) -> dict[str, str]:
-    """Return a body's names for the engine's ``prompt`` and ``structured_outputs``, where they
-    differ.
-    """
-    names = dict[str, str]()
+    """Return a body's names for what the engine, or a chat request, calls otherwise."""
+    names = dict[str, str](getattr(body, "own_names", {}))
+    if getattr(body, "max_completion_tokens", None) is not None:
+        names["max_tokens"] = "max_completion_tokens"
     if getattr(body, "prompt", None) is None:
         names["prompt"] = "input" if hasattr(body, "input") else "messages"
     form = next((name for name in _FORMS if getattr(body, name, None) is not None), None)
-    form = form or ("text.format" if hasattr(body, "input") else None) or ("tools" if hasattr(body, "tools") else None)
+    form = form or names.get("response_format") or ("tools" if hasattr(body, "tools") else None)
     return names if form is None else {**names, "structured_outputs": form}
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -146,6 +146,12 @@ class UserMetadata(Strict):
 class CountRequest(Cached):
     """``POST /v1/messages/count_tokens`` takes a conversation."""
 
+    own_names: ClassVar[Mapping[str, str]] = {
+        **{"stop": "stop_sequences", "user": "metadata.user_id", "reasoning_effort": "output_config.effort"},
+        "response_format": "output_config.format",
+    }
+    """The names here of what a chat request calls otherwise."""
+
     model: str | None = None
     messages: Annotated[list[Turn], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
     system: str | Texts | None = None
@@ -208,7 +214,6 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[str], Field(max_length=requests.MAX_STOPS, fail_fast=True)] | None = None
     stream: bool = False
     metadata: UserMetadata | None = None
-    service_tier: Literal["auto", "standard_only"] = "auto"
     speculative: requests.Speculation | None = None
 
     def _chat(self) -> dict[str, Any]:

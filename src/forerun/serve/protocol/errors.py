@@ -7,9 +7,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from forerun.errors import ArgumentError, ForerunError, nearest
+from forerun.errors import ArgumentError, ForerunError, list_some, nearest
 
 OTHER_NAMES = {
     **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
@@ -68,6 +69,16 @@ class ApiError(ForerunError):
         if status == 401:
             self.headers["WWW-Authenticate"] = "Bearer"
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Name the parameter as the client sent it: `names` are its names for those of the engine or a chat request."""
+        before = self.param or ""
+        head, dot, rest = before.partition(".")
+        if head not in names:
+            return
+        self.param = f"{names[head]}{dot}{rest}"
+        if str(self).startswith(before):
+            self.args = (self.param + str(self)[len(before) :],)
+
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the envelope that clients of `path` know: OpenAI's, or Anthropic's, whose message
         names the parameter.
@@ -98,10 +109,11 @@ def refusal(error: Exception, names: Mapping[str, str] | None = None) -> ApiErro
 
     `names` are the request's names for the engine's parameters, where they differ.
     """
-    if isinstance(error, ForerunError):
-        param = error.param if isinstance(error, ArgumentError) else None
-        return bad_request(str(error), (names or {}).get(param or "", param))
-    return bad_request(f"the model's libraries cannot read this request ({type(error).__name__})")
+    if not isinstance(error, ForerunError):
+        return bad_request(f"the model's libraries cannot read this request ({type(error).__name__})")
+    refused = bad_request(str(error), error.param if isinstance(error, ArgumentError) else None)
+    refused.rename(names or {})
+    return refused
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -114,37 +126,121 @@ def internal_error() -> ApiError:
     return ApiError(500, "the server made a mistake; its log says more", code="internal_error")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known: Collection[str] = ()) -> ApiError:
-    """Return the first complaint of pydantic about a body, naming the parameter.
+_OLLAMA = "this server speaks OpenAI's API, not Ollama's: the client's base URL is http://HOST:PORT/v1"
+_ABSENT = {
+    **{"embed": "this server has no embeddings", "rerank": "this server does not rank texts"},
+    **{"score": "this server does not rank texts", "images": "this server makes no images"},
+    **{"audio": "this server has no audio", "moderations": "this server does not moderate"},
+    **{"files": "this server keeps no files", "batches": "this server has no batches; send the requests at once"},
+    **{"assistants": "this server has no assistants", "threads": "this server keeps no conversations"},
+    **{"conversations": "this server keeps no conversations", "fine_tuning": "this server does not train"},
+    **{"realtime": "this server has no realtime sessions", "api": _OLLAMA},
+    "responses": "this server keeps no responses; send the whole conversation as input",
+}
+"""These parts of paths ask for what this server does not have."""
 
-    `body` tells its names from those that pydantic gives to the branches of a union; `known` are
-    the body's parameters.
+
+def no_such_path(path: str, paths: Collection[str]) -> ApiError:
+    """Return the 404 for a path that is not served: it names the nearest of the `paths` that are, or what is missing
+    here.
+    """
+    parts = [part for part in path.split("/") if part]
+    own = [part for part in parts if part != "v1"]
+    begun = "/".join(["", "v1", *own])
+    absent = next((words for name, words in _ABSENT.items() if any(part.startswith(name) for part in own[:1])), None)
+    near = [begun] if begun in paths else [] if absent is not None else get_close_matches(path, list(paths), 1, 0.7)
+    if near:
+        hint = "a client's base URL ends with one /v1; did you mean" if begun in paths else "did you mean"
+    else:
+        hint = absent or "GET /openapi.json lists what is served"
+    return ApiError(404, f"there is no such path here; {hint}", quoted=path, listed=near)
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known: Collection[str] = ()) -> ApiError:
+    """Return what is wrong with a body by pydantic's first complaint, naming the parameter; of unknown parameters all
+    are named.
+
+    `body` tells its names from those that pydantic gives to the branches of a union, and is the text where it is no
+    JSON; `known` are the body's parameters.
     """
     complaints = [_Complaint.of(error, body) for error in errors]
     [first, *others] = _of_fitting_branch(complaints)
+    if (kind := _wrong_type(first, complaints)) is not None:
+        first, others = kind, []
     param = ".".join(map(str, first.path)) or None
     error = first.error
     if error["type"] == "extra_forbidden":
-        hint = "leave it out"
-        other = OTHER_NAMES.get(param or "")
-        if len(first.path) == 1 and known:
-            hint = f"did you mean {other!r}?" if other in known else nearest(str(param), known, 0.75).lstrip() or hint
-        message = f"the parameter {param!r} is not supported by this server; {hint[0].lower()}{hint[1:]}"
-        return bad_request(message, param, "unsupported")
+        return _unknown([one for one in complaints if one.is_unknown and one.branches == first.branches], known)
     if error["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}")
+        return bad_request(f"the body is not valid JSON: {error['ctx']['error']}{_place(error, body)}")
     if error["type"] == "missing":
         return bad_request(f"the parameter {param!r} is missing" if param else "the request has no body", param)
-    message = " or ".join([first.message, *(other.message.removeprefix("Input should be ") for other in others)])
-    if error["type"] == "literal_error" and not others:
-        same = [
-            complaint.error["ctx"]["expected"]
-            for complaint in complaints
-            if complaint.is_literal and complaint.path == first.path
-        ]
-        message = f"only {' or '.join(dict.fromkeys(same))} is supported"
+    message = " or ".join([first.message, *(other.message.removeprefix(_EXPECTED) for other in others)])
+    if first.is_literal and not others:
+        expected = dict.fromkeys(one.expected for one in complaints if one.is_literal and one.path == first.path)
+        message = f"only {' or '.join(expected)} is supported{_not_here(error['input'])}"
     named = getattr(error.get("ctx", {}).get("error"), "param", None)  # By a check of the whole body
     return bad_request(f"{param}: {message}" if param else message, param or named)
+
+
+def _unknown(complaints: Sequence[_Complaint], known: Collection[str]) -> ApiError:
+    """Return a 400 that names all unknown parameters, each with the one that is meant, where that shows."""
+    names = [".".join(map(str, one.path)) for one in complaints]
+    shown, meant = [], []
+    for one, name in zip(complaints, names, strict=True):
+        hint = ""
+        if len(one.path) == 1 and known:
+            other = OTHER_NAMES.get(name)
+            hint = f" Did you mean {other!r}?" if other in known else nearest(name, known, 0.75)
+        shown.append(repr(name[:_QUOTED]))
+        meant += [f"{hint.strip()[:-1]} in place of {name!r}?" if hint and len(names) > 1 else hint.strip()]
+    listed = list_some(shown, 10)
+    are = f"parameter {listed} is" if len(names) == 1 else f"parameters {listed} are"
+    hints = " ".join(filter(None, meant)) or ("leave it out" if len(names) == 1 else "leave them out")
+    return bad_request(
+        f"the {are} not supported by this server; {hints[0].lower()}{hints[1:]}", names[0], "unsupported"
+    )
+
+
+def _place(error: Mapping[str, Any], body: Any) -> str:
+    """Return where in a text its JSON ends to be JSON; nothing where that is not known."""
+    at = error["loc"][-1]
+    if not isinstance(body, str) or not body or not isinstance(at, int):
+        return ""
+    return f" (line {body.count(chr(10), 0, at) + 1}, column {at - body.rfind(chr(10), 0, at)})"
+
+
+_NOT_READ = ("image", "document", "file", "audio", "video")
+
+
+def _not_here(value: Any) -> str:
+    """Return what to add about a value that is not one of those that are supported."""
+    if not isinstance(value, str):
+        return ""
+    other = next((kind for kind in _NOT_READ if kind in value), None)
+    return f", got {value[:_QUOTED]!r}" + (f": this server reads text, no {other}" if other else "")
+
+
+def _wrong_type(first: _Complaint, complaints: Sequence[_Complaint]) -> _Complaint | None:
+    """Return the complaint about the ``type`` of the object that `first` is about, from which the others may follow."""
+    places = {(*first.path[:depth], "type") for depth in range(len(first.path) + 1)}
+    return next(
+        (one for one in complaints if one.is_literal and one.path in places and one.branches == first.branches), None
+    )
+
+
+_EXPECTED = "expected "
+_WORDS = {
+    **{"string_type": "a text", "string_unicode": "a text", "list_type": "a list", "bool_type": "true or false"},
+    **{"int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number"},
+    **{"finite_number": "a finite number", "model_type": "an object", "dict_type": "an object"},
+    **{"too_long": "at most {max_length} items", "too_short": "at least {min_length} items"},
+    **{"string_too_long": "at most {max_length} characters", "string_too_short": "at least {min_length} characters"},
+    **{"string_pattern_mismatch": "a text that matches {pattern}", "less_than_equal": "at most {le}"},
+    **{"greater_than_equal": "at least {ge}", "greater_than": "more than {gt}", "less_than": "less than {lt}"},
+    "union_tag_not_found": "an object with a type",
+}
+"""Pydantic's errors say by these words what was expected."""
 
 
 class _Complaint(NamedTuple):
@@ -178,9 +274,26 @@ class _Complaint(NamedTuple):
 
     @property
     def message(self) -> str:
-        if self.error["type"] in ("model_type", "dict_type"):
-            return "Input should be an object"
-        return str(self.error["msg"]).removeprefix("Value error, ")
+        """Return what is wrong, in our words."""
+        kind, given = self.error["type"], self.error.get("input")
+        if kind == "union_tag_invalid":
+            return f"only {self.error['ctx']['expected_tags']} is supported{_not_here(self.error['ctx']['tag'])}"
+        if kind == "literal_error":
+            return _EXPECTED + self.expected
+        if kind not in _WORDS:
+            return str(self.error["msg"]).removeprefix("Value error, ")
+        expected = _EXPECTED + _WORDS[kind].format(**self.error.get("ctx", {}))
+        number = isinstance(given, int | float) and not isinstance(given, bool) and len(f"{given}") < _QUOTED
+        return f"{expected}, got {given}" if number and not kind.endswith("_type") else expected
+
+    @property
+    def expected(self) -> str:
+        """The values that a literal may have, in words."""
+        return str(self.error["ctx"]["expected"])
+
+    @property
+    def is_unknown(self) -> bool:
+        return bool(self.error["type"] == "extra_forbidden")
 
     @property
     def is_literal(self) -> bool:

@@ -2,7 +2,7 @@
 ``/tokenize`` and ``/detokenize``.
 
 Parameters that clients send by habit are taken as long as they say what this server does anyway (`Neutral`); any other
-value of theirs is refused by name.
+value of theirs is refused by name. Those of which no value changes anything are `hints`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,6 @@ class StreamOptions(Strict):
 
     include_usage: bool = False  # A last chunk with the counts
     continuous_usage_stats: bool = False  # Counts so far in every chunk
-    include_obfuscation: Literal[False] = False
 
 
 class TextPart(Strict):
@@ -136,6 +135,8 @@ class Structured(Strict):
         return StructuredOutputs(**self.model_dump(by_alias=True))
 
 
+MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda value: None if value == -1 else value)]
+"""0 only reads the prompt; -1, which is None when it is read, is no limit, as in vLLM and llama-server."""
 Zero = Annotated[float, Field(ge=0, le=0)]
 One = Annotated[float, Field(ge=1, le=1)]
 Nothing = Annotated[list[Any], Field(max_length=0)] | None
@@ -144,12 +145,10 @@ Nothing = Annotated[list[Any], Field(max_length=0)] | None
 class Neutral(Strict):
     """The parameters of all of OpenAI's endpoints that change nothing here."""
 
-    store: Literal[False] = False  # No response can be fetched later. Who sends it is not recorded to train on either
+    store: Literal[False] = False  # Who sends it is not recorded to train on
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """Metadata for what is kept; ``/v1/responses`` gives it back."""
-    service_tier: Literal["auto", "default"] = "auto"
     prompt_cache_key: Name | None = None  # A hint about prompts that begin alike, which are found without it
-    prompt_cache_retention: Literal["in_memory", "in-memory"] = "in_memory"
     safety_identifier: Name | None = None
 
 
@@ -460,8 +459,8 @@ class ChatRequest(Sampling):
     """``POST /v1/chat/completions`` takes this body."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None  # 0 only reads the prompt, here and in completions
-    max_completion_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
@@ -473,11 +472,10 @@ class ChatRequest(Sampling):
     add_generation_prompt: bool | None = None  # vLLM's: opens the completion; None: unless the last message goes on
     continue_final_message: bool = False  # vLLM's: the completion continues the last message
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    verbosity: Literal["medium"] = "medium"
     functions: Nothing = None  # The deprecated form of `tools`
     function_call: Literal["none", "auto"] | None = None
     add_special_tokens: Literal[False] = False  # The chat template writes them
-    include_reasoning: Literal[True] = True
+    include_reasoning: bool = True  # vLLM's: whether the response shows the reasoning
 
     @property
     def offered(self) -> list[Tool]:
@@ -539,7 +537,7 @@ class CompletionRequest(Sampling):
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: Annotated[int, Field(ge=0)] = 16
+    max_tokens: MaxTokens | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     best_of: Literal[1] = 1

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -113,7 +113,6 @@ class TextOptions(Strict):
     """The form that the text must have."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] = "medium"
 
 
 class Reasoning(Strict):
@@ -124,6 +123,12 @@ class Reasoning(Strict):
 
 class ResponsesRequest(Neutral):
     """``POST /v1/responses`` takes this body."""
+
+    own_names: ClassVar[Mapping[str, str]] = {
+        **{"messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens"},
+        **{"reasoning_effort": "reasoning.effort", "response_format": "text.format"},
+    }
+    """The names here of what a chat request calls otherwise."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(min_length=1, max_length=requests.MAX_MESSAGES, fail_fast=True)]
