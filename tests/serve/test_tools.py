@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,15 @@ from forerun.errors import ArgumentError
 from forerun.model.templates import read_template
 from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import ChatFormat, Tagged
+from forerun.serve.items import MessagesWriter
+from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.requests import ChatRequest
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
 from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR, find_format
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import StructuredOutputs
-from serve.conftest import NAME, TEMPLATE, Live, both, serving, stream_chunk, with_template
+from serve.conftest import NAME, TEMPLATE, Live, both, output, serving, stream_chunk, with_template
 
 SCHEMA: dict[str, Any] = {
     **{"type": "object", "properties": {"unit": {"enum": ["C", "F"]}, "deep": {"type": "boolean"}}},
@@ -123,6 +126,43 @@ class TestTexts:
             assert found == [call for call, _ in calls][: len(found)]
 
 
+def content_of(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if piece.kind is Kind.CONTENT)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), [one for one in TEXTS if one[3]])
+def test_no_mark_leaks_where_the_length_cuts(name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    """Behind a call, and everywhere where it has to be one: whole, and as a stream of single characters."""
+    for cut in range(len(text)):
+        for forced in (False, True):
+            one, stream = (PieceReader(FORMATS[name]("", FUNCTIONS).read, forced=forced) for _ in range(2))
+            found = one.whole(text[:cut], cut=True)
+            streamed = [piece for letter in text[:cut] for piece in stream.feed(letter)] + stream.close(cut=True)
+            assert content_of(found) == content_of(streamed)
+            if forced or any(piece.kind is Kind.CALL for piece in found):
+                assert content.startswith(content_of(found).rstrip() and content_of(found)), (cut, found)
+
+
+def test_every_endpoint_says_where_the_length_cuts() -> None:
+    """A call whose closing mark is cut off."""
+    cut = HERMES[:-3]
+    chat_format = ChatFormat(prompt={}, format=FORMATS["hermes"]("", [WEATHER]))
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "?"}], "stream": True}
+    ended = replace(output([1, 2], ended="length").outputs[0], text=cut)
+    whole = replace(output([1]), outputs=[ended])
+    writer = ChatWriter(ChatRequest.model_validate(chat), NAME, word_tokenizer(), chat_format)
+    assert writer.choice(0, whole, ended)["message"]["content"] is None
+    writer = ChatWriter(ChatRequest.model_validate(chat), NAME, word_tokenizer(), chat_format)
+    *_, last = writer.events(Tagged(job=0, chunk=stream_chunk(cut, finish_reason="length")))
+    assert last["choices"][0]["delta"]["tool_calls"] and "content" not in last["choices"][0]["delta"]
+    message = MessagesRequest.model_validate({**chat, "max_tokens": 9})
+    items = MessagesWriter(message, NAME, chat_format).whole([whole])
+    assert [block["type"] for block in items["content"]] == ["tool_use"]
+    streaming = MessagesWriter(message, NAME, chat_format)
+    events = [*streaming.events(Tagged(job=0, chunk=stream_chunk(cut, output=whole))), *streaming.closing_events()]
+    assert [one["content_block"]["type"] for one in events if one["type"] == "content_block_start"] == ["tool_use"]
+
+
 def test_a_call_in_the_last_chunk_is_the_reason_to_finish() -> None:
     chat_format = ChatFormat(prompt={}, format=FORMATS["hermes"]("", [WEATHER]))
     body = ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}], "stream": True})
@@ -211,8 +251,10 @@ def test_whatever_a_grammar_forces_is_a_call(llm: LLM, name: str, template: str,
     kind = FORMATS[name](template, [WEATHER, CLOSED])
     form = StructuredOutputs(grammar=grammar_of(kind, llm.reader.grammars.mark, many=many))
     params = [SamplingParams(temperature=1.5, seed=seed, max_tokens=210, structured_outputs=form) for seed in (1, 2)]
-    for output in llm.generate(["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}):
-        answer = output.outputs[0]
+    for one_output in llm.generate(
+        ["the cat"] * 2, params, speculative={"method": "ngram", "num_speculative_tokens": 3}
+    ):
+        answer = one_output.outputs[0]
         one = PieceReader(kind.read)
         message = MessageWriter(kind.new_id).message([*one.feed(answer.text), *one.close()])
         calls = [call["function"] for call in message["tool_calls"]]

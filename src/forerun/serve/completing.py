@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from forerun.core.rules import rule_named
 from forerun.drafters.draft_models.token_bytes import token_to_bytes
 from forerun.engine.completion import Detokenizer
-from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens
+from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens, was_cut
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
 from forerun.types import (
@@ -248,7 +248,7 @@ class ChatWriter(Writer):
         reader, message = self._readers[index]
         return {
             "index": index,
-            "message": message.message(self._shown(reader.whole(answer.text))),
+            "message": message.message(self._shown(reader.whole(answer.text, cut=was_cut(answer)))),
             "logprobs": self._logprobs(answer.tokens),
             "finish_reason": self._finish_reason(message, answer),
             "stop_reason": self.stop_reason(answer),
@@ -262,7 +262,7 @@ class ChatWriter(Writer):
         reader, message = self._readers[index]
         pieces = reader.feed(chunk.text)
         if chunk.finish_reason is not None:
-            pieces += reader.close()
+            pieces += reader.close(cut=was_cut(chunk))
         pieces = self._shown(pieces)
         delta = message.delta(pieces)
         reason = self._finish_reason(message, chunk)

@@ -44,10 +44,11 @@ class ChatFormat:
     format: ToolFormat | None = None  # Format of tool calls; None where the model may not make any
     marks: Marks | None = None  # Marks of reasoning; None where there is none, or the template has already ended it
     inside: bool = False  # The completion begins within the reasoning
+    forced: bool = False  # The completion has to be a call
 
     def reader(self) -> PieceReader:
         """Return a reader for one completion: reasoning first, then text and calls."""
-        return PieceReader(self._read)
+        return PieceReader(self._read, forced=self.forced)
 
     def _read(self, text: Incoming) -> Steps[None]:
         called = False
@@ -146,8 +147,14 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
         prompt=prompt,
         format=calls,
         marks=marks,
+        forced=calls is not None and body.must_call,
         inside=marks is not None and (begins_inside(marks, prompt["prompt"]) or marks.open in begun),
     )
+
+
+def was_cut(ended: CompletionOutput | StreamChunk) -> bool:
+    """Return whether a completion ended where the model would have gone on."""
+    return ended.finish_reason in ("length", "abort")
 
 
 def reasoning_tokens(reader: PieceReader, answer: CompletionOutput) -> int:

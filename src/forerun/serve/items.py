@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, ClassVar
 
 from forerun.serve.completing import Event, speculation_metrics
-from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens
+from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens, was_cut
 from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece
@@ -40,7 +40,9 @@ class ItemWriter(ABC):
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Return the response to a request that is not streamed."""
         [output] = outputs
-        list(chain(self._add(self._reader.whole(output.outputs[0].text)), self._close(output)))  # makes the items
+        answer = output.outputs[0]
+        pieces = self._reader.whole(answer.text, cut=was_cut(answer))
+        list(chain(self._add(pieces), self._close(output)))  # makes the items
         return self._finish(output)
 
     def events(self, tagged: Tagged) -> Iterator[Event]:
@@ -54,7 +56,7 @@ class ItemWriter(ABC):
     def closing_events(self) -> Iterator[Event]:
         """Yield the events behind the last chunk."""
         assert self._output is not None, "a stream ends with its output"
-        yield from self._add(self._reader.close())
+        yield from self._add(self._reader.close(cut=was_cut(self._output.outputs[0])))
         yield from self._close(self._output)
         yield from self._end(self._output)
 

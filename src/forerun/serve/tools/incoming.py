@@ -223,25 +223,31 @@ class Incoming:
 
 
 class PieceReader:
-    """Runs a reader, which must read to the end, over a text that arrives in pieces."""
+    """Runs a reader, which must read to the end, over a text that arrives in pieces; `forced` says that it has to be a
+    call.
+    """
 
-    def __init__(self, read: Callable[[Incoming], Steps[None]]) -> None:
+    def __init__(self, read: Callable[[Incoming], Steps[None]], *, forced: bool = False) -> None:
         self.incoming = Incoming()
         self._steps = read(self.incoming)
+        self._calls = forced  # What is not certain of a text that was cut off belongs to a call
 
-    def whole(self, text: str) -> list[Piece]:
-        """Return the pieces of a complete text."""
-        return [*self.feed(text), *self.close()]
+    def whole(self, text: str, *, cut: bool = False) -> list[Piece]:
+        """Return the pieces of a complete text, or of one that was cut off."""
+        return [*self.feed(text), *self.close(cut=cut)]
 
     def feed(self, text: str) -> list[Piece]:
         """Return the pieces that are certain now that `text` has come."""
         self.incoming.text += text
         return self._run()
 
-    def close(self) -> list[Piece]:
-        """Return the pieces that are left now that nothing will come."""
+    def close(self, *, cut: bool = False) -> list[Piece]:
+        """Return the pieces that are left now that nothing will come. Of a text that was `cut` off behind a call, or
+        where it has to be one, what was held back is no content: it began another call, or a mark.
+        """
         self.incoming.ended = True
-        return self._run()
+        pieces = self._run()
+        return [one for one in pieces if one.kind is not Kind.CONTENT] if cut and self._calls else pieces
 
     def _run(self) -> list[Piece]:
         pieces: list[Piece] = []
@@ -252,6 +258,7 @@ class PieceReader:
                 pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text)
             else:
                 pieces.append(piece)
+                self._calls = self._calls or piece.kind is Kind.CALL
         return pieces
 
 
