@@ -149,6 +149,16 @@ def broken(folders: Folders, tmp_path: Path) -> list[tuple[Path, str]]:
     return told + [(folders[name], name) for name in ("medusa", "target")]
 
 
+def test_a_shipped_head_is_loaded_by_its_name(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where an engine is made."""
+    monkeypatch.setattr("forerun.shipped.folder_of", lambda name: folders["other_head"])
+    llm = engine(folders, {"method": "eagle3", "model": str(folders["head"]), "adaptive": False})
+    loaded = list[str]()
+    monkeypatch.setattr(llm.engine, "load_drafter", lambda key, folder: loaded.append(folder))
+    llm.load_drafter("demo-eagle3")
+    assert loaded == [str(folders["other_head"])]
+
+
 def test_a_head_that_cannot_serve_is_refused_and_the_former_stays(folders: Folders, tmp_path: Path) -> None:
     """Each in another step of the same answers."""
     llm = engine(folders, {"method": "eagle3", "model": str(folders["head"]), "adaptive": False})

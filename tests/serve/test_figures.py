@@ -224,3 +224,9 @@ def test_who_drafts(
     assert parsed is not None and parsed.method == method
     if own is not None and own["method"] == method:
         assert parsed == SpeculativeConfig.parse(own)
+
+
+def test_the_process_is_measured_and_no_counter_has_a_gauge_beside_it(live: Live) -> None:
+    text = live.get("/metrics").text
+    assert "\nprocess_cpu_seconds_total " in text and "\nprocess_resident_memory_bytes " in text
+    assert "_created" not in text

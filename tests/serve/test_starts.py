@@ -308,6 +308,22 @@ def test_what_is_wrong_in_a_file_is_named(file: Path, text: str, match: str) -> 
         parsed("--config", str(file))
 
 
+def test_a_gguf_file_answers_to_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its ending and without; the model that is downloaded, too."""
+    file = tmp_path / "small.Q4_1.gguf"
+    file.touch()
+    found = list[tuple[str, ...]]()
+    monkeypatch.setattr("forerun.cli.session.check", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "forerun.serve.server.run", lambda session, **_: found.append(session.settings.model_names) or 0
+    )
+    with loggers_restored():
+        for model in (str(file), "smollm2"):
+            assert main(["serve", model]) == 0
+    assert found[0] == ("small.Q4_1", "small.Q4_1.gguf", str(file))
+    assert found[1] == ("smollm2", "SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err

@@ -181,7 +181,8 @@ def test_the_operator_loads_another_drafter_and_nobody_else_does(checkpoint: Pat
             assert live.post(LOAD, body, **other).status_code == 401
         assert live.post(TEXT, ask, **bearer("operator")).status_code == 401
         refused = live.post(LOAD, {"model": str(checkpoint / "nowhere")}, **bearer("operator"))
-        assert refused.status_code == 400 and "there is no directory" in refused.json()["error"]["message"]
+        assert refused.status_code == 400
+        assert f"there is no directory {checkpoint}/nowhere" in refused.json()["error"]["message"], "his own path"
         assert refused.json()["error"]["param"] == "model"
         assert live.post(LOAD, {"model": ""}, **bearer("operator")).status_code == 400
         assert accepted() == (text, before) and before < 1

@@ -14,7 +14,7 @@ from forerun.cli.options import LOADING, SPECULATION, Model, SpeculationOptions,
 from forerun.errors import ArgumentError
 from forerun.option_groups import CAPACITY, NETWORK
 from forerun.serve.settings import ServeSettings
-from forerun.shipped import REAL
+from forerun.shipped import MEMBER, REAL
 
 if TYPE_CHECKING:
     from forerun import AsyncLLM
@@ -76,7 +76,7 @@ def serve(
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
-    names = (*settings.model_names, _short_name(model), model)
+    names = (*settings.model_names, *_short_names(model), model)
     settings = replace(settings, model_names=tuple(dict.fromkeys(names)))
     configure_logging(settings)
     if not settings.api_keys and not settings.share_unnamed:
@@ -87,16 +87,17 @@ def serve(
     return run(Session(settings, lambda: _load(model, loading, options)), host=host, port=port)
 
 
-def _short_name(model: str) -> str:
-    """Return what clients call a model.
-
-    It is the last part of a directory's path, a GGUF file's without its ending, else the model as
-    it was named.
+def _short_names(model: str) -> tuple[str, ...]:
+    """Return what clients call a model, the name for responses first: the last part of a directory's path, or a GGUF
+    file's name without its ending and with it.
     """
     path = Path(model).expanduser()
     if path.is_dir():
-        return path.name or path.resolve().name
-    return path.stem if path.is_file() else model
+        return (path.name or path.resolve().name,)
+    if path.is_file():
+        return path.stem, path.name
+    file = Path(MEMBER)  # That of the model that is downloaded
+    return (model, file.stem, file.name) if model == REAL else (model,)
 
 
 def _load(model: str, loading: TargetOptions, options: dict[str, Any]) -> AsyncLLM:

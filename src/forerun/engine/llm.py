@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from tqdm import tqdm
 
+from forerun import shipped
 from forerun.control.config import (
     MAX_SPECULATIVE_TOKENS,
     SpeculativeConfig,
@@ -415,7 +416,8 @@ class LLM:
             self.reader = replace(self.reader, context=length)
 
     def load_drafter(self, model: str | Path) -> None:
-        """Replace the configured method's head or draft model by the one in the directory `model`, for new requests.
+        """Replace the configured method's head or draft model by the one in the directory `model`, or by a shipped one
+        of that name (``demo-eagle3``), for new requests.
         Submitted requests finish with the old one, whose memory is freed after the last of them. Outputs have the
         target's distribution with either.
 
@@ -425,7 +427,7 @@ class LLM:
         """
         if self._drafter is None:
             raise ArgumentError("no drafter is configured (speculative_config), so there is none to replace")
-        folder = Path(model).expanduser()
+        folder = Path(shipped.resolve(model)).expanduser()
         if not folder.is_dir():
             raise ArgumentError(f"there is no directory {folder}; name the one that holds the new head or draft model")
         began = time.perf_counter()

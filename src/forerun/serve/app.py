@@ -471,4 +471,4 @@ async def _told(work: Awaitable[None], path: str = "") -> None:
     except EngineError:
         raise
     except ForerunError as error:
-        raise ApiError(400, str(error), param="model_path" if path else None, quoted=path) from error
+        raise ApiError(400, str(error), param="model_path" if path else None, to_operator=True) from error

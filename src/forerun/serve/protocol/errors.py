@@ -59,8 +59,11 @@ class ApiError(ForerunError):
         quoted: str = "",
         listed: Sequence[str] = (),
         headers: Mapping[str, str] | None = None,
+        to_operator: bool = False,
     ) -> None:
-        shown = " ".join([clean_message(message), *filter(None, [" or ".join(map(repr, listed))])])
+        """Make an error; `to_operator` leaves paths in its message, which are the operator's own."""
+        told = message[:_MOST] if to_operator else clean_message(message)
+        shown = " ".join([told, *filter(None, [" or ".join(map(repr, listed))])])
         super().__init__(f"{quoted[:_QUOTED]!r}: {shown}" if quoted else shown)
         self.status, self.param, self.code = status, param, code or _CODES.get(status)
         self.headers = dict(headers or {})  # To send along
